@@ -1,0 +1,399 @@
+"""Every option of the program: key, type, range, default, meaning. The only place where any of them is said.
+
+Keys and meanings are verl's wherever verl has one that is right. `docs/configuration.md` is generated
+from this file; `compose.py` builds these frozen classes from what Hydra composed, `checks.py` holds the
+rules between keys. A key that nothing reads does not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number, used as `Annotated[float, Range(gt=0)]`. NaN is never inside."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+
+Count = Annotated[int, Range(ge=1)]
+CountOrZero = Annotated[int, Range(ge=0)]
+CountOrOff = Annotated[int, Range(ge=-1)]
+"""-1 switches it off, as in verl."""
+Positive = Annotated[float, Range(gt=0, lt=float("inf"))]
+NonNegative = Annotated[float, Range(ge=0, lt=float("inf"))]
+Fraction = Annotated[float, Range(ge=0, le=1)]
+
+KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+
+
+# ---- data ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)
+    """Training data: parquet, json or jsonl files in verl's row format, or `task:NAME?option=value` for a procedural task."""
+    val_files: list[str] = field(default_factory=list)
+    """Validation data, like train_files. Empty: no validation."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages (a list of {role, content}) or a plain string."""
+    reward_fn_key: str = "data_source"
+    """Column whose value chooses the rule-based reward."""
+    train_batch_size: Count = 1024
+    """Prompts per training step. The number of rollouts is this times rollout.n."""
+    max_prompt_length: Count = 512
+    """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
+    max_response_length: Count = 512
+    """Longest response in tokens; sampling stops there with finish reason `length`."""
+    filter_overlong_prompts: bool = False
+    """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """For longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
+    shuffle: bool = True
+    """Draw the training rows of every epoch in a new seeded order."""
+    seed: CountOrZero = 1
+    """Seed of that order."""
+    train_max_samples: CountOrOff = -1
+    """Use only the first so many training rows; -1: all."""
+    val_max_samples: CountOrOff = -1
+    """Use only the first so many validation rows; -1: all."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the tokenizer's apply_chat_template, e.g. {enable_thinking: false}."""
+
+
+# ---- model, actor, reference, rollout ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    path: str = ""
+    """A Hugging Face model folder (or a hub name where a hub can be reached), or `builtin:NAME` for an embedded model."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer, if not the model's."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in the model folder."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about 30 % more work."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    lr: Positive = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's two decay rates."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegative = 0.01
+    """AdamW's decoupled weight decay, applied to matrices and not to vectors (norms, biases)."""
+    lr_warmup_steps: CountOrOff = -1
+    """Optimizer steps of linear warm-up; -1: take lr_warmup_steps_ratio."""
+    lr_warmup_steps_ratio: Fraction = 0.0
+    """Warm-up as a share of all optimizer steps."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of lr."""
+    clip_grad: Positive = 1.0
+    """Largest global gradient norm; larger gradients are scaled down."""
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpConfig:
+    param_offload: bool = False
+    """GPU: keep parameters in host memory while the rollout engine runs."""
+    optimizer_offload: bool = False
+    """GPU: keep the optimizer state in host memory while the rollout engine runs."""
+    reshard_after_forward: bool = True
+    """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefFsdpConfig:
+    param_offload: bool = False
+    """GPU: keep the reference's parameters in host memory while it is not asked."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossConfig:
+    loss_mode: str = "vanilla"
+    """Registered policy loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(
+        default_factory=lambda: ["model", "optimizer", "extra"]
+    )
+    """What a checkpoint holds. Resuming needs the first three; hf_model adds a Hugging Face folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding of the trained model. Both names run FSDP2."""
+    ppo_mini_batch_size: Count = 256
+    """Prompts per optimizer step, over all ranks. train_batch_size must be a multiple of it."""
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
+    ppo_max_token_len_per_gpu: Count = 16384
+    """Most tokens, prompts included, in one micro-batch of one rank."""
+    ppo_epochs: Count = 1
+    """Passes over the rollouts of one training step."""
+    shuffle: bool = False
+    """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
+    data_loader_seed: CountOrZero = 42
+    """Seed of that order."""
+    clip_ratio: Positive = 0.2
+    """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: Positive | None = None
+    """Lower side, if it differs from clip_ratio."""
+    clip_ratio_high: Positive | None = None
+    """Upper side, if it differs from clip_ratio (DAPO: 0.28)."""
+    clip_ratio_c: Annotated[float, Range(gt=1, lt=float("inf"))] = 3.0
+    """Dual clip: bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020)."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number; the denominators are those of the whole mini-batch."""
+    entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = True
+    """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
+    kl_loss_coef: NonNegative = 0.001
+    """Weight of that term (beta)."""
+    kl_loss_type: KlType = "low_var_kl"
+    """Its estimator; `full` is the exact sum over the vocabulary."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    """Rollouts per forward pass on one rank."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Cut by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
+    log_prob_max_token_len_per_gpu: Count | None = None
+    """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
+    fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ValSamplingConfig:
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: CountOrOff = -1
+    """Sample from the so many likeliest tokens; -1: all."""
+    n: Count = 1
+    """Responses per validation prompt."""
+    do_sample: bool = False
+    """false is greedy, and then temperature must be 0 and n 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncConfig:
+    backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
+    """How weights reach the engines: auto takes CUDA IPC when colocated, NCCL when apart, Ray's shared memory on CPU."""
+    update_weights_bucket_megabytes: Count = 512
+    """Size of the pieces they travel in."""
+    verify_checksum: bool = False
+    """After every transfer compare a digest of each tensor on both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    name: str = "vllm"
+    """Engine: vllm, or hf (transformers generate; slow, for debugging)."""
+    n: Count = 8
+    """Responses per prompt: the group of GRPO."""
+    temperature: Positive = 1.0
+    """Of sampling; the trainer's log-probs are taken at the same temperature."""
+    seed: CountOrZero = 0
+    """Seed of sampling; each response has its own, derived from this, the step, the prompt and its number."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
+    tensor_model_parallel_size: Count = 1
+    """Devices per engine replica."""
+    nnodes: CountOrZero = 0
+    """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
+    n_gpus_per_node: Count | None = None
+    """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
+    gpu_memory_utilization: Annotated[float, Range(gt=0, lt=1)] = 0.5
+    """GPU: share of the device's memory for the engine."""
+    kv_cache_gib: Positive = 1.0
+    """CPU: size of the engine's key-value cache in GiB."""
+    free_cache_engine: bool = True
+    """GPU, colocated: the engine gives its memory back while the actor trains."""
+    enforce_eager: bool | None = None
+    """No compilation and CUDA graphs; null: true on CPU, false on GPU."""
+    max_num_seqs: Count = 256
+    """Most responses that one replica samples at once."""
+    max_num_batched_tokens: Count = 8192
+    """Most tokens in one forward pass of the engine."""
+    max_model_len: Count | None = None
+    """Longest prompt plus response; null: max_prompt_length + max_response_length."""
+    enable_prefix_caching: bool = True
+    """Compute a prompt once for all its responses."""
+    ignore_eos: bool = False
+    """Go on to max_response_length whatever is sampled (for benchmarks)."""
+    cpu_threads: CountOrZero = 0
+    """CPU: OpenMP threads of an engine; 0: chosen by the number of cores and replicas."""
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    """Rollouts per forward pass when the actor recomputes old log-probs."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Cut these by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
+    log_prob_max_token_len_per_gpu: Count | None = None
+    """Most tokens per such pass; null: as actor.ppo_max_token_len_per_gpu."""
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the engine's constructor, by engine name: {vllm: {...}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+# ---- algorithm, reward, trainer ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KlControlConfig:
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Keep kl_coef, or steer it to target_kl (Ziegler et al. 2019, section 2.2)."""
+    kl_coef: NonNegative = 0.001
+    """Weight of the KL penalty in the reward, at the start."""
+    horizon: Count = 10000
+    """Rollouts over which the adaptive controller works."""
+    target_kl: Positive = 0.1
+    """KL per response that it steers to."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmConfig:
+    adv_estimator: str = "grpo"
+    """Registered advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; false: Dr. GRPO's advantages."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
+    """Estimator of that penalty."""
+    kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomRewardConfig:
+    path: str | None = None
+    """A Python file with your own reward function; short for reward.functions=[path:name]."""
+    name: str = "compute_score"
+    """The function in it: (data_source, solution_str, ground_truth, extra_info) -> float or {score: float, ...}."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    functions: list[str] = field(default_factory=lambda: ["auto"])
+    """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source."""
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    num_workers: Count = 2
+    """Rewards computed at the same time."""
+    timeout_s: Positive = 60.0
+    """Longest time for one reward; then the run stops and names the rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    project_name: str = "grpo_rl"
+    """Folder of the runs, and project of W&B or MLflow."""
+    experiment_name: str | None = None
+    """Name of this run; null: a new one with the date. A named run resumes where it stopped (resume_mode)."""
+    default_local_dir: str = "runs/${trainer.project_name}"
+    """Where the run's folder is made."""
+    logger: list[Literal["console", "tensorboard", "wandb", "mlflow"]] = field(
+        default_factory=lambda: ["console", "tensorboard"]
+    )
+    """Where metrics go, beside metrics.jsonl in the run's folder, which is always written."""
+    total_epochs: Count = 30
+    """Passes over the training data."""
+    total_training_steps: Count | None = None
+    """Training steps; null: total_epochs of the data."""
+    nnodes: Count = 1
+    """Nodes of the actor's pool."""
+    n_gpus_per_node: Count | None = None
+    """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: cuda where there is a GPU."""
+    seed: CountOrZero = 1
+    """Seed of everything in the trainer that is not data order or sampling (dropout, new weights)."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    test_freq: CountOrOff = -1
+    """Validate every so many steps, and at the end; -1: only before and at the end."""
+    save_freq: CountOrOff = -1
+    """Write a checkpoint every so many steps, and at the end; -1: none."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto: go on from the newest checkpoint in the run's folder; resume_path: from resume_from_path."""
+    resume_from_path: str | None = None
+    """A checkpoint folder (.../checkpoints/step_N)."""
+    max_actor_ckpt_to_keep: Count | None = None
+    """Keep only the newest so many checkpoints; null: all."""
+    export_at_end: bool = True
+    """Write the trained policy to <run>/model, a Hugging Face folder."""
+    save_rollouts: bool = True
+    """Write every rollout to <run>/rollouts/step_N.jsonl."""
+    dry_run: bool = False
+    """Print the plan and stop."""
+    start_timeout_s: Positive = 600.0
+    """Longest time for workers to start (loading the model and the engine)."""
+    step_timeout_s: Positive = 3600.0
+    """Longest time for one phase of a step; then the run stops and names the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayInitConfig:
+    address: str | None = None
+    """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
+    num_cpus: Count | None = None
+    """CPUs of a local cluster; null: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayConfig:
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration, checked; what every part of the program receives."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_kwargs: RayConfig = field(default_factory=RayConfig)

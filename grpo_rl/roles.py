@@ -1,0 +1,65 @@
+"""What the training loop needs from the rest of the system: a few small Protocols.
+
+`cluster/roles.py` implements them over Ray worker groups; tests may implement them in-process.
+Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+
+
+class Actor(Protocol):
+    """The policy being trained."""
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        """The batch with `old_logprobs_T` filled where an update needs them, unchanged otherwise."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """All optimizer steps on one batch (`ppo_epochs` x mini-batches)."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, scheduler and random states into `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as an ordinary Hugging Face model folder."""
+
+
+class Reference(Protocol):
+    """The frozen policy that the KL term compares with."""
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """The batch with `ref_logprobs_T` (and `ref_hidden_TD` where the full KL wants it) filled."""
+
+
+class RolloutPool(Protocol):
+    """All rollout replicas together."""
+
+    def sync_weights(self, actor: Actor) -> Metrics:
+        """Bring every replica to the actor's current weights and raise the weight version."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends."""
+
+
+class Rewarder(Protocol):
+    """Scores rollouts while others are still being sampled."""
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start scoring one rollout; returns at once."""
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with `reward` and `reward_parts` filled. Submits those that were not."""

@@ -1,0 +1,162 @@
+"""What flows through a training step: prompts, rollouts, and the batch that is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, float]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data, rendered and tokenized.
+
+    `uid` names this occurrence of the row in the run; groups are formed by it and never by the text.
+    """
+
+    uid: str
+    token_ids: tuple[int, ...]
+    text: str
+    """The prompt as the model sees it, chat template applied."""
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. `temperature` 0 is greedy. `seed` None lets the engine draw freely."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to sample: the unit that is dispatched to a rollout replica."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for a Request."""
+
+    request_id: str
+    response_ids: tuple[int, ...]
+    """Sampled tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: tuple[float, ...]
+    """The engine's log-probability of each sampled token, after temperature."""
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A sampled response with everything known about it."""
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: int
+    text: str = ""
+    """The response decoded without special tokens: what a reward function sees."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Global denominators of one optimizer step, the same on every rank and in every micro-batch."""
+
+    num_tokens: int
+    num_sequences: int
+    num_groups: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rollouts as columns over flat axes: no padding, so no masks.
+
+    `token_ids_S` holds prompt and response of each rollout back to back; per-token columns `_T` cover
+    the response tokens only (the trained ones), in the same order. Columns that a run does not need
+    stay None.
+    """
+
+    prompt_lengths_N: Tensor
+    response_lengths_N: Tensor
+    group_N: Tensor
+    """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
+    token_ids_S: Tensor
+    rewards_N: Tensor
+    rollout_logprobs_T: Tensor
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    ref_hidden_TD: Tensor | None = None
+    """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
+    advantages_T: Tensor | None = None
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.response_lengths_N)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return len(self.rollout_logprobs_T)
+
+    @property
+    def sequence_lengths_N(self) -> Tensor:
+        return self.prompt_lengths_N + self.response_lengths_N
+
+    def counts(self) -> Counts:
+        """Denominators for all the averaging modes. Rollouts without a trained token are not counted."""
+        alive_N = self.response_lengths_N > 0
+        return Counts(
+            num_tokens=int(self.response_lengths_N.sum()),
+            num_sequences=int(alive_N.sum()),
+            num_groups=int(self.group_N[alive_N].unique().numel()),
+        )
+
+    def select(self, index_K: Tensor | list[int]) -> Batch:
+        """The rollouts at `index_K`, in that order, with all their columns."""
+        index_K = torch.as_tensor(index_K, dtype=torch.long)
+        token_index = _segments_index(self.response_lengths_N, index_K)
+        columns: dict[str, Any] = {}
+        for column in dataclasses.fields(self):
+            value = getattr(self, column.name)
+            if value is None:
+                columns[column.name] = None
+            elif column.name.endswith("_N"):
+                columns[column.name] = value[index_K]
+            elif column.name.endswith("_S"):
+                columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]
+            else:
+                columns[column.name] = value[token_index]
+        return Batch(**columns)
+
+    def replace(self, **columns: Tensor | None) -> Batch:
+        """The same batch with some columns exchanged."""
+        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+
+def _segments_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
+    """Flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    lengths_K = lengths_N[index_K]
+    total = int(lengths_K.sum())
+    within = torch.arange(total) - torch.repeat_interleave(lengths_K.cumsum(0) - lengths_K, lengths_K)
+    return torch.repeat_interleave(starts_N[index_K], lengths_K) + within
