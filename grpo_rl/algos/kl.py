@@ -1,0 +1,138 @@
+"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient controllers.
+
+With d = policy_logprobs - ref_logprobs of the sampled token. Schulman, "Approximating KL Divergence" (2020),
+names them k1, k2, k3. Everything is computed in float64 and returned so, except `full_kl`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_rl.registry import Registry
+
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+"""(policy_logprobs_T, ref_logprobs_T) -> kl_T"""
+
+KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator")
+
+
+def kl_estimate(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
+    """KL per token by the estimator called `kind`. Raises ConfigError for an unknown one."""
+    return KL_ESTIMATORS.get(kind)(policy_logprobs_T, ref_logprobs_T)
+
+
+@KL_ESTIMATORS.register("kl", "k1")
+def k1(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """The log-ratio itself: unbiased, either sign, high variance. Its own gradient has mean 0.
+
+    Formula: d; d = log π - log π_ref
+    """
+    return policy_logprobs_T.double() - ref_logprobs_T.double()
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Size of the log-ratio: a distance, no estimate of the KL.
+
+    Formula: |d|; d = log π - log π_ref
+    """
+    return k1(policy_logprobs_T, ref_logprobs_T).abs()
+
+
+@KL_ESTIMATORS.register("mse", "k2")
+def k2(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Half the squared log-ratio: biased in value, and the one whose gradient is the KL's.
+
+    Formula: d²/2; d = log π - log π_ref
+    """
+    return 0.5 * k1(policy_logprobs_T, ref_logprobs_T).square()
+
+
+@KL_ESTIMATORS.register("low_var_kl", "k3")
+def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """The low-variance estimator of GRPO: unbiased in value (up to the clamps) and never negative.
+
+    Formula: min(e^x - x - 1, 10); x = clamp(log π_ref - log π, -20, 20)
+
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0.
+    """
+    x_T = -k1(policy_logprobs_T, ref_logprobs_T).clamp(-20.0, 20.0)
+    return (torch.expm1(x_T) - x_T).clamp(0.0, 10.0)
+
+
+def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
+    """The exact KL of the two next-token distributions, in float32 (float64 for float64 logits).
+
+    Formula: Σ_v π_v (log π_v - log π_ref,v)
+
+    A token that the policy cannot produce (logit -inf) contributes 0. Callers pass chunks of tokens: the
+    work space is a few times [T, V].
+    """
+    dtype = torch.promote_types(policy_logits_TV.dtype, torch.float32)
+    policy_logprobs_TV = policy_logits_TV.to(dtype).log_softmax(-1)
+    ref_logprobs_TV = ref_logits_TV.to(dtype).log_softmax(-1)
+    possible_TV = policy_logprobs_TV.detach() > -math.inf
+    # Not 0 * inf: what the policy cannot produce is taken out before the product, in value and in gradient.
+    log_ratio_TV = torch.where(possible_TV, policy_logprobs_TV - ref_logprobs_TV, 0.0)
+    return (policy_logprobs_TV.exp() * log_ratio_TV).sum(-1)
+
+
+class KlController(Protocol):
+    """Weight of the KL penalty in the reward, from step to step."""
+
+    value: float
+
+    def update(self, current_kl: float, num_rollouts: int) -> None:
+        """Take in the KL measured on `num_rollouts` rollouts."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class FixedKlController:
+    """A coefficient that stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, num_rollouts: int) -> None:
+        """Nothing: the measurement has no effect here."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKlController(FixedKlController):
+    """A coefficient steered so that the measured KL comes to `target_kl`.
+
+    value <- value * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_rollouts / horizon): Ziegler et al. (arXiv
+    1909.08593), section 2.2. `target_kl` and the measured KL have the same unit, whichever the caller takes.
+    """
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
+        super().__init__(kl_coef)
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_rollouts: int) -> None:
+        """Raise or lower `value`. Raises ValueError for a KL that is not finite, or a horizon too short to be safe."""
+        if not math.isfinite(current_kl):
+            raise ValueError(f"the measured KL is {current_kl}: the policy or the reference has broken down")
+        if 0.2 * num_rollouts >= self.horizon:
+            raise ValueError(
+                f"kl_ctrl.horizon={self.horizon} is too short for {num_rollouts} rollouts a step: the coefficient could "
+                f"reach 0 or change its sign. Take more than {0.2 * num_rollouts:g}, best several times {num_rollouts}"
+            )
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_rollouts / self.horizon

@@ -1,0 +1,70 @@
+"""Sums, means and broadcasts over responses that lie back to back on one flat axis."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Segments:
+    """The responses of a flat token axis: response n owns `lengths_N[n]` consecutive tokens, possibly none.
+
+    Everything here is vectorised, linear in the number of tokens, and differentiable. Tensors passed to the
+    methods lie on the device of `lengths_N`.
+    """
+
+    def __init__(self, lengths_N: Tensor) -> None:
+        assert lengths_N.ndim == 1 and not lengths_N.is_floating_point(), "lengths_N is a vector of integers"
+        self.lengths_N = lengths_N.long()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths_N)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.lengths_N.sum())
+
+    @cached_property
+    def nonempty_N(self) -> Tensor:
+        return self.lengths_N > 0
+
+    @cached_property
+    def index_T(self) -> Tensor:
+        """The response that each token belongs to."""
+        return torch.repeat_interleave(self.lengths_N, output_size=self.num_tokens)
+
+    @cached_property
+    def last_index_N(self) -> Tensor:
+        """Position on the flat axis of each response's last token. Meaningless where `nonempty_N` is False."""
+        return self.lengths_N.cumsum(0) - 1
+
+    def sum(self, x_T: Tensor) -> Tensor:
+        """Sum over the tokens of each response; 0 for an empty one."""
+        self._check_tokens(x_T)
+        # segment_reduce adds in a fixed order on every device; index_add on CUDA does not. `unsafe` only
+        # skips its check that the lengths add up, which has just been done.
+        return torch.segment_reduce(x_T, "sum", lengths=self.lengths_N, unsafe=True, initial=0)
+
+    def mean(self, x_T: Tensor) -> Tensor:
+        """Mean over the tokens of each response; 0 for an empty one."""
+        return self.sum(x_T) / self.lengths_N.clamp(min=1)
+
+    def broadcast(self, x_N: Tensor) -> Tensor:
+        """Each response's value on all of its tokens."""
+        self._check_sequences(x_N)
+        return x_N.index_select(0, self.index_T)
+
+    def put_last(self, x_N: Tensor) -> Tensor:
+        """Each response's value on its last token, 0 on the others. Values of empty responses are dropped."""
+        self._check_sequences(x_N)
+        x_T = x_N.new_zeros(self.num_tokens)
+        return x_T.index_put((self.last_index_N[self.nonempty_N],), x_N[self.nonempty_N])
+
+    def _check_tokens(self, x_T: Tensor) -> None:
+        assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
+
+    def _check_sequences(self, x_N: Tensor) -> None:
+        assert x_N.shape == (self.num_sequences,), f"{tuple(x_N.shape)} values for {self.num_sequences} responses"
