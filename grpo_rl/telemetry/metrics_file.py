@@ -1,0 +1,100 @@
+"""metrics.jsonl: one JSON object per line, `step`, `time` (Unix seconds) and the metrics of that step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""JSON has no such numbers; they are written as these strings."""
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as something strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars as well as arrays
+        return jsonable(value.tolist())
+    return str(value)
+
+
+def dump_line(record: Mapping[str, Any]) -> str:
+    """`record` as one line of JSON, ASCII only, so that no reader stumbles over a surrogate or U+2028."""
+    return json.dumps(jsonable(record), allow_nan=False) + "\n"
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl; every line is on disk before `log` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # A killed process may have left half a line; a new one must not be glued to it.
+        needs_newline = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        self._file = path.open("a", encoding="utf-8")
+        if needs_newline:
+            self._file.write("\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of `step`."""
+        self._file.write(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, so that a resumed run continues its own curve."""
+        self._file.close()
+        kept = [record for record in _read_records(self.path) if record["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(dump_line(record) for record in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl as `{"step": ..., "time": ..., name: value}`, in order of steps.
+
+    Lines of one step are merged, the later one wins. A broken line (a process killed while writing) is
+    left out. An absent file is an empty list.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    for record in _read_records(path):
+        numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+        by_step.setdefault(record["step"], {}).update(
+            {key: value for key, value in numbers.items() if isinstance(value, int | float)}
+        )
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

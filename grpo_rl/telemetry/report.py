@@ -1,0 +1,112 @@
+"""What a run achieved, in words: before and after, samples, and where everything lies."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts import first_and_last, read_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.step_line import validation_keys
+from grpo_rl.telemetry.text import duration, safe_text
+
+_WIDTH = 100
+_TEXT_LIMIT = 400
+
+
+def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
+    """The report of a finished run, plain text that is safe to print; also written to `report.txt`.
+
+    The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
+    `seconds` is the duration of the whole run.
+    """
+    sections = [_before_after(read_metrics(run_dir.metrics_file)), _samples(run_dir, num_samples), _written(run_dir)]
+    if seconds is not None:
+        sections.append(f"Finished in {duration(seconds)}.")
+    text = "\n\n".join(section for section in sections if section) + "\n"
+    run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return text
+
+
+def _before_after(records: Sequence[dict[str, float]]) -> str:
+    """First against last validation, and the mean reward of the first five training steps against the last five."""
+    rows: list[tuple[str, float, float]] = []
+    for key in dict.fromkeys(key for record in records for key in validation_keys(record)):
+        values = [record[key] for record in records if key in record]
+        rows.append((f"validation {safe_text(key.removeprefix('val/'), limit=44)}", values[0], values[-1]))
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    if rewards:
+        rows.append(("training reward (5 steps)", statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])))
+    if not rows:
+        return ""
+    lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"]
+    lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in rows]
+    return "\n".join(lines)
+
+
+def _samples(run_dir: RunDir, num_samples: int) -> str:
+    ends = first_and_last(run_dir.val)
+    if ends is None:
+        return ""
+    (first_step, first_file), (last_step, last_file) = ends
+    before, after = _by_prompt(read_rollouts(first_file)), _by_prompt(read_rollouts(last_file))
+    prompts = [prompt for prompt in before if prompt in after]
+    chosen = random.Random(0).sample(prompts, min(num_samples, len(prompts)))
+    if not chosen:
+        return ""
+    lines = [f"The same prompts before (step {first_step}) and after (step {last_step}), drawn at random"]
+    for prompt in chosen:
+        lines += ["", *_labelled("prompt", prompt)]
+        truth = before[prompt].get("ground_truth")
+        if truth is not None:
+            lines += _labelled("truth", str(truth))
+        for label, record in (("before", before[prompt]), ("after", after[prompt])):
+            lines += _labelled(label, record["response"], f"[reward {_reward(record)}] ")
+    return "\n".join(lines)
+
+
+def _by_prompt(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    # Matched by text: a uid names one occurrence of a row, and each validation is another.
+    return {record["prompt"]: record for record in records if record["sample"] == 0}
+
+
+def _reward(record: dict[str, Any]) -> str:
+    reward = record["reward"]
+    return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
+
+
+def _labelled(label: str, text: str, prefix: str = "") -> list[str]:
+    body = prefix + safe_text(text, limit=_TEXT_LIMIT)
+    return textwrap.wrap(
+        body,
+        width=_WIDTH,
+        initial_indent=f"  {label:<8}",
+        subsequent_indent=" " * 10,
+        drop_whitespace=False,
+        replace_whitespace=False,
+    ) or [f"  {label:<8}"]
+
+
+def _written(run_dir: RunDir) -> str:
+    places = {
+        "curves": run_dir.plots / "curves.png",
+        "metrics": run_dir.metrics_file,
+        "TensorBoard": run_dir.tensorboard,
+        "rollouts": run_dir.rollouts,
+        "validation": run_dir.val,
+        "configuration": run_dir.config_file,
+        "checkpoints": run_dir.checkpoints,
+        "model": run_dir.model,
+        "logs": run_dir.logs,
+        "this report": run_dir.report_file,
+    }
+    lines = [f"Written to {run_dir.path}"]
+    for name, path in places.items():
+        is_there = any(path.iterdir()) if path.is_dir() else path.exists()
+        if is_there or path == run_dir.report_file:
+            lines.append(f"  {name:<15}{path}")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""The folder of a run: where everything that it writes lies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from grpo_rl.errors import ConfigError
+
+_SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
+_EARLIER = "earlier"
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths inside one run's folder. Made by `RunDir.create`, which also keeps other processes out of it."""
+
+    path: Path
+    _lock_fd: int | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
+        """The folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
+
+        Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, and for one in
+        which another process is running.
+        """
+        base = Path(base).expanduser()
+        path = _new_path(base) if experiment_name is None else _named_path(base, experiment_name)
+        try:
+            path.mkdir(parents=True, exist_ok=experiment_name is not None)
+            lock_fd = _lock(path)
+            run_dir = cls(path, lock_fd)
+            run_dir._make_subfolders()
+        except OSError as error:
+            raise ConfigError(f"the run's folder {path} cannot be made: {error.strerror or error}") from error
+        return run_dir
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_file(self) -> Path:
+        return self.path / "overrides.txt"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def val(self) -> Path:
+        return self.path / "val"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Where the trained policy is exported; made by the export."""
+        return self.path / "model"
+
+    def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
+        """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
+        for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):
+            if file.exists() and file.read_text(encoding="utf-8") != text:
+                file.rename(_first_free(file.with_name(f"{file.stem}.{{}}{file.suffix}")))
+            file.write_text(text, encoding="utf-8")
+
+    def start_fresh(self) -> Path | None:
+        """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
+
+        For a run that does not resume: so it starts in an empty folder and nothing is overwritten.
+        """
+        if not self._holds_a_run():
+            return None
+        (self.path / _EARLIER).mkdir(exist_ok=True)
+        aside = _first_free(self.path / _EARLIER / "{}")
+        aside.mkdir()
+        for entry in sorted(self.path.iterdir()):
+            if entry.name not in (_EARLIER, _LOCK):
+                entry.rename(aside / entry.name)
+        self._make_subfolders()
+        return aside
+
+    def release(self) -> None:
+        """Let other processes use the folder again. The end of the process does the same."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            object.__setattr__(self, "_lock_fd", None)
+
+    def _make_subfolders(self) -> None:
+        for name in _SUBFOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+
+    def _holds_a_run(self) -> bool:
+        for entry in self.path.iterdir():
+            if entry.name in (_EARLIER, _LOCK):
+                continue
+            if entry.is_file() or any(entry.iterdir()):
+                return True
+        return False
+
+
+def _new_path(base: Path) -> Path:
+    # Two runs may start in the same second; four hex digits keep them apart.
+    return base / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+
+
+def _named_path(base: Path, name: str) -> Path:
+    rule = "it must name a folder below trainer.default_local_dir, without '..', a leading '/' or control characters"
+    is_plain = name.strip() != "" and name.isprintable() and len(name.encode(errors="replace")) <= 200
+    if not is_plain or Path(name).is_absolute() or any(part in ("..", ".") for part in name.split("/")):
+        raise ConfigError(f"trainer.experiment_name={name!r}: {rule}")
+    path = base / name
+    # A symbolic link below base may lead out of it.
+    if not path.resolve().is_relative_to(base.resolve()):
+        raise ConfigError(f"trainer.experiment_name={name!r} leads to {path.resolve()}: {rule}")
+    return path
+
+
+def _lock(path: Path) -> int | None:
+    """A file descriptor that holds the folder's lock until it is closed; None where the file system has no locks."""
+    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(fd, 100).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(
+            f"another process ({owner}) is running in {path}; wait for it, or choose another trainer.experiment_name"
+        ) from None
+    except OSError:
+        os.close(fd)
+        return None
+    os.truncate(fd, 0)
+    os.write(fd, f"pid {os.getpid()}\n".encode())
+    return fd
+
+
+def _first_free(pattern: Path) -> Path:
+    """`pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
+    number = 1
+    while True:
+        path = pattern.with_name(pattern.name.format(number))
+        if not path.exists():
+            return path
+        number += 1

@@ -1,0 +1,91 @@
+"""Where the metrics of a run go: metrics.jsonl always, TensorBoard, W&B and MLflow by `trainer.logger`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.telemetry.metrics_file import MetricsFile
+from grpo_rl.telemetry.rollouts import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.tracking import Background, mlflow_tracker, wandb_tracker
+
+_logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """One destination of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def truncate_after(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All destinations of one run. `log` costs milliseconds whatever a tracking server does.
+
+    Raises ConfigError when `trainer.logger` names a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        trainer: TrainerConfig,
+        resolved_config: Mapping[str, Any],
+        warn: Callable[[str], None] = _logger.warning,
+    ) -> None:
+        trackers = {"wandb": wandb_tracker, "mlflow": mlflow_tracker}
+        connects = {
+            name: connect(run_dir, trainer, resolved_config) for name, connect in trackers.items() if name in trainer.logger
+        }
+        self._rollouts = RolloutLog(run_dir)
+        self._sinks: list[Sink] = [MetricsFile(run_dir.metrics_file)]
+        if "tensorboard" in trainer.logger:
+            self._sinks.append(TensorBoard(run_dir.tensorboard))
+        self._sinks += [Background(name, connect, warn) for name, connect in connects.items()]
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was written for later steps, rollout files included. To be called once, on resuming from `step`."""
+        for sink in self._sinks:
+            sink.truncate_after(step)
+        self._rollouts.truncate_after(step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of one step to every destination."""
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def close(self) -> None:
+        """Write out what is still under way. Waits for tracking servers for some seconds only."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's own event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = EventFileWriter(str(folder), flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+
+    def truncate_after(self, step: int) -> None:
+        # TensorBoard hides the events at or after the step of a START that comes later in the folder.
+        self._writer.add_event(
+            Event(step=step + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.SessionStatus.START))
+        )
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,64 @@
+"""One training step as one line of a table, and the header above it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_rl.telemetry.text import number
+
+PHASES = {
+    "gen": "timing_s/gen",
+    "reward": "timing_s/reward",
+    "ref": "timing_s/ref",
+    "update": "timing_s/update_actor",
+    "sync": "timing_s/sync_weights",
+}
+"""Phases that have a column of their own; what is left of the step is `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of a line and how much a reader should notice it."""
+
+    text: str
+    style: str = ""
+
+
+def header() -> list[Cell]:
+    """The names of the columns, each as wide as its values."""
+    names = "".join(name.rjust(width) for name, width in _COLUMNS)
+    return [Cell(f"{'step':>11}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
+
+
+def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
+    """The values under `header()`: 108 columns, "-" for what the step did not measure."""
+    seconds = metrics.get("timing_s/step")
+    phases = {name: metrics.get(key) for name, key in PHASES.items()}
+    other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
+    return [
+        Cell(f"{step}/{total}".rjust(11)),
+        Cell(number(metrics.get("reward/mean"), 8), "bold"),
+        Cell(number(validation_score(metrics), 8), "bold green"),
+        Cell(number(metrics.get("actor/kl_loss"), 9, digits=5)),
+        Cell(number(metrics.get("actor/pg_clipfrac"), 8, digits=4)),
+        Cell(number(metrics.get("response_length/mean"), 8, digits=1)),
+        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
+        Cell(number(seconds, 8, digits=2)),
+        Cell("  |" + "".join(number(value, 7, digits=2) for value in (*phases.values(), other)), "dim"),
+    ]
+
+
+_COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8)]
+
+
+def validation_keys(metrics: Mapping[str, float]) -> list[str]:
+    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes."""
+    return [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
+
+
+def validation_score(metrics: Mapping[str, float]) -> float | None:
+    """The mean of `val/<source>/mean@N` over the sources, or None on a step without validation."""
+    values = [metrics[key] for key in validation_keys(metrics)]
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,78 @@
+"""Text for people: numbers in few columns, and model output that cannot drive a terminal."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+# Controls, bidirectional and zero-width marks, lone surrogates, line separators: everything that can
+# move a cursor, reorder a line or break an encoder.
+_UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) -> str:
+    """`text` with every character escaped that a terminal would obey instead of show.
+
+    What a model wrote is not to be trusted: it may hold ANSI sequences, carriage returns or
+    right-to-left overrides. With `limit`, the middle is cut out of a longer text.
+    """
+    if limit is not None and len(text) > limit:
+        head = (limit - 5) * 2 // 3
+        text = text[:head] + " ... " + text[len(text) - (limit - 5 - head) :]
+    return "".join(_escape(char) if _is_unsafe(char, keep_newlines) else char for char in text)
+
+
+def _is_unsafe(char: str, keep_newlines: bool) -> bool:
+    if char == "\n" and keep_newlines:
+        return False
+    return unicodedata.category(char) in _UNSAFE_CATEGORIES
+
+
+def _escape(char: str) -> str:
+    named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    if char in named:
+        return named[char]
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def encodable(text: str, encoding: str) -> str:
+    """`text` with escapes for the characters that `encoding` does not have, so that printing never fails."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def number(value: float | None, width: int, digits: int = 3) -> str:
+    """`value` right-aligned in exactly `width` columns (at least 6), with up to `digits` decimals; "-" for None.
+
+    Decimals are dropped, then k/M/G or an exponent used, before a column is broken.
+    """
+    if value is None:
+        return "-".rjust(width)
+    if not math.isfinite(value):
+        return str(value).rjust(width)
+    if value != 0 and abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}".rjust(width)
+    for decimals in range(digits, -1, -1):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width and (decimals > 0 or abs(value) < 1e5):
+            return text.rjust(width)
+    for factor, unit in ((1e3, "k"), (1e6, "M"), (1e9, "G")):
+        text = f"{value / factor:.0f}{unit}"
+        if len(text) <= min(width, 5):
+            return text.rjust(width)
+    return f"{value:.0e}".rjust(width)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: `0.31 s`, `12.4 s`, `3 min 05 s`, `2 h 07 min`."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
