@@ -1,0 +1,171 @@
+"""Embedded models: small Qwen3 networks, written as ordinary Hugging Face folders.
+
+Nothing is downloaded. A built folder is loaded by the very calls that load a user's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_rl.errors import ConfigError
+
+PREFIX = "builtin:"
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("system", "user", "assistant")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """A short supervised run that gives a random model its first ability; a fixed number of steps, so repeatable."""
+
+    task: str
+    """Demonstrations: rows of this procedural task, answered with their ground truth."""
+    num_steps: int
+    batch_size: int
+    lr: float
+    lr_warmup_steps: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """Everything that determines an embedded model."""
+
+    name: str
+    version: int
+    """Raise it when the code that builds, or the task's code, changes what comes out."""
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    seed: int
+    warm_start: WarmStart
+
+    def content_hash(self) -> str:
+        """16 hex digits that change whenever any setting, the vocabulary or the chat template does."""
+        content = [dataclasses.asdict(self), vocabulary(self.vocab_size), CHAT_TEMPLATE]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+BUILTINS: dict[str, Builtin] = {
+    "arithmetic": Builtin(
+        name="arithmetic",
+        version=1,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=128,
+        max_position_embeddings=2048,
+        seed=0,
+        warm_start=WarmStart(
+            task="task:arithmetic?digits=2&split=train&num_rows=8192",
+            num_steps=200,
+            batch_size=128,
+            lr=1e-3,
+            lr_warmup_steps=20,
+        ),
+    )
+}
+
+
+def get_builtin(name: str) -> Builtin:
+    """The embedded model `name`, with or without `builtin:` before it. Raises ConfigError with the known names."""
+    try:
+        return BUILTINS[name.removeprefix(PREFIX)]
+    except KeyError:
+        known = ", ".join(PREFIX + key for key in BUILTINS)
+        raise ConfigError(f"there is no embedded model {name!r}; there are {known}") from None
+
+
+def cache_folder(name: str) -> Path:
+    """Where the warm-started model is kept: $GRPO_RL_CACHE or ~/.cache/grpo_rl, then name and content hash."""
+    root = os.environ.get("GRPO_RL_CACHE")
+    base = Path(root).expanduser() if root else Path.home() / ".cache" / "grpo_rl"
+    builtin = get_builtin(name)
+    return base / "models" / f"{builtin.name}-{builtin.content_hash()}"
+
+
+def build(name: str, folder: Path) -> Path:
+    """`folder`, holding the randomly initialised model, its tokenizer and its generation settings.
+
+    The same spec gives the same bytes of weights; the caller's random state is left alone.
+    """
+    builtin = get_builtin(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(builtin.vocab_size)
+    model = _random_model(builtin, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def vocabulary(size: int) -> list[str]:
+    """Special tokens, printable ASCII one character each, then reserved tokens, so that every id decodes."""
+    special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    characters = [*string.digits, *sorted(set(string.printable[:95]) - set(string.digits)), "\n"]
+    tokens = special + characters
+    if len(tokens) > size:
+        raise ValueError(f"a vocabulary of {size} cannot hold the {len(tokens)} tokens that are needed")
+    return tokens + [f"<|reserved_{index}|>" for index in range(size - len(tokens))]
+
+
+def build_tokenizer(vocab_size: int) -> Any:
+    """A fast tokenizer of one token per character; text between `<|` and `|>` that names a special token is one token."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = vocabulary(vocab_size)
+    # BPE without merges: every character is a token, and unknown ones are UNKNOWN.
+    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[token for token in tokens if token.startswith("<|") and token not in (PAD, END, UNKNOWN)],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> Any:
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    shape = {
+        field.name: getattr(builtin, field.name)
+        for field in dataclasses.fields(builtin)
+        if field.name not in ("name", "version", "seed", "warm_start")
+    }
+    config = Qwen3Config(
+        **shape, tie_word_embeddings=True, eos_token_id=eos_token_id, pad_token_id=pad_token_id, dtype="float32"
+    )
+    config.bos_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(builtin.seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    return model
