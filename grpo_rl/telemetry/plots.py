@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_rl.telemetry.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
@@ -114,7 +114,7 @@ def _draw_scores(axes: Axes, records: Records) -> None:
                 fontweight="bold",
             )
     axes.margins(x=0.03, y=0.14)
-    _finish(axes, has_legend=True)
+    _finish(axes, legend="best")
 
 
 def _draw_line(axes: Axes, title: str, records: Records, key: str) -> None:
@@ -136,7 +136,7 @@ def _draw_lengths(axes: Axes, records: Records) -> None:
         axes.fill_between(steps, low, high, color=_BLUE, alpha=0.12, linewidth=0, label="min to max")
         axes.plot(steps, [row["response_length/mean"] for row in rows], color=_BLUE, linewidth=1.8, label="mean")
         axes.set_ylim(bottom=0)
-    _finish(axes, has_legend=True)
+    _finish(axes, legend="best")
 
 
 def _draw_phases(axes: Axes, records: Records) -> None:
@@ -148,35 +148,49 @@ def _draw_phases(axes: Axes, records: Records) -> None:
         parts = {name: values for name, values in parts.items() if any(values)}
         colors = [_PHASES[name] for name in parts]
         if parts:
-            axes.stackplot(steps, list(parts.values()), labels=[name.replace("_", " ") for name in parts], colors=colors)
+            axes.stackplot(
+                steps,
+                list(parts.values()),
+                labels=[name.replace("_", " ") for name in parts],
+                colors=colors,
+                alpha=0.85,
+                linewidth=0,
+            )
         axes.plot(steps, [row["timing_s/step"] for row in rows], color=_INK, linewidth=1, label="whole step")
         # One slow first step (warming up) must not flatten all the others.
-        axes.set_ylim(0, 1.6 * sorted(row["timing_s/step"] for row in rows)[int(0.9 * (len(rows) - 1))] or 1)
-    _finish(axes, has_legend=True)
+        axes.set_ylim(0, 1.75 * sorted(row["timing_s/step"] for row in rows)[int(0.9 * (len(rows) - 1))] or 1)
+    _finish(axes, legend="upper right")
 
 
-def _finish(axes: Axes, has_legend: bool = False) -> None:
+def _finish(axes: Axes, legend: Literal["best", "upper right"] | None = None) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.tick_params(length=0)
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("step", loc="right", fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     if not axes.has_data():
         axes.set_yticks([])
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=_MUTED)
-    elif has_legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best", fontsize=8, handlelength=1.2, labelspacing=0.3)
+    elif legend is not None and axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=legend, ncols=2 if legend == "upper right" else 1, fontsize=8, handlelength=1.2, labelspacing=0.3)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, started without bias, over about a tenth of the curve (at most 20 steps)."""
-    weight = 1 - 1 / min(20.0, max(1.0, len(values) / 10))
-    average, norm, smoothed = 0.0, 0.0, []
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        smoothed.append(average / norm)
+    """Each value averaged with its neighbours on both sides under a Gaussian of a fortieth of the curve (0.5 to 10 steps).
+
+    Centred, because an average over the past alone would draw every rise too late.
+    """
+    sigma = min(10.0, max(0.5, len(values) / 40))
+    reach = math.ceil(3 * sigma)
+    weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(-reach, reach + 1)]
+    smoothed = []
+    for center in range(len(values)):
+        first = max(0, center - reach)
+        window = values[first : center + reach + 1]
+        window_weights = weights[first - center + reach :][: len(window)]
+        total = sum(weight * value for weight, value in zip(window_weights, window, strict=True))
+        smoothed.append(total / sum(window_weights))
     return smoothed
 
 

@@ -29,16 +29,16 @@ class Cell:
 def header() -> list[Cell]:
     """The names of the columns, each as wide as its values."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
-    return [Cell(f"{'step':>11}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
+    return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
 
 
 def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
-    """The values under `header()`: 108 columns, "-" for what the step did not measure."""
+    """The values under `header()`: 111 columns, "-" for what the step did not measure."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
     return [
-        Cell(f"{step}/{total}".rjust(11)),
+        Cell(f"{step}/{total}".rjust(9)),
         Cell(number(metrics.get("reward/mean"), 8), "bold"),
         Cell(number(validation_score(metrics), 8), "bold green"),
         Cell(number(metrics.get("actor/kl_loss"), 9, digits=5)),

@@ -44,7 +44,7 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def number(value: float | None, width: int, digits: int = 3) -> str:
-    """`value` right-aligned in exactly `width` columns (at least 6), with up to `digits` decimals; "-" for None.
+    """`value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None.
 
     Decimals are dropped, then k/M/G or an exponent used, before a column is broken.
     """

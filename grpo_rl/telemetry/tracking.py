@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,25 +37,30 @@ Connect = Callable[[], Tracker]
 class Background:
     """A sink that hands metrics to a `Tracker` living in a thread of its own.
 
-    The connection is made in that thread too. Metrics that find the queue full, or a tracker that
-    failed, are dropped and counted in `num_dropped`; the first failure is reported once, through `warn`.
+    The connection is made in that thread too. Steps that find the queue full, or a tracker that failed,
+    are dropped; `close` says how many. The first failure is reported once, through `warn`.
     """
 
     def __init__(self, name: str, connect: Connect, warn: Callable[[str], None], size: int = QUEUE_SIZE) -> None:
         self.name = name
-        self.num_dropped = 0
         self._connect = connect
         self._warn = warn
-        self._failed = False
+        self._has_failed = False
+        self._num_logged = 0
+        self._num_sent = 0
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def num_unsent(self) -> int:
+        """Steps that were logged and have not arrived: still queued, or dropped."""
+        return self._num_logged - self._num_sent
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
+        self._num_logged += 1
+        with contextlib.suppress(queue.Full):
             self._queue.put_nowait((step, dict(metrics)))
-        except queue.Full:
-            self.num_dropped += 1
 
     def truncate_after(self, step: int) -> None:
         """Nothing: these services keep their history, and later values of a step lie beside the earlier ones."""
@@ -61,23 +68,20 @@ class Background:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait at most `timeout_s` for what is queued, then report what was lost."""
         deadline = time.monotonic() + timeout_s
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            self._warn(f"{self.name}: still busy after {timeout_s:.0f} s, left behind")
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        lost = self.num_dropped + self._queue.qsize()
-        if lost:
-            self._warn(f"{self.name}: {lost} steps were not sent; metrics.jsonl has them")
+        if self._thread.is_alive():
+            self._warn(f"{self.name}: still busy after {timeout_s:g} s, left behind")
+        if self.num_unsent:
+            self._warn(f"{self.name}: {self.num_unsent} steps were not sent; metrics.jsonl has them")
 
     def _run(self) -> None:
         tracker = self._guard(self._connect)
         while (item := self._queue.get()) is not None:
-            if tracker is None or self._failed:
-                self.num_dropped += 1
-            else:
-                step, metrics = item
-                self._guard(partial(tracker.log, step, metrics))
+            if tracker is not None and not self._has_failed:
+                self._guard(partial(tracker.log, *item))
+                self._num_sent += not self._has_failed
         if tracker is not None:
             self._guard(tracker.close)
 
@@ -86,9 +90,9 @@ class Background:
         try:
             return action()
         except Exception as error:
-            if not self._failed:
+            if not self._has_failed:
                 self._warn(f"{self.name} failed and is switched off: {type(error).__name__}: {error}")
-            self._failed = True
+            self._has_failed = True
             return None
 
 
@@ -112,8 +116,7 @@ def wandb_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, 
 
     def connect() -> Tracker:
         wandb = importlib.import_module("wandb")
-        id_file = run_dir.path / "wandb_run_id"
-        run_id = _stored(id_file, wandb.util.generate_id)
+        run_id = _stored(run_dir.path / "wandb_run_id", lambda: secrets.token_hex(4))
         run = wandb.init(
             project=trainer.project_name,
             name=run_dir.name,

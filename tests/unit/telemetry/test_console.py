@@ -1,0 +1,147 @@
+import io
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.telemetry.console import HEADER_EVERY, Console
+
+
+class Pipe(io.TextIOWrapper):
+    """A text stream that is no terminal, in a chosen encoding."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding=encoding, write_through=True)
+
+    def lines(self) -> list[str]:
+        return self.bytes.getvalue().decode(self.encoding).splitlines()
+
+
+def test_on_a_pipe_a_bar_is_one_line_at_the_start_and_one_at_the_end() -> None:
+    pipe = Pipe()
+    with Console(pipe).progress("starting the engine", total=3) as bar:
+        for index in range(3):
+            bar.advance(note=f"layer {index}")
+    first, last = pipe.lines()
+    assert first == "starting the engine ..."
+    assert last.startswith("starting the engine (layer 2): ")
+    assert last.endswith(" s")
+
+
+def test_a_bar_that_is_not_kept_prints_nothing_on_a_pipe() -> None:
+    pipe = Pipe()
+    with Console(pipe).progress("sampling", total=1, keep=False) as bar:
+        bar.advance()
+    assert pipe.lines() == []
+
+
+def test_work_that_fails_is_not_reported_as_done() -> None:
+    pipe = Pipe()
+    with pytest.raises(ZeroDivisionError), Console(pipe).progress("dividing", keep=False):
+        _ = 1 / 0
+    assert pipe.lines()[-1].startswith("dividing: stopped after ")
+
+
+def test_hostile_text_is_escaped_and_brackets_are_not_markup() -> None:
+    pipe = Pipe()
+    console = Console(pipe)
+    console.info("[red]\x1b[2J[/red] :smile: [/nothing]")
+    console.warn("w\x07")
+    console.error("e\x1b]0;title\x07")
+    console.table("[b]T[/b]", [["\x1b[31m", "[link=x]y[/link]"]], header=["a", "[i]b"])
+    text = "\n".join(pipe.lines())
+    assert "\x1b" not in text and "\x07" not in text
+    assert pipe.lines()[:3] == ["[red]\\x1b[2J[/red] :smile: [/nothing]", "warning: w\\x07", "error: e\\x1b]0;title\\x07"]
+    for shown in ("[b]T[/b]", "\\x1b[31m", "[link=x]y[/link]", "[i]b"):
+        assert shown in text
+
+
+def test_a_stream_without_unicode_gets_escapes_instead_of_an_exception() -> None:
+    pipe = Pipe("ascii")
+    console = Console(pipe)
+    console.info("é 数 \ud800")
+    console.table("tablé", [["ü", 1]], header=["x", "y"])
+    with console.progress("öffnen") as bar:
+        bar.advance(note="ß")
+    assert pipe.lines()[0] == "\\xe9 \\u6570 \\ud800"
+    assert any("\\xdf" in line for line in pipe.lines())
+
+
+def test_long_lines_are_neither_wrapped_nor_cut_on_a_pipe() -> None:
+    pipe = Pipe()
+    Console(pipe).info("x" * 500)
+    assert pipe.lines() == ["x" * 500]
+
+
+def test_the_header_comes_first_and_again_after_twenty_five_steps() -> None:
+    pipe = Pipe()
+    console = Console(pipe)
+    for step in range(1, HEADER_EVERY + 2):
+        console.step(step, 100, {"reward/mean": 0.5})
+    headers = [index for index, line in enumerate(pipe.lines()) if line.split()[0] == "step"]
+    assert headers == [0, HEADER_EVERY + 1]
+
+
+def test_the_log_file_has_every_line_that_was_printed(tmp_path: Path) -> None:
+    console = Console(Pipe())
+    console.log_to(tmp_path / "console.log")
+    console.info("é \x1b[1m")
+    console.step(1, 2, {})
+    console.table("T", [["a", 1]])
+    console.close()
+    lines = [line[21:] for line in (tmp_path / "console.log").read_text(encoding="utf-8").splitlines()]
+    assert lines[0] == "é \\x1b[1m"
+    assert lines[2].split()[0] == "1/2"
+    assert lines[-1] == "a  1"
+
+
+TERMINAL_PROGRAM = """
+import sys, time
+from grpo_rl.telemetry.console import Console
+console = Console()
+assert console.interactive
+with console.progress("outer", total=2) as outer, console.progress("inner", total=None, keep=False) as inner:
+    outer.advance(note="[red]n\\x1b[5m")
+    inner.advance()
+    time.sleep(0.3)
+    console.info("between")
+console.info("end")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_on_a_terminal_nested_bars_are_live_and_leave_one_line(encoding: str) -> None:
+    main, worker = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": encoding, "COLUMNS": "120"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen([sys.executable, "-c", TERMINAL_PROGRAM], stdout=worker, stderr=worker, env=environment)
+    chunks: list[bytes] = []
+    reader = threading.Thread(target=_read_all, args=(main, chunks))
+    reader.start()
+    exit_code = process.wait(timeout=60)
+    os.close(worker)
+    reader.join(timeout=10)
+    screen = b"".join(chunks).decode()
+    assert exit_code == 0, screen
+    assert "inner" in screen and "1/2" in screen  # the live bars
+    assert "[red]n\\x1b[5m" in screen and "\x1b[5m" not in screen
+    lines = [line.rsplit("\x1b[2K")[-1].strip() for line in screen.splitlines()]
+    assert "between" in lines and lines[-1] == "end"
+    assert lines[-2].startswith("outer ([red]n\\x1b[5m): ")
+
+
+def _read_all(fd: int, chunks: list[bytes]) -> None:
+    while True:
+        try:
+            chunk = os.read(fd, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(fd)

@@ -1,0 +1,63 @@
+import math
+import struct
+import warnings
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.telemetry.metrics_file import MetricsFile
+from grpo_rl.telemetry.plots import plot_curves, smooth
+from grpo_rl.telemetry.rundir import RunDir
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def full_record(step: int) -> dict[str, float]:
+    names = ["reward/mean", "actor/kl_loss", "actor/pg_clipfrac", "timing_s/step", "timing_s/gen", "val/a$b$/x_/mean@1"]
+    lengths = {"response_length/mean": 5.0, "response_length/min": 1.0, "response_length/max": 9.0 + step}
+    return dict.fromkeys(names, 0.1 * step) | lengths
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"val/a/mean@1": 0.5}],
+        [full_record(1)],
+        [full_record(step) for step in range(40)],
+        [dict.fromkeys(full_record(1), math.nan) for _ in range(3)],
+        [dict.fromkeys(full_record(1), math.inf), full_record(1)],
+    ],
+    ids=["nothing", "validation only", "one step", "forty steps", "only nan", "infinities"],
+)
+def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, records: list[dict[str, float]]) -> None:
+    run_dir = RunDir.create(tmp_path, "name with $mathematics_{$")
+    file = MetricsFile(run_dir.metrics_file)
+    for step, record in enumerate(records):
+        file.log(step, record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = plot_curves(run_dir)
+    assert path == run_dir.plots / "curves.png"
+    assert image_size(path) == (1560, 988)
+
+
+def test_smoothing_keeps_a_constant_and_the_inside_of_a_straight_line() -> None:
+    assert smooth([0.25] * 50) == pytest.approx([0.25] * 50)
+    line = [float(x) for x in range(50)]
+    assert smooth(line)[10:40] == pytest.approx(line[10:40])
+
+
+def test_smoothing_follows_the_gaussian_worked_out_by_hand() -> None:
+    # Three values: sigma 0.5, weights exp(-2) for a neighbour and exp(-8) for the one after it.
+    near, far = math.exp(-2), math.exp(-8)
+    assert smooth([0.0, 0.0, 1.0]) == pytest.approx([far / (1 + near + far), near / (1 + 2 * near), 1 / (1 + near + far)])
+
+
+def test_smoothing_of_nothing_is_nothing() -> None:
+    assert smooth([]) == []

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+from grpo_rl.telemetry.metrics_file import MetricsFile
+from grpo_rl.telemetry.report import final_report
+from grpo_rl.telemetry.rollouts import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.types import Prompt, Rollout
+
+
+def validate(log: RolloutLog, step: int, answers: list[str]) -> None:
+    rollouts = [
+        Rollout(
+            Prompt(f"v{step}-{i}", (1,), f"question {i}", "sums", "8"), 0, (2,), (-0.1,), "stop", step, text, float(text == "8")
+        )
+        for i, text in enumerate(answers)
+    ]
+    log.write("val", step, rollouts)
+
+
+def make_run(base: Path) -> RunDir:
+    run_dir = RunDir.create(base, "r")
+    file = MetricsFile(run_dir.metrics_file)
+    file.log(0, {"val/sums/mean@1": 0.25})
+    for step in range(1, 11):
+        file.log(step, {"reward/mean": step / 10})
+    file.log(10, {"val/sums/mean@1": 0.75})
+    log = RolloutLog(run_dir)
+    validate(log, 0, ["\x1b[2Jseven", "8"])
+    validate(log, 10, ["8", "nine"])
+    return run_dir
+
+
+def test_the_table_compares_the_first_and_the_last_values(tmp_path: Path) -> None:
+    lines = final_report(make_run(tmp_path)).splitlines()
+    assert lines[0].split() == ["Result", "before", "after", "change"]
+    assert lines[1].split() == ["validation", "sums/mean@1", "0.250", "0.750", "+0.500"]
+    # (0.1 + ... + 0.5) / 5 and (0.6 + ... + 1.0) / 5
+    assert lines[2].split() == ["training", "reward", "(5", "steps)", "0.300", "0.800", "+0.500"]
+
+
+def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    report = final_report(make_run(tmp_path), seconds=75)
+    assert "before (step 0) and after (step 10)" in report
+    assert "\x1b" not in report
+    block = report[report.index("question 0") :].splitlines()
+    assert [line.strip() for line in block[1:4]] == [
+        "truth   8",
+        "before  [reward 0] \\x1b[2Jseven",
+        "after   [reward 1] 8",
+    ]
+    assert "after   [reward 0] nine" in report  # a change for the worse is not hidden
+    assert report.endswith("Finished in 1 min 15 s.\n")
+
+
+def test_the_report_is_written_and_names_only_what_exists(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    report = final_report(run_dir)
+    assert run_dir.report_file.read_text() == report
+    assert str(run_dir.metrics_file) in report and str(run_dir.report_file) in report
+    assert str(run_dir.model) not in report and str(run_dir.rollouts) not in report
+
+
+def test_a_run_that_measured_nothing_still_says_where_it_lies(tmp_path: Path) -> None:
+    report = final_report(RunDir.create(tmp_path, "empty"))
+    assert report.startswith(f"Written to {tmp_path / 'empty'}")
+
+
+def test_a_long_response_is_cut_and_wrapped(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    log = RolloutLog(run_dir)
+    for step in (0, 1):
+        validate(log, step, ["word " * 1000])
+    report = final_report(run_dir)
+    assert " ... " in report
+    samples = report[: report.index("Written to")]
+    assert len(samples) < 2000
+    assert max(len(line) for line in samples.splitlines()) <= 100

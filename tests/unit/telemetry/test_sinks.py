@@ -1,0 +1,61 @@
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.sinks import Sinks
+
+
+def tensorboard_points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_metrics_reach_the_file_and_tensorboard(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    sinks = Sinks(run_dir, TrainerConfig(), {})
+    sinks.log(0, {"val/a/mean@1": 0.25})
+    sinks.log(1, {"reward/mean": 0.5, "actor/kl_loss": math.nan})
+    sinks.close()
+    assert [record["step"] for record in read_metrics(run_dir.metrics_file)] == [0, 1]
+    assert tensorboard_points(run_dir.tensorboard, "reward/mean") == [(1, 0.5)]
+    assert tensorboard_points(run_dir.tensorboard, "val/a/mean@1") == [(0, 0.25)]
+
+
+def test_without_tensorboard_its_folder_stays_empty(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    sinks = Sinks(run_dir, TrainerConfig(logger=["console"]), {})
+    sinks.log(1, {"reward/mean": 0.5})
+    sinks.close()
+    assert list(run_dir.tensorboard.iterdir()) == []
+    assert len(read_metrics(run_dir.metrics_file)) == 1
+
+
+def test_a_resumed_run_shows_one_curve_everywhere(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    sinks = Sinks(run_dir, TrainerConfig(), {})
+    for step in (1, 2, 3):
+        sinks.log(step, {"a": float(step)})
+    sinks.close()
+    resumed = Sinks(run_dir, TrainerConfig(), {})
+    resumed.truncate_after(1)
+    resumed.log(2, {"a": 20.0})
+    resumed.close()
+    assert [(record["step"], record["a"]) for record in read_metrics(run_dir.metrics_file)] == [(1, 1.0), (2, 20.0)]
+    assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 20.0)]
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_logger_that_is_not_installed_is_refused_at_the_start(tmp_path: Path, package: str) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed here")
+    trainer = TrainerConfig(logger=["console", package])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=rf"pip install '.\[{package}\]'"):
+        Sinks(RunDir.create(tmp_path, "r"), trainer, {})

@@ -1,0 +1,63 @@
+import math
+
+import pytest
+
+from grpo_rl.telemetry import step_line
+
+METRICS = {
+    "reward/mean": 0.5,
+    "val/openai/gsm8k/mean@1": 0.25,
+    "val/arithmetic/mean@1": 0.75,
+    "val/arithmetic/best@4": 0.99,
+    "actor/kl_loss": 0.00123,
+    "actor/pg_clipfrac": 0.02,
+    "response_length/mean": 8.25,
+    "perf/tokens_per_s": 12345.6,
+    "timing_s/step": 2.0,
+    "timing_s/gen": 0.5,
+    "timing_s/reward": 0.1,
+    "timing_s/ref": 0.2,
+    "timing_s/update_actor": 0.7,
+    "timing_s/sync_weights": 0.1,
+}
+
+
+def as_text(cells: list[step_line.Cell]) -> str:
+    return "".join(cell.text for cell in cells)
+
+
+def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
+    names = as_text(step_line.header()).split()
+    values = as_text(step_line.line(3, 60, METRICS)).split()
+    assert dict(zip(names, values, strict=True)) == {
+        "step": "3/60",
+        "reward": "0.500",
+        "valid": "0.500",  # the mean of 0.25 and 0.75
+        "kl": "0.00123",
+        "clip": "0.0200",
+        "length": "8.2",
+        "tok/s": "12346",
+        "seconds": "2.00",
+        "|": "|",
+        "gen": "0.50",
+        "ref": "0.20",
+        "update": "0.70",
+        "sync": "0.10",
+        "other": "0.40",
+    } | {"reward": "0.10"}
+
+
+@pytest.mark.parametrize("value", [0.0, -1e12, 1e12, 1e-12, math.nan, math.inf, -math.inf])
+def test_the_width_of_a_line_never_depends_on_the_values(value: float) -> None:
+    width = len(as_text(step_line.header()))
+    assert width <= 120
+    assert len(as_text(step_line.line(123, 4567, dict.fromkeys(METRICS, value)))) == width
+    assert len(as_text(step_line.line(1, 2, {}))) == width
+
+
+def test_a_source_may_hold_slashes_and_other_validation_metrics_are_not_mixed_in() -> None:
+    assert step_line.validation_keys(METRICS) == ["val/openai/gsm8k/mean@1", "val/arithmetic/mean@1"]
+
+
+def test_a_step_without_validation_has_no_score() -> None:
+    assert step_line.validation_score({"reward/mean": 1.0}) is None
