@@ -1,0 +1,65 @@
+"""Segments: sums, means and broadcasts over ragged responses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_rl.algos.segments import Segments
+
+LENGTHS = torch.tensor([0, 2, 1, 0, 3, 0])
+VALUES = [1.0, 2.0, 10.0, 3.0, 4.0, 8.0]
+
+
+def test_sums_and_means_of_each_response_are_those_worked_out_by_hand() -> None:
+    segments = Segments(LENGTHS)
+    assert segments.sum(torch.tensor(VALUES)).tolist() == [0, 3, 10, 0, 15, 0]
+    assert segments.mean(torch.tensor(VALUES)).tolist() == [0, 1.5, 10, 0, 5, 0]
+
+
+def test_broadcast_puts_each_value_on_all_tokens_and_put_last_only_on_the_last() -> None:
+    segments = Segments(LENGTHS)
+    x_N = torch.tensor([7.0, 1.0, 2.0, 8.0, 3.0, 9.0])
+    assert segments.broadcast(x_N).tolist() == [1, 1, 2, 3, 3, 3]
+    assert segments.put_last(x_N).tolist() == [0, 1, 2, 0, 0, 3]
+
+
+def test_positions_of_tokens_and_of_the_last_ones() -> None:
+    segments = Segments(LENGTHS)
+    assert segments.index_T.tolist() == [1, 1, 2, 4, 4, 4]
+    assert segments.last_index_N[segments.nonempty_N].tolist() == [1, 2, 5]
+    assert (segments.num_tokens, segments.num_sequences) == (6, 6)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_batches_without_a_token_give_zeros_and_no_tokens(lengths: list[int]) -> None:
+    segments = Segments(torch.tensor(lengths, dtype=torch.long))
+    nothing_T = torch.zeros(0)
+    zeros_N = [0.0] * len(lengths)
+    assert segments.sum(nothing_T).tolist() == zeros_N
+    assert segments.mean(nothing_T).tolist() == zeros_N
+    assert segments.broadcast(torch.ones(len(lengths))).tolist() == []
+    assert segments.put_last(torch.ones(len(lengths))).tolist() == []
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    segments = Segments(LENGTHS)
+    x_T = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    x_N = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    for function, x in (
+        (segments.sum, x_T),
+        (segments.mean, x_T),
+        (segments.broadcast, x_N),
+        (segments.put_last, x_N),
+    ):
+        assert torch.autograd.gradcheck(function, x)
+
+
+def test_columns_that_do_not_fit_the_lengths_are_caught() -> None:
+    segments = Segments(LENGTHS)
+    with pytest.raises(AssertionError, match=r"5,.*6 tokens"):
+        segments.sum(torch.zeros(5))
+    with pytest.raises(AssertionError, match=r"5,.*6 responses"):
+        segments.broadcast(torch.zeros(5))
+    with pytest.raises(AssertionError, match="integers"):
+        Segments(torch.tensor([1.0, 2.0]))
