@@ -15,7 +15,7 @@ VALIDATION_SHARE = 5
 MAX_DIGITS = 15
 """Larger products would not be exact in the double precision of a reward's parts."""
 TRIES_FOR_A_NEW_PROBLEM = 64
-"""Draws before a row may repeat an earlier problem; small splits run out of new ones."""
+"""Draws before a validation row may repeat an earlier problem; small splits run out of new ones."""
 
 
 class Problem(NamedTuple):
@@ -49,15 +49,16 @@ def arithmetic(
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
     Operands have 1 to `digits` digits, each number of digits equally likely. Row i is drawn from
-    (seed, i) alone, but skips problems of earlier rows as long as new ones turn up, so a longer data set
-    begins with the shorter one. Raises ConfigError for options out of range.
+    (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem
+    as long as new ones turn up. Raises ConfigError for options out of range.
     """
     _check(num_rows, digits, operations, split)
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
         problem = _draw_new(random.Random(f"{seed}:{index}"), digits, operations, split, seen)
-        seen.add(problem)
+        if split == "val":
+            seen.add(problem)
         rows.append(to_row(problem, split, index))
     return rows
 

@@ -1,0 +1,48 @@
+"""Rollouts as the columns of a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_rl.types import Batch, Rollout
+
+
+def collate(rollouts: Sequence[Rollout]) -> Batch:
+    """The rollouts, in their order, as flat columns; a response may be empty.
+
+    `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
+    makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
+    differ in number.
+    """
+    for rollout in rollouts:
+        if rollout.reward is None:
+            raise ValueError(f"rollout {_name(rollout)} has no reward")
+        if len(rollout.rollout_logprobs) != len(rollout.response_ids):
+            raise ValueError(
+                f"rollout {_name(rollout)} has {len(rollout.response_ids)} tokens and {len(rollout.rollout_logprobs)} log-probs"
+            )
+    group_of: dict[str, int] = {}
+    for rollout in rollouts:
+        group_of.setdefault(rollout.prompt.uid, len(group_of))
+    sequences = chain.from_iterable((rollout.prompt.token_ids, rollout.response_ids) for rollout in rollouts)
+    return Batch(
+        prompt_lengths_N=_column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64),
+        response_lengths_N=_column((len(rollout.response_ids) for rollout in rollouts), np.int64),
+        group_N=_column((group_of[rollout.prompt.uid] for rollout in rollouts), np.int64),
+        token_ids_S=_column(chain.from_iterable(sequences), np.int64),
+        rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
+        rollout_logprobs_T=_column(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+    )
+
+
+def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:
+    return torch.from_numpy(np.fromiter(values, dtype=dtype))
+
+
+def _name(rollout: Rollout) -> str:
+    return f"{rollout.prompt.uid}, sample {rollout.sample_index},"
