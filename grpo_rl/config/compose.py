@@ -1,0 +1,219 @@
+"""From the command line to a checked Config: Hydra composes, `convert.py` enforces the schema's rules.
+
+Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on),
+the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_rl.config import compat, overrides, recipes
+from grpo_rl.config.convert import convert_or_explain, unknown_key
+from grpo_rl.config.fields import free_mapping, leaves, sections
+from grpo_rl.config.schema import Config
+from grpo_rl.errors import ConfigError
+
+_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGNORECASE)
+_HIDDEN = "<hidden>"
+_RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """The configuration of a run, and where it came from."""
+
+    config: Config
+    resolved: dict[str, Any]
+    """All keys with their values, to be saved and shown: what came from the environment stays `${oc.env:NAME}`, secrets are hidden."""
+    recipe: str | None
+    recipe_is_default: bool
+    """Nothing was named, so the embedded model learns the embedded task."""
+    overrides: tuple[str, ...]
+    """What was typed, secrets hidden."""
+
+    def yaml(self) -> str:
+        """`resolved` as a YAML file that can be given again as `recipe=FILE`."""
+        return to_yaml(self.resolved)
+
+
+def compose(argv: Sequence[str]) -> Composed:
+    """The configuration that the words `key=value`, `recipe=NAME` and `~key` of a command line describe.
+
+    Raises ConfigError with one line per problem, all that were found: misspelt keys with the nearest ones,
+    values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
+    """
+    line = overrides.read(list(argv))
+    problems = list(line.problems)
+    recipe_name = line.recipe
+    recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
+    if recipe_is_default:
+        recipe_name = recipes.DEFAULT_RECIPE
+    option = _register_recipe(recipe_name, problems) if recipe_name is not None else None
+    composed = _compose(line.overrides, option, problems)
+    problems += _useless_clearing(composed, line.cleared)
+    raw, safe = _resolve(composed, problems)
+    config, value_problems = convert_or_explain(raw)
+    problems += value_problems
+    if problems or config is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Composed(
+        config=config,
+        resolved=_shareable(config, raw, safe),
+        recipe=recipe_name,
+        recipe_is_default=recipe_is_default,
+        overrides=tuple(_hide_secret(word) for word in argv),
+    )
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """A mapping as YAML text, in its own order."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
+
+
+def _register_recipe(name: str, problems: list[str]) -> str | None:
+    """Make the recipe and all it builds on known to Hydra; the option to choose it by, None if it cannot be read."""
+    try:
+        chosen = recipes.read(name)
+        family = recipes.with_parents(chosen)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    for recipe in family:
+        content = _known_keys(recipe.content, f" (in recipe {recipe.name})", problems)
+        group, _, option = f"recipe/{recipe.option}".rpartition("/")
+        ConfigStore.instance().store(option, recipe.node(content), group=group, package="_global_")
+    return chosen.option
+
+
+def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix: str = "") -> dict[str, Any]:
+    """`tree` without the keys that are not in the schema; those that cannot be accepted become problems."""
+    kept: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in sections() and isinstance(value, Mapping):
+            kept[name] = _known_keys(value, where, problems, f"{key}.")
+        elif key in sections() or key in leaves():
+            if "." in str(name):
+                problems.append(f"{key}: dots do not nest in a YAML file{where}; write each part on its own, indented line")
+            else:
+                kept[name] = value
+        else:
+            answers = compat.refusals(key, value, where)
+            problems += [unknown_key(key, where)] if answers is None else answers
+    return kept
+
+
+def _compose(words: list[str], recipe: str | None, problems: list[str]) -> DictConfig:
+    """What Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
+    ConfigStore.instance().store("schema", _plain_defaults())
+    chosen = [] if recipe is None else [f"recipe={recipe}"]
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(recipes.folder("conf").absolute())):
+            return hydra_compose("config", overrides=[*chosen, *words])
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        problems.append(f"the configuration cannot be composed: {_one_line(error)}")
+        return OmegaConf.create(_plain_defaults())
+
+
+def _plain_defaults() -> dict[str, Any]:
+    # Frozen dataclasses as Hydra nodes would be read-only, and Literal types refused: plain data merges.
+    return dataclasses.asdict(Config())
+
+
+def _useless_clearing(composed: DictConfig, cleared: list[str]) -> Iterator[str]:
+    for key in cleared:
+        if OmegaConf.select(composed, key):
+            yield f"{key}={{}}: adds nothing and clears nothing; ~{key} clears it"
+
+
+def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All values with `${...}` filled in, and the same with values from the environment left as expressions.
+
+    An expression that refers to a value from the environment is left as one, too. Keys whose expression
+    cannot be resolved become problems and fall back to their defaults.
+    """
+    OmegaConf.set_struct(composed, False)
+    failed: set[str] = set()
+    raw: Any = None
+    while raw is None:
+        try:
+            raw = OmegaConf.to_container(composed, resolve=True)
+        except OmegaConfBaseException as error:
+            key = (getattr(error, "full_key", None) or "").partition("[")[0]
+            problems.append(f"{key or 'a value'}: cannot be resolved: {_one_line(error)}")
+            if not key or key in failed:
+                return {}, {}
+            failed.add(key)
+            OmegaConf.update(composed, key, leaves()[key].default if key in leaves() else None)
+    guarded = composed.copy()
+    _guard_environment(guarded)
+    safe = OmegaConf.to_container(guarded, resolve=True)
+    assert isinstance(raw, dict) and isinstance(safe, dict)
+    return _text_keys(raw), _text_keys(safe)
+
+
+def _guard_environment(node: Any) -> None:
+    """Escape every expression that reads the environment, so that resolving leaves it as it stands."""
+    for position in list(node.keys() if OmegaConf.is_dict(node) else range(len(node))):
+        child = node._get_node(position)
+        if OmegaConf.is_interpolation(node, position):
+            expression = str(child._value())
+            if "oc.env" in expression:
+                node[position] = expression.replace("${", "\\${")
+        elif OmegaConf.is_config(child) and not child._is_none() and not child._is_missing():
+            _guard_environment(child)
+
+
+def _text_keys(tree: dict[Any, Any]) -> dict[str, Any]:
+    return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in tree.items()}
+
+
+def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
+    """Every key of `config`; where `safe` differs from `raw` it holds an expression, which takes the value's place."""
+
+    def merge(value: Any, raw_value: Any, safe_value: Any, key: str) -> Any:
+        if raw_value != safe_value and not isinstance(value, dict):
+            return safe_value
+        if isinstance(value, dict):
+            raw_value, safe_value = (entry if isinstance(entry, dict) else {} for entry in (raw_value, safe_value))
+            return {
+                name: merge(entry, raw_value.get(name), safe_value.get(name), f"{key}.{name}" if key else name)
+                for name, entry in value.items()
+            }
+        if free_mapping(key) and isinstance(value, str) and _SECRET.search(key.rpartition(".")[2]):
+            return _HIDDEN
+        return _escaped(value)
+
+    shareable = merge(dataclasses.asdict(config), raw, safe, "")
+    assert isinstance(shareable, dict)
+    return shareable
+
+
+def _escaped(value: Any) -> Any:
+    """Text that happens to hold `${` is written so that it is read as text again."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    return [_escaped(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _hide_secret(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    hidden = equals and free_mapping(key.lstrip("+~")) and _SECRET.search(key.rpartition(".")[2])
+    return f"{key}={_HIDDEN}" if hidden else word
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

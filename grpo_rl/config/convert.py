@@ -1,0 +1,207 @@
+"""A composed mapping becomes the frozen Config, or the list of everything that is wrong with it.
+
+Hydra and OmegaConf accept any value for any key (`n=8.5`, `lr=1e400`, a misspelt key in a file), so the
+rules are enforced here, for all keys at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_rl.config.fields import Kind, annotations_of, describe_range, kind_of, leaves, nearest, siblings
+from grpo_rl.config.schema import Config, Range
+from grpo_rl.errors import ConfigError
+
+_WHOLE = re.compile(r"[+-]?\d+")
+
+
+class _Wrong(Exception):
+    """What is wrong with one value, without the key."""
+
+
+def convert(raw: Mapping[str, Any]) -> Config:
+    """The Config that `raw` describes; keys that are not in it have their defaults.
+
+    Raises ConfigError with one line per problem: unknown keys, wrong types, values out of range or not
+    among the choices.
+    """
+    config, problems = convert_or_explain(raw)
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    return config
+
+
+def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
+    """The Config and no problems, or no Config and all problems."""
+    problems: list[str] = []
+    config = _section(Config, raw, "", problems)
+    return (None if problems else config), problems
+
+
+def unknown_key(key: str, where: str = "") -> str:
+    """The line for a key that is not in the schema, with the nearest ones."""
+    near = nearest(key)
+    if near == [key]:
+        hint = "Dots do not nest in a YAML file: write each part on its own, indented line."
+    elif near:
+        hint = f"Did you mean {' or '.join(near)}?"
+    elif siblings(key):
+        hint = f"There are: {', '.join(siblings(key))}."
+    else:
+        hint = "All keys are in docs/configuration.md; --cfg prints them with their values."
+    return f"{key}: unknown key{where}. {hint}"
+
+
+def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
+    """The dataclass `section`, built from `raw`; a field with a problem keeps its default."""
+    if not isinstance(raw, Mapping):
+        problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {_example(prefix)}")
+        return section()
+    annotations = annotations_of(section)
+    problems += [unknown_key(f"{prefix}{name}") for name in raw if name not in annotations]
+    values: dict[str, Any] = {}
+    for name, annotation in annotations.items():
+        if name not in raw:
+            continue
+        if dataclasses.is_dataclass(annotation):
+            assert isinstance(annotation, type)
+            values[name] = _section(annotation, raw[name], f"{prefix}{name}.", problems)
+            continue
+        kind = kind_of(annotation)
+        try:
+            values[name] = _value(kind, raw[name])
+        except _Wrong as wrong:
+            problems.append(_problem(f"{prefix}{name}", raw[name], kind, str(wrong)))
+    return section(**values)
+
+
+def _problem(key: str, value: Any, kind: Kind, wrong: str) -> str:
+    default = leaves()[key].default
+    usual = f" (default {show(default)})" if default not in ("", []) else ""
+    return f"{key}={show(value)}: {wrong}; it takes {kind.describe()}{usual}"
+
+
+def _value(kind: Kind, value: Any) -> Any:
+    """`value` as the key's type. Only conversions that lose nothing are made."""
+    if value is None:
+        if kind.optional:
+            return None
+        raise _Wrong("null is not allowed")
+    if value == "???":
+        raise _Wrong("has no value yet")
+    if kind.item is not None:
+        return _list(kind.item, value)
+    if kind.base is dict:
+        if not isinstance(value, Mapping):
+            raise _Wrong("is not a mapping")
+        return dict(value)
+    if kind.choices:
+        return _choice(kind.choices, value)
+    if kind.base is bool:
+        return _bool(value)
+    if kind.base is str:
+        return _text(value)
+    number = _int(value) if kind.base is int else _float(value)
+    _check_range(kind.range, number)
+    return number
+
+
+def _list(item: Kind, value: Any) -> list[Any]:
+    if isinstance(value, str) and item.base is str:
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise _Wrong("is not a list; a list is written [a,b]")
+    entries = []
+    for index, entry in enumerate(value):
+        try:
+            entries.append(_value(item, entry))
+        except _Wrong as wrong:
+            raise _Wrong(f"entry {index + 1} ({show(entry)}) {wrong}") from None
+    return entries
+
+
+def _choice(choices: tuple[str, ...], value: Any) -> str:
+    if value in choices and isinstance(value, str):
+        return value
+    raise _Wrong("is not one of the choices")
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise _Wrong("is not true or false")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise _Wrong("is not text; put it in quotes")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        if value == int(value):
+            raise _Wrong(f"is written as a fraction; write {int(value)}")
+        raise _Wrong(f"is not a whole number; write {math.floor(value)} or {math.ceil(value)}")
+    raise _Wrong("is not a whole number")
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise _Wrong("is not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _Wrong("is not a number") from None
+    if math.isnan(number):
+        raise _Wrong("is not a number (NaN)")
+    if math.isinf(number):
+        raise _Wrong("is not finite")
+    return number
+
+
+def _check_range(bounds: Range | None, number: float) -> None:
+    if bounds is None:
+        return
+    inside = (
+        (bounds.ge is None or number >= bounds.ge)
+        and (bounds.gt is None or number > bounds.gt)
+        and (bounds.le is None or number <= bounds.le)
+        and (bounds.lt is None or number < bounds.lt)
+    )
+    if not inside:
+        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}")
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line, shortened when it is very long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        text = "[" + ",".join(show(entry) for entry in value) + "]"
+    elif isinstance(value, Mapping):
+        text = "{" + ",".join(f"{name}: {show(entry)}" for name, entry in value.items()) + "}"
+    else:
+        text = str(value)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= 120 else text[:100] + f"... ({len(text)} characters)"
+
+
+def _example(prefix: str) -> str:
+    return next((key for key in leaves() if key.startswith(prefix)), "its keys") + "=..."

@@ -1,0 +1,178 @@
+"""The command line's `key=value` words, checked against the schema before Hydra sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
+from hydra.errors import HydraException
+
+from grpo_rl.config import compat
+from grpo_rl.config.convert import show, unknown_key
+from grpo_rl.config.fields import Kind, Leaf, free_mapping, leaves, sections
+
+_WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """What the words say: the recipe, the overrides for Hydra, and everything that is wrong with them."""
+
+    recipe: str | None = None
+    keys: set[str] = field(default_factory=set)
+    """All keys that are set."""
+    overrides: list[str] = field(default_factory=list)
+    """In Hydra's grammar, each one valid on its own."""
+    cleared: list[str] = field(default_factory=list)
+    """Free mappings that were assigned `{}`, which in Hydra adds nothing and clears nothing."""
+    problems: list[str] = field(default_factory=list)
+
+
+def read(words: list[str]) -> CommandLine:
+    """The command line taken apart. Never raises for what a user typed: see `problems`."""
+    line = CommandLine()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        assert match is not None
+        sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
+        problem = _form(word, sign, key, value)
+        if problem:
+            line.problems.append(problem)
+        elif key == "recipe":
+            _take_recipe(line, word, sign, value)
+        elif sign == "~":
+            _reset(line, key, value)
+        else:
+            assert value is not None
+            _assign(line, key, value)
+    return line
+
+
+def _form(word: str, sign: str, key: str, value: str | None) -> str | None:
+    if not key or (value is None and sign != "~"):
+        start = "options are --help, --cfg and --version" if word.startswith("-") else "settings are written key=value"
+        return f"{word}: not understood; {start}"
+    if "@" in key or ":" in key:
+        return f"{word}: packages (@) cannot be chosen here; settings are written key=value"
+    if not _NAME.fullmatch(key):
+        return f"{word}: {key!r} is not a key; keys are words with dots between them, like trainer.save_freq=10"
+    return None
+
+
+def _take_recipe(line: CommandLine, word: str, sign: str, value: str | None) -> None:
+    name = (value or "").strip().strip("'\"")
+    if sign == "~" or not name:
+        line.problems.append(f"{word}: a recipe is chosen with recipe=NAME or recipe=path/to/file.yaml")
+    elif line.recipe is not None and line.recipe != name:
+        line.problems.append(f"{word}: recipe={line.recipe} was given before; a run has one recipe, which may build on others")
+    else:
+        line.recipe = name
+
+
+def _reset(line: CommandLine, key: str, value: str | None) -> None:
+    """`~key`: back to the schema's default, whatever the recipe says."""
+    if value is not None:
+        line.problems.append(f"~{key}={value}: write ~{key} (back to the default), or {key}={value} to set it")
+    elif free_mapping(key):
+        line.overrides.append(f"~{key}")
+    elif key in leaves() or key in sections():
+        line.keys.add(key)
+        for leaf in leaves().values():
+            if leaf.key == key or leaf.key.startswith(key + "."):
+                line.overrides.append(f"~{leaf.key}" if leaf.kind.base is dict else f"++{leaf.key}={_written(leaf.default)}")
+    else:
+        line.problems.append(unknown_key(key))
+
+
+def _assign(line: CommandLine, key: str, value: str) -> None:
+    leaf = leaves().get(key)
+    parsed, text = _parse(key, value, leaf)
+    if isinstance(parsed, str):
+        line.problems.append(parsed)
+        return
+    content = parsed.value()
+    if leaf is None and key not in sections() and free_mapping(key) is None:
+        above = next((name for name in leaves() if key.startswith(name + ".")), None)
+        answers = compat.refusals(key, content)
+        if answers is not None:
+            line.problems += answers
+        elif above:
+            line.problems.append(f"{key}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
+        else:
+            line.problems.append(unknown_key(key))
+        return
+    if key in sections():
+        if not isinstance(content, Mapping):
+            line.problems.append(
+                f"{key}={show(content)}: is a group of keys, not a value; set the keys in it, as {key}.NAME=..."
+            )
+            return
+        line.keys |= {f"{key}.{name}" for name in content}
+    if leaf is not None and leaf.kind.base is dict and content == {}:
+        line.cleared.append(key)
+    line.keys.add(key)
+    line.overrides.append(text)
+
+
+def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str]:
+    """Hydra's reading of the override and its text, or the problem. Where text is wanted, `001` and `a=b` are text."""
+    text = f"++{key}={value}"
+    wants_text = leaf is not None and _is_text(leaf.kind)
+    parsed = _try(text)
+    if wants_text and (isinstance(parsed, str) or _is_bare_scalar(parsed)) and _is_plain(value):
+        text = f"++{key}={_quoted(value)}"
+        parsed = _try(text)
+    if isinstance(parsed, str):
+        return f"{key}={value}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'", text
+    if parsed.is_sweep_override():
+        wants_list = leaf is not None and leaf.kind.item is not None
+        hint = (
+            f"a list is written {key}=[a,b]"
+            if wants_list
+            else "a run takes one value for each key; quote a comma that belongs to it"
+        )
+        return f"{key}={value}: several values; {hint}", text
+    assert parsed.type is OverrideType.FORCE_ADD
+    return parsed, text
+
+
+def _try(text: str) -> Override | str:
+    try:
+        return _parser().parse_override(text)
+    except HydraException as error:
+        return str(error).splitlines()[0]
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def _is_text(kind: Kind) -> bool:
+    return (kind.base is str and not kind.choices) or (kind.item is not None and _is_text(kind.item))
+
+
+def _is_bare_scalar(parsed: Override | str) -> bool:
+    return isinstance(parsed, Override) and not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float)
+
+
+def _is_plain(value: str) -> bool:
+    """Neither a list, a mapping, an interpolation nor already quoted."""
+    return not value.startswith(("[", "{", "'", '"')) and "${" not in value
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, list):
+        return "[" + ",".join(_written(entry) for entry in value) + "]"
+    return _quoted(value) if isinstance(value, str) else show(value)
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
