@@ -57,7 +57,7 @@ def vanilla(
     r = π / π_old
 
     PPO (arXiv 1707.06347), eq. 7; GRPO (arXiv 2402.03300), eq. 3; separate bounds: DAPO (arXiv 2503.14476),
-    section 3.1; dual clip: Ye et al. (arXiv 1912.09729), eq. 5. `pg_clipfrac` counts the tokens where the clip
+    section 3.1; dual clip: Ye et al. (arXiv 1912.09729), "Dual-clip PPO". `pg_clipfrac` counts the tokens where the clip
     decides, `pg_clipfrac_lower` those where the dual clip does, `ppo_kl` is log π_old - log π.
     """
     advantages_T = advantages_T.double()
