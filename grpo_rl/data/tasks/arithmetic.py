@@ -12,8 +12,10 @@ Row = dict[str, Any]
 
 VALIDATION_SHARE = 5
 """One problem in so many belongs to the validation split."""
-MAX_DIGITS = 15
-"""Larger products would not be exact in the double precision of a reward's parts."""
+SMALLEST_RANGE = 9
+"""Fewer problems than one-digit operands give could leave a split empty."""
+LARGEST_OPERAND = 9_999_999
+"""Products of larger ones would not be exact in double precision, which the parts of a reward have."""
 TRIES_FOR_A_NEW_PROBLEM = 64
 """Draws before a validation row may repeat an earlier problem; small splits run out of new ones."""
 
@@ -41,22 +43,22 @@ class Problem(NamedTuple):
 def arithmetic(
     *,
     num_rows: int = 8192,
-    digits: int = 2,
+    max_operand: int = 99,
     operations: str = "+",
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
-    Operands have 1 to `digits` digits, each number of digits equally likely. Row i is drawn from
+    Operands are uniform from 0 to `max_operand`; differences are never negative. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem
     as long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, digits, operations, split)
+    _check(num_rows, max_operand, operations, split)
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
-        problem = _draw_new(random.Random(f"{seed}:{index}"), digits, operations, split, seen)
+        problem = _draw_new(random.Random(f"{seed}:{index}"), max_operand, operations, split, seen)
         if split == "val":
             seen.add(problem)
         rows.append(to_row(problem, split, index))
@@ -102,35 +104,31 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def _draw_new(rng: random.Random, digits: int, operations: str, split: str, seen: set[Problem]) -> Problem:
+def _draw_new(rng: random.Random, max_operand: int, operations: str, split: str, seen: set[Problem]) -> Problem:
     """A problem of the split, unseen where `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
-        problem = _draw(rng, digits, operations)
+        problem = _draw(rng, max_operand, operations)
         if split_of(problem) == split:
             tries += 1
             if problem not in seen or tries >= TRIES_FOR_A_NEW_PROBLEM:
                 return problem
 
 
-def _draw(rng: random.Random, digits: int, operations: str) -> Problem:
+def _draw(rng: random.Random, max_operand: int, operations: str) -> Problem:
     operation = rng.choice(operations)
-    left, right = (_operand(rng, rng.randint(1, digits)) for _ in range(2))
+    left, right = rng.randint(0, max_operand), rng.randint(0, max_operand)
     if operation == "-" and left < right:
         left, right = right, left
     return Problem(left, operation, right)
 
 
-def _operand(rng: random.Random, digits: int) -> int:
-    return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
-
-
-def _check(num_rows: int, digits: int, operations: str, split: str) -> None:
+def _check(num_rows: int, max_operand: int, operations: str, split: str) -> None:
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
-    if not 1 <= digits <= MAX_DIGITS:
-        problems.append(f"task arithmetic: digits={digits} must be between 1 and {MAX_DIGITS}")
+    if not SMALLEST_RANGE <= max_operand <= LARGEST_OPERAND:
+        problems.append(f"task arithmetic: max_operand={max_operand} must be between {SMALLEST_RANGE} and {LARGEST_OPERAND}")
     if not operations or set(operations) - set("+-*"):
         problems.append(f"task arithmetic: operations={operations!r} must be made of +, - and *")
     if split not in ("train", "val"):

@@ -1,0 +1,41 @@
+"""The reward that belongs to a row's `data_source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.arithmetic import arithmetic
+from grpo_rl.rewards.gsm8k import gsm8k
+
+RULES: dict[str, Callable[..., float | dict[str, float]]] = {
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+    "openai/gsm8k": gsm8k,
+}
+
+
+def auto(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float | dict[str, float]:
+    """What the rule for this `data_source` gives. Raises RewardError when there is none."""
+    rule = RULES.get(data_source)
+    if rule is None:
+        raise RewardError(_no_rule([data_source]))
+    return rule(data_source, solution_str, ground_truth, extra_info)
+
+
+def check_data_sources(data_sources: Iterable[str]) -> None:
+    """Raise ConfigError when some of the `data_sources` have no rule."""
+    unknown = sorted(set(data_sources) - set(RULES))
+    if unknown:
+        raise ConfigError(_no_rule(unknown))
+
+
+def _no_rule(data_sources: list[str]) -> str:
+    return (
+        f"no rule-based reward belongs to data_source {', '.join(map(repr, data_sources))}; there is one for "
+        f"{', '.join(RULES)}. Name a reward in reward.functions, or give your own function with "
+        f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
+    )

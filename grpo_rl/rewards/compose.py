@@ -1,0 +1,181 @@
+"""The reward of a run: a weighted sum of reward functions, each result checked."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.auto import auto, check_data_sources
+from grpo_rl.rewards.registry import REWARDS, RewardFn
+from grpo_rl.types import Rollout
+
+LIFTED = ("acc", "answer")
+"""Keys of a result that also appear in the parts without the component's name, for validation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One summand of the reward."""
+
+    name: str
+    factor: float
+    function: RewardFn
+
+
+class RewardFunction:
+    """Scores a rollout: `sum of factor * score` over its components."""
+
+    def __init__(self, components: list[Component]) -> None:
+        if not components:
+            raise ConfigError("reward.functions is empty; name at least one reward, e.g. auto")
+        self.components = components
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> RewardFunction:
+        """The sum that `reward.functions` (or `reward.custom_reward_function`) describes.
+
+        Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
+        options that a function does not take, and contradictions.
+        """
+        problems: list[str] = []
+        components: list[Component] = []
+        try:
+            specs, options = _specs(config)
+        except ConfigError as error:
+            raise ConfigError([f"reward: {problem}" for problem in error.problems]) from error
+        for spec in specs:
+            try:
+                components.append(_component(spec, specs, options))
+            except ConfigError as error:
+                problems += [f"reward.functions: {problem}" for problem in error.problems]
+        names = [component.name for component in components]
+        problems += [f"reward.functions: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        if problems:
+            raise ConfigError(problems)
+        return cls(components)
+
+    def check_data_sources(self, data_sources: Iterable[str]) -> None:
+        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
+        if any(component.function is auto for component in self.components):
+            check_data_sources(data_sources)
+
+    def score(self, rollout: Rollout) -> tuple[float, dict[str, float]]:
+        """The reward and its parts: each component's score by name, further numbers of a dict as `name/key`.
+
+        `acc` and `answer` of the first component that gives them stand in the parts by themselves too.
+        Raises RewardError, naming function, rollout and value, for an exception and for anything that
+        is not a finite number or a dict with `score`.
+        """
+        reward, parts = 0.0, {}
+        for component in self.components:
+            result = _call(component, rollout)
+            extras = result if isinstance(result, dict) else {}
+            score = _number(_score_of(result, component, rollout), component, rollout, "score")
+            reward += component.factor * score
+            parts[component.name] = score
+            for key, value in extras.items():
+                if key == "score" or not isinstance(value, Real):  # text is for the user's own logs
+                    continue
+                number = _number(value, component, rollout, key)
+                parts[f"{component.name}/{key}"] = number
+                if key in LIFTED:
+                    parts.setdefault(key, number)
+        return reward, parts
+
+
+def _specs(config: RewardConfig) -> tuple[list[str], dict[str, Any]]:
+    """The list of functions, and the options of the custom one."""
+    custom = config.custom_reward_function
+    if custom.path is None:
+        if custom.reward_kwargs:
+            raise ConfigError("custom_reward_function.reward_kwargs has no effect without custom_reward_function.path")
+        return config.functions, {}
+    if config.functions != RewardConfig().functions:
+        raise ConfigError(
+            f"custom_reward_function.path and functions are both given; put {_custom_spec(custom)} into reward.functions"
+        )
+    return [_custom_spec(custom)], custom.reward_kwargs
+
+
+def _custom_spec(custom: CustomRewardConfig) -> str:
+    return f"{custom.path}:{custom.name}"
+
+
+def _component(spec: str, specs: list[str], options: dict[str, Any]) -> Component:
+    factor, name = _parse(spec)
+    function = REWARDS.get(name)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{name!r} is an async function; a reward function must be a plain one")
+    if options:
+        REWARDS.check_options(name, options)
+        function = functools.partial(function, **options)
+    return Component(_part_name(name, [_parse(other)[1] for other in specs]), factor, function)
+
+
+def _parse(spec: str) -> tuple[float, str]:
+    """`0.2*format` as (0.2, "format"); the factor is 1 where none is given."""
+    text, star, name = spec.partition("*")
+    if not star:
+        return 1.0, spec.strip()
+    try:
+        factor = float(text)
+    except ValueError:
+        raise ConfigError(f"{spec!r}: {text!r} is not a number; write factor*name, e.g. 0.2*format") from None
+    if not math.isfinite(factor):
+        raise ConfigError(f"{spec!r}: the factor must be finite")
+    return factor, name.strip()
+
+
+def _part_name(name: str, names: list[str]) -> str:
+    """The function's name, with its file before it where two files have a function of that name."""
+    source, colon, function = name.rpartition(":")
+    if not colon or sum(other.rpartition(":")[2] == function for other in names) == 1:
+        return function
+    return f"{Path(source).stem}.{function}"
+
+
+def _call(component: Component, rollout: Rollout) -> Any:
+    prompt = rollout.prompt
+    try:
+        return component.function(
+            data_source=prompt.data_source,
+            solution_str=rollout.text,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+        )
+    except (Exception, SystemExit) as error:  # a user's code: whatever it raises ends the run with its place
+        raise RewardError(f"{_place(component, rollout)}: {type(error).__name__}: {error}") from error
+
+
+def _score_of(result: Any, component: Component, rollout: Rollout) -> Any:
+    if not isinstance(result, dict):
+        return result
+    if "score" not in result:
+        raise RewardError(
+            f"{_place(component, rollout)}: the dict has no 'score', it has {', '.join(map(str, result)) or 'nothing'}"
+        )
+    return result["score"]
+
+
+def _number(value: Any, component: Component, rollout: Rollout, key: str) -> float:
+    if not isinstance(value, Real):
+        raise RewardError(f"{_place(component, rollout)}: {key} is {value!r} ({type(value).__name__}), not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{_place(component, rollout)}: {key} is {number}, not a finite number")
+    return number
+
+
+def _place(component: Component, rollout: Rollout) -> str:
+    return f"reward {component.name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"

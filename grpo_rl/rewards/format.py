@@ -1,0 +1,23 @@
+"""Reward of the form `<think>...</think><answer>...</answer>` (DeepSeek-R1's format reward)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER = TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """1 when the response is one thought and then one answer, each in its tags, with only space around them; else 0.
+
+    Every tag must be there exactly once; the answer must not be blank. Takes time linear in the length.
+    """
+    text = solution_str.strip()
+    if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):
+        return 0.0
+    thought_end, answer_start = text.index(CLOSE_THINK), text.index(OPEN_ANSWER)
+    if answer_start < thought_end:
+        return 0.0
+    between = text[thought_end + len(CLOSE_THINK) : answer_start]
+    answer = text[answer_start + len(OPEN_ANSWER) : -len(CLOSE_ANSWER)]
+    return float(not between.strip() and bool(answer.strip()))

@@ -1,0 +1,66 @@
+"""What validation reports about scored rollouts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from grpo_rl.types import Metrics, Rollout
+
+
+def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
+    """Means over the prompts of each data source of four numbers of a prompt's n responses.
+
+    The value v of a response is its `acc` part where the reward gives one, else its reward.
+
+    - `val/{source}/mean@n`: the mean of v.
+    - `val/{source}/best@n`: the largest v.
+    - `val/{source}/maj@n`: v of the winner of a majority vote. Responses vote for their `answer` part;
+      those without one vote only where no response of the prompt has one, and then for their v. Between
+      answers with equally many votes the mean is taken, which is what a random choice gives on average.
+    - `val/{source}/response_length`: tokens per response; `val/{source}/reward`: the reward itself.
+
+    Raises ValueError when a prompt has not exactly n responses, or one has no reward.
+    """
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reward is None:
+            raise ValueError(f"rollout {rollout.prompt.uid}, sample {rollout.sample_index}, has no reward")
+        groups[rollout.prompt.uid].append(rollout)
+    by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
+    for uid, group in groups.items():
+        if len(group) != n:
+            raise ValueError(f"prompt {uid} has {len(group)} responses, expected n={n}")
+        by_source[group[0].prompt.data_source].append(group)
+    metrics: Metrics = {}
+    for source, source_groups in sorted(by_source.items()):
+        metrics |= {f"val/{source}/{key}": value for key, value in _of_source(source_groups, n).items()}
+    return metrics
+
+
+def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
+    values = [[value_of(rollout) for rollout in group] for group in groups]
+    return {
+        f"mean@{n}": fmean(fmean(group) for group in values),
+        f"best@{n}": fmean(max(group) for group in values),
+        f"maj@{n}": fmean(majority(group) for group in groups),
+        "reward": fmean(rollout.reward or 0.0 for group in groups for rollout in group),
+        "response_length": fmean(len(rollout.response_ids) for group in groups for rollout in group),
+    }
+
+
+def value_of(rollout: Rollout) -> float:
+    """The accuracy of a scored rollout where its reward gives one, else the reward."""
+    assert rollout.reward is not None
+    return rollout.reward_parts.get("acc", rollout.reward)
+
+
+def majority(group: Sequence[Rollout]) -> float:
+    """The value of the answer with the most votes; the mean over answers that tie."""
+    voters = [rollout for rollout in group if "answer" in rollout.reward_parts] or list(group)
+    ballots: dict[float, list[float]] = defaultdict(list)
+    for rollout in voters:
+        ballots[rollout.reward_parts.get("answer", value_of(rollout))].append(value_of(rollout))
+    most = max(map(len, ballots.values()))
+    return fmean(fmean(values) for values in ballots.values() if len(values) == most)

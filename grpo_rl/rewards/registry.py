@@ -1,0 +1,26 @@
+"""The reward functions by name.
+
+A reward function takes `(data_source, solution_str, ground_truth, extra_info)`, verl's signature, and
+returns a number, or a dict with `score` and whatever else should be logged with it. Two further keys
+have a meaning of their own: `acc` is what validation reports, `answer` is what its majority vote counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grpo_rl.registry import Registry
+from grpo_rl.rewards.arithmetic import arithmetic
+from grpo_rl.rewards.auto import auto
+from grpo_rl.rewards.format import think_answer
+from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
+
+RewardFn = Callable[..., Any]
+
+REWARDS: Registry[RewardFn] = Registry("reward function")
+REWARDS.register("auto")(auto)
+REWARDS.register("arithmetic")(arithmetic)
+REWARDS.register("gsm8k")(gsm8k)
+REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
+REWARDS.register("format")(think_answer)
