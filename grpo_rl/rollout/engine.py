@@ -1,0 +1,204 @@
+"""The rollout engine: what one replica can do, what it is built from, and the table of engines.
+
+Importing this module imports no engine: the factories do, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from grpo_rl.config.schema import Config
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import Registry
+from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.types import Completion, Request
+
+WeightBackend = Literal["object_store", "ipc", "nccl"]
+Device = Literal["cpu", "cuda"]
+Wakeable = Literal["weights", "kv_cache", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything an engine is built from; plain values, so that it can be sent to another process."""
+
+    model_path: str
+    max_model_len: int
+    """Longest prompt plus response, in tokens."""
+    name: str = "vllm"
+    """Which of ENGINES."""
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    tokenizer_path: str | None = None
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's Hugging Face config, the same as the trainer applies."""
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enforce_eager: bool = True
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float = 1.0
+    """CPU: most memory for keys and values; an engine takes less where max_num_seqs full-length rollouts need less."""
+    enable_prefix_caching: bool = True
+    sleep_mode: bool = False
+    """GPU: the engine can give its memory back (sleep, wake_up)."""
+    weight_backend: WeightBackend = "object_store"
+    bucket_bytes: int = 512 << 20
+    verify_checksum: bool = False
+    seed: int = 0
+    """For requests that bring no seed of their own."""
+    threads: int = 1
+    """CPU: OpenMP threads."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine's own constructor; they win over everything above."""
+
+    @classmethod
+    def from_config(cls, cfg: Config, device: Device, model_path: str | None = None, cores: int = 1) -> EngineSpec:
+        """The spec of one replica of `actor_rollout_ref.rollout`.
+
+        `model_path` is the folder where `model.path` is not one yet (`builtin:...`); `cores` is how many
+        CPU cores one replica may use when `rollout.cpu_threads` leaves that open.
+        """
+        rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
+        on_gpu, colocated = device == "cuda", rollout.nnodes == 0
+        dtype = rollout.dtype if rollout.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+        return cls(
+            model_path=model_path or model.path,
+            max_model_len=rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
+            name=rollout.name,
+            device=device,
+            dtype=dtype,
+            tokenizer_path=model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            override_config=dict(model.override_config),
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            kv_cache_gib=rollout.kv_cache_gib,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            sleep_mode=on_gpu and colocated and rollout.free_cache_engine,
+            weight_backend=weight_backend(cfg, device),
+            bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+            verify_checksum=rollout.checkpoint_engine.verify_checksum,
+            seed=rollout.seed,
+            threads=rollout.cpu_threads or max(1, cores),
+            engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),
+        )
+
+
+def weight_backend(cfg: Config, device: Device) -> WeightBackend:
+    """How weights travel under this configuration.
+
+    Raises ConfigError for `ipc` or `nccl` where the engine or the device has no such thing.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    wanted = rollout.checkpoint_engine.backend
+    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    if wanted in ("ipc", "nccl") and device == "cpu":
+        raise ConfigError(f"{key}={wanted} needs GPUs; on CPU use auto or object_store")
+    if wanted in ("ipc", "nccl") and rollout.name == "hf":
+        raise ConfigError(f"{key}={wanted} is not for rollout.name=hf; use auto or object_store")
+    if wanted != "auto":
+        return wanted
+    if device == "cpu" or rollout.name == "hf":
+        return "object_store"
+    return "ipc" if rollout.nnodes == 0 else "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class NcclRendezvous:
+    """Where the trainer's sending rank (rank 0) and all engine processes meet, and which ranks a replica has."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    """1 + the engine processes of all replicas."""
+    rank_offset: int = 1
+    """Rank of the replica's first process: 1 + the processes of the replicas before it."""
+
+
+class RolloutEngine(Protocol):
+    """One replica. It is used from one thread.
+
+    A request is answered by exactly one Completion, unless it is aborted. Log-probabilities are those of
+    the distribution that was sampled from: after temperature, top-k and top-p (greedy: temperature 1).
+    """
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were submitted and have not ended."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that are live; 0 are those of the model folder."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue all of the requests, or none of them and raise.
+
+        ValueError: one does not fit the engine, or its id is taken. WeightTransferError: a weight update
+        has begun, or the weights were given up by `sleep`.
+        """
+
+    def step(self) -> list[Completion]:
+        """Advance every running request once; returns what ended."""
+
+    def abort_all(self) -> None:
+        """Forget every unfinished request; no Completion comes for them."""
+
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        """Join the group that weights are broadcast in; only with weight_backend=nccl, and once."""
+
+    def start_weight_update(self, version: int) -> None:
+        """Begin to receive weights `version`, which must be above the present one.
+
+        WeightTransferError: requests are unfinished, or an update has begun already.
+        """
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """Take over some tensors; when it returns, the sender may use their memory again.
+
+        WeightTransferError: no update has begun, or a tensor is unknown, has another shape, or came before.
+        """
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights live: caches of the old ones are dropped and the version is raised.
+
+        WeightTransferError, naming them: tensors are missing. Then the update goes on.
+        """
+
+    def received_digests(self) -> dict[str, str]:
+        """Digest of every tensor as it arrived in the last update; empty unless verify_checksum is on."""
+
+    def sleep(self) -> None:
+        """Give device memory back: the weights are lost and come again by wake_up and a weight update.
+
+        Without sleep_mode, and on CPU, where memory is not what phases compete for, nothing happens.
+        """
+
+    def wake_up(self, what: Wakeable = "all") -> None:
+        """Take memory again: for the weights before an update, for the key-value cache before sampling."""
+
+    def close(self) -> None:
+        """Free everything; the engine cannot be used afterwards."""
+
+
+ENGINES: Registry[Callable[[EngineSpec], RolloutEngine]] = Registry("rollout engine")
+
+
+@ENGINES.register("vllm")
+def _vllm(spec: EngineSpec) -> RolloutEngine:
+    from grpo_rl.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(spec)
+
+
+@ENGINES.register("hf")
+def _hf(spec: EngineSpec) -> RolloutEngine:
+    from grpo_rl.rollout.hf_engine import HfEngine
+
+    return HfEngine(spec)

@@ -1,0 +1,41 @@
+"""Environment variables of a process that holds a rollout engine."""
+
+from __future__ import annotations
+
+import os
+
+from grpo_rl.rollout.engine import EngineSpec
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """What the process should be started with.
+
+    OpenMP reads its variables when torch is loaded: set them before the process starts. The others are
+    read when vLLM is imported, and the engine sets those that are missing (set_missing).
+    """
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if spec.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": str(spec.threads),
+            # Threads that spin while they wait make two processes on the same cores ten times slower.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        if spec.enforce_eager:
+            # vLLM compiles a few helpers even when it runs the model eagerly: 18 s and a C++ compiler
+            # on a fresh machine, for nothing that is slower without.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+    return environment
+
+
+def set_missing(environment: dict[str, str]) -> None:
+    """Set the variables that the user has not set."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,180 @@
+"""Buckets of named tensors: what travels from the trainer to the rollout engines.
+
+A bucket describes its tensors (names, dtypes, shapes) and says where their bytes are: in one flat
+buffer of host memory (`data`), in device memory of this node (`ipc_handles`), or on their way through
+NCCL (neither). In all three the bytes lie back to back, larger element sizes first, so that every
+tensor is aligned without padding. This module knows neither vLLM nor Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_rl.errors import ClusterError
+
+NamedTensor = tuple[str, Tensor]
+
+
+class WeightTransferError(ClusterError):
+    """Weights did not reach an engine as they left the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Some named tensors of a model and where their bytes are."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Names in torch's namespace, e.g. `bfloat16`."""
+    shapes: tuple[tuple[int, ...], ...]
+    data: np.ndarray | None = None
+    """All bytes as one flat uint8 array, which Ray passes between processes without copying."""
+    ipc_handles: dict[str, tuple[Any, ...]] | None = None
+    """CUDA IPC handle of one flat device buffer, keyed by the UUID of the GPU it is on."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the flat buffer each tensor starts."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Name and tensor of each entry: views of `data`, read only where `data` is."""
+        if self.data is None:
+            raise WeightTransferError(f"the bytes of the bucket with {self.names[0]!r} are not in host memory")
+        flat = flat_tensor(self.data)
+        for name, dtype, shape, size, offset in zip(
+            self.names, self.dtypes, self.shapes, self.sizes, self.offsets, strict=True
+        ):
+            yield name, flat[offset : offset + size].view(_dtype(dtype)).view(shape)
+
+
+def flat_tensor(data: np.ndarray) -> Tensor:
+    """The array as a tensor over the same memory, also when the array is read only."""
+    with warnings.catch_warnings():
+        # Ray's shared memory is read only; nothing here writes to it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)
+
+
+def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Consecutive tensors in groups of at most `bucket_bytes`; a larger tensor is a group of its own.
+
+    Inside a group larger element sizes come first: then each offset in the packed bytes is a multiple
+    of the element size that starts there. Every rank that sees the same names, dtypes and shapes cuts
+    the same groups.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    group: list[NamedTensor] = []
+    filled = 0
+    for name, tensor in named_tensors:
+        if group and filled + tensor.nbytes > bucket_bytes:
+            yield _aligned(group)
+            group, filled = [], 0
+        group.append((name, tensor))
+        filled += tensor.nbytes
+    if group:
+        yield _aligned(group)
+
+
+def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors in buckets of at most `bucket_bytes` of host memory (see group_by_bytes)."""
+    for group in group_by_bytes(named_tensors, bucket_bytes):
+        yield pack(group)
+
+
+def pack(group: Sequence[NamedTensor]) -> WeightBucket:
+    """One bucket in host memory with a copy of these tensors."""
+    bucket = describe(group)
+    data = np.empty(bucket.nbytes, dtype=np.uint8)
+    write_flat(group, torch.from_numpy(data))
+    return replace(bucket, data=data)
+
+
+def describe(group: Sequence[NamedTensor]) -> WeightBucket:
+    """The bucket of these tensors without their bytes."""
+    return WeightBucket(
+        names=tuple(name for name, _ in group),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in group),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in group),
+    )
+
+
+def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
+    """Copy the tensors back to back into `flat` (uint8, on any device)."""
+    start = 0
+    for _, tensor in group:
+        end = start + tensor.nbytes
+        flat[start:end].copy_(_bytes(tensor))
+        start = end
+
+
+def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
+    """One bucket for the engines from what each actor rank made of the same group.
+
+    The rank that packed the bytes contributes them; IPC handles of all ranks come together, since each
+    engine process opens the one of its own GPU. Raises WeightTransferError when ranks cut different groups.
+    """
+    made = [bucket for bucket in buckets if bucket is not None]
+    if not made or len({(bucket.names, bucket.dtypes, bucket.shapes) for bucket in made}) != 1:
+        raise WeightTransferError(f"actor ranks sent different tensors: {[bucket.names[:3] for bucket in made]}")
+    data = next((bucket.data for bucket in made if bucket.data is not None), None)
+    handles = {uuid: handle for bucket in made for uuid, handle in (bucket.ipc_handles or {}).items()}
+    return replace(made[0], data=data, ipc_handles=handles or None)
+
+
+def digest(tensor: Tensor) -> str:
+    """Hexadecimal BLAKE2 digest of dtype, shape and bytes: equal exactly when the tensors are equal bit by bit."""
+    tensor = tensor.detach()
+    hasher = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
+    hasher.update(_bytes(tensor).cpu().numpy())
+    return hasher.hexdigest()
+
+
+def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver: str) -> None:
+    """Raise WeightTransferError, naming the tensors, unless `receiver` got exactly what was sent."""
+    wrong = sorted(name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name))
+    if wrong:
+        raise WeightTransferError(
+            f"{receiver}: {len(wrong)} of {len(sent)} tensors arrived damaged or not at all: {first_names(wrong)}"
+        )
+
+
+def first_names(names: Sequence[str], most: int = 5) -> str:
+    """The first few names for a message, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # reshape before view: a scalar has no dimension to reinterpret.
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _aligned(group: list[NamedTensor]) -> list[NamedTensor]:
+    return sorted(group, key=lambda named: -named[1].element_size())
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
