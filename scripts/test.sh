@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in the environment that it makes if need be.
+#
+#   scripts/test.sh                        everything
+#   scripts/test.sh PART [argument ...]    one of: lint types unit integration gpu; arguments go to its tool
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup.sh dev || exit 1
+
+# No test may reach for a hub or send statistics.
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
+
+readonly PYTHON=.venv/bin/python
+summary=()
+exit_code=0
+
+# part NAME COMMAND...: runs it, and goes on to the next part when it fails, so that one run shows everything.
+part() {
+    local name=$1 start=$SECONDS result=passed
+    shift
+    printf '\n=== %s\n' "$name"
+    if ! "$@"; then
+        result=FAILED
+        exit_code=1
+    fi
+    summary+=("$(printf '%-12s %-7s %4d s' "$name" "$result" $((SECONDS - start)))")
+}
+
+lint() {
+    "$PYTHON" -m ruff check "$@" . && "$PYTHON" -m ruff format --check .
+}
+
+types() {
+    "$PYTHON" -m mypy "$@"
+}
+
+unit() {
+    "$PYTHON" -m pytest tests --ignore=tests/integration --ignore=tests/gpu "$@"
+}
+
+integration() {
+    "$PYTHON" -m pytest tests/integration --durations=5 "$@"
+}
+
+gpu() {
+    "$PYTHON" -m pytest tests/gpu -m gpu -rs "$@"
+}
+
+case ${1:-all} in
+    all)
+        for name in lint types unit integration gpu; do part "$name" "$name"; done
+        ;;
+    lint | types | unit | integration | gpu)
+        part "$1" "$@"
+        ;;
+    *)
+        echo "scripts/test.sh: no part '$1'; there are lint types unit integration gpu" >&2
+        exit 2
+        ;;
+esac
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+exit "$exit_code"
