@@ -1,0 +1,55 @@
+import pytest
+
+from grpo_rl.data.collate import collate
+from grpo_rl.types import Prompt, Rollout
+
+
+def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same text"):
+    return Rollout(
+        prompt=Prompt(uid, tuple(prompt_ids), text, "test"),
+        sample_index=0,
+        response_ids=tuple(response_ids),
+        rollout_logprobs=tuple(-0.5 for _ in response_ids) if logprobs is None else tuple(logprobs),
+        finish_reason="stop",
+        weight_version=1,
+        reward=reward,
+    )
+
+
+def test_columns_hold_the_rollouts_back_to_back_in_their_order():
+    batch = collate(
+        [
+            rollout("b", [1, 2], [3], 1.0, [-0.1]),
+            rollout("a", [4], [5, 6], 0.0, [-0.2, -0.3]),
+            rollout("b", [1, 2], [7], 0.5, [-0.4]),
+        ]
+    )
+    assert batch.prompt_lengths_N.tolist() == [2, 1, 2]
+    assert batch.response_lengths_N.tolist() == [1, 2, 1]
+    assert batch.token_ids_S.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 7]
+    assert batch.rewards_N.tolist() == [1.0, 0.0, 0.5]
+    assert batch.rollout_logprobs_T.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert batch.group_N.tolist() == [0, 1, 0]
+
+
+def test_groups_are_formed_by_uid_and_not_by_text():
+    batch = collate([rollout("e0-r1", [1], [2], 0.0), rollout("e1-r1", [1], [2], 1.0)])
+    assert batch.group_N.tolist() == [0, 1]
+
+
+def test_an_empty_response_has_length_zero_and_no_tokens():
+    batch = collate([rollout("a", [1, 2], [], 0.0), rollout("a", [1, 2], [3], 1.0)])
+    assert batch.response_lengths_N.tolist() == [0, 1]
+    assert batch.token_ids_S.tolist() == [1, 2, 1, 2, 3]
+    assert batch.select([1]).token_ids_S.tolist() == [1, 2, 3]
+    assert batch.counts().num_sequences == 1
+
+
+def test_a_rollout_without_reward_is_refused():
+    with pytest.raises(ValueError, match=r"a, sample 0, has no reward"):
+        collate([rollout("a", [1], [2], None)])
+
+
+def test_a_rollout_with_fewer_logprobs_than_tokens_is_refused():
+    with pytest.raises(ValueError, match="2 tokens and 1 log-probs"):
+        collate([rollout("a", [1], [2, 3], 0.0, logprobs=[-0.1])])

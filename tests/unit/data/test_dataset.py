@@ -1,0 +1,268 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.config.schema import DataConfig
+from grpo_rl.data.dataset import load_dataset, truncate
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.models.builtin import build_tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(128)
+
+
+def row(content="1+1=", answer="2", **columns):
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"index": 0},
+        **columns,
+    }
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return str(path)
+
+
+def load(files, tokenizer, max_samples=-1, **options):
+    return load_dataset([files] if isinstance(files, str) else files, DataConfig(**options), tokenizer, max_samples=max_samples)
+
+
+# ---- reading ------------------------------------------------------------------------------------------
+
+
+def test_a_chat_row_becomes_the_templated_prompt_and_its_tokens(tmp_path, tokenizer):
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row("47+8=", "55")]), tokenizer)
+    prompt = data.prompt(0, "e0-r0")
+    assert prompt.text == "<|user|>47+8=<|assistant|>"
+    assert prompt.token_ids == tuple(tokenizer.encode("<|user|>47+8=<|assistant|>"))
+    assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("e0-r0", "arithmetic", "55")
+    assert prompt.extra_info == {"index": 0}
+
+
+def test_parquet_json_and_jsonl_give_the_same_prompts(tmp_path, tokenizer):
+    rows = [row("1+1=", "2"), row("2+2=", "4")]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    loaded = [load(str(tmp_path / name), tokenizer) for name in ("a.jsonl", "a.json", "a.parquet")]
+    assert loaded[0].prompt(1, "x") == loaded[1].prompt(1, "x") == loaded[2].prompt(1, "x")
+    assert [len(data) for data in loaded] == [2, 2, 2]
+
+
+def test_several_files_and_tasks_are_concatenated_in_order(tmp_path, tokenizer):
+    first = write_jsonl(tmp_path / "a.jsonl", [row("1+1=", "2")])
+    second = write_jsonl(tmp_path / "b.jsonl", [row("x", "y", data_source="mine")])
+    data = load([first, "task:arithmetic?num_rows=3", second], tokenizer)
+    assert len(data) == 5
+    assert data.prompt(4, "u").ground_truth == "y"
+    assert data.data_sources == ["arithmetic", "mine"]
+
+
+def test_max_samples_takes_the_first_rows(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row(str(i), str(i)) for i in range(5)])
+    assert [load(name, tokenizer, max_samples=2).prompt(i, "u").ground_truth for i in range(2)] == ["0", "1"]
+    assert len(load(name, tokenizer, max_samples=2)) == 2
+
+
+def test_a_plain_string_prompt_is_tokenized_as_it_is(tmp_path, tokenizer):
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row(prompt="1+1="), row("2+2=")]), tokenizer)
+    assert data.prompt(0, "u").token_ids == tuple(tokenizer.encode("1+1="))
+    assert data.prompt(0, "u").text == "1+1="
+    assert data.prompt(1, "u").text == "<|user|>2+2=<|assistant|>"
+
+
+def test_column_names_come_from_the_config(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1=", "source": "mine", "reward_model": {"ground_truth": 2}}])
+    prompt = load(name, tokenizer, prompt_key="q", reward_fn_key="source").prompt(0, "u")
+    assert (prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("1+1=", "mine", 2, {})
+
+
+def test_template_options_reach_the_template_and_ours_are_refused(tmp_path):
+    tokenizer = build_tokenizer(128)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if terse %}!{% endif %}"
+    name = write_jsonl(tmp_path / "a.jsonl", [row("x")])
+    assert load(name, tokenizer, apply_chat_template_kwargs={"terse": True}).prompt(0, "u").text == "x!"
+    with pytest.raises(ConfigError, match="tokenize is set by the program"):
+        load(name, tokenizer, apply_chat_template_kwargs={"tokenize": True})
+
+
+def test_parquet_values_are_plain_python_and_nan_is_none(tmp_path, tokenizer):
+    rows = [row(extra_info={"score": float("nan"), "nums": [1, 2]}), row(extra_info={"score": 0.5, "nums": []})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = load(str(tmp_path / "a.parquet"), tokenizer)
+    assert data.prompt(0, "u").extra_info == {"score": None, "nums": [1, 2]}
+    assert data.prompt(1, "u").extra_info == {"score": 0.5, "nums": []}
+
+
+def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path, tokenizer):
+    name = tmp_path / "a.jsonl"
+    name.write_text(json.dumps(row("a\u2028b"), ensure_ascii=False) + "\n\n", encoding="utf-8")
+    assert len(load(str(name), tokenizer)) == 1
+
+
+# ---- length ---------------------------------------------------------------------------------------------
+
+
+def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1", "short"), row("1" * 20, "long"), row("2", "short too")])
+    data = load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+    assert [data.prompt(i, "u").ground_truth for i in range(len(data))] == ["short", "short too"]
+    assert (data.report.num_rows, data.report.num_dropped, data.report.longest_prompt) == (3, 1, 22)
+    assert "1 of 3 rows dropped as too long" in str(data.report)
+
+
+def test_a_prompt_of_exactly_the_limit_is_kept(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1")])
+    assert len(load(name, tokenizer, max_prompt_length=3)) == 1
+    with pytest.raises(DataError):
+        load(name, tokenizer, max_prompt_length=2)
+
+
+def test_truncation_error_names_the_file_the_row_and_the_ways_out(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("1" * 20), row("1" * 30)])
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3, as have 1 other rows .*longest: 32"):
+        load(name, tokenizer, max_prompt_length=3)
+
+
+@pytest.mark.parametrize(("side", "expected"), [("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])])
+def test_truncation_cuts_the_named_side(side, expected):
+    assert truncate([1, 2, 3, 4, 5], 3, side) == expected
+
+
+def test_a_cut_prompt_keeps_the_limit_and_its_text_is_what_the_model_sees(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row(prompt="123456789"), row(prompt="12")])
+    data = load(name, tokenizer, max_prompt_length=4, truncation="left")
+    assert data.prompt(0, "u").text == "6789" == tokenizer.decode(data.prompt(0, "u").token_ids)
+    assert data.prompt(1, "u").text == "12"
+    assert data.report.num_truncated == 1
+
+
+def test_no_rows_left_after_the_filter_is_an_error(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1" * 20)])
+    with pytest.raises(DataError, match=r"no rows are left: all 1 prompts .*max_prompt_length=3 \(longest: 22\)"):
+        load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.jsonl", b"\n \n", "the file has no rows"),
+        ("a.json", b"[]", "the file has no rows"),
+        ("a.jsonl", b"\xef\xbb\xbf{}", "line 1: the file starts with a byte-order mark"),
+        ("a.jsonl", b'{"a": 1}\n{"a": }\n', r"line 2, column 7: broken JSON"),
+        ("a.json", b'[{"a": 1},\n {"a": }]', r"line 2, column 8: broken JSON"),
+        ("a.jsonl", b'{"a": 1}\n\xff\n', "line 2: byte 0xff is not UTF-8"),
+        ("a.jsonl", b'{"a": NaN}\n', "line 1: broken JSON: NaN is not JSON"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: broken JSON"),
+        ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "line 1: broken JSON"),
+        ("a.jsonl", b"[1, 2]\n", "line 1: expected an object .* found list"),
+        ("a.json", b'[{"a": 1}, 3]', "row 1: expected an object .* found int"),
+        ("a.parquet", b"PAR1 and then nothing", "not a readable parquet file"),
+        ("a.csv", b"a,b", r"must end in \.parquet, \.jsonl, \.json"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_place(tmp_path, tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(str(tmp_path / name), tokenizer)
+
+
+def test_a_parquet_file_cut_short_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([row() for _ in range(100)]), path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load(str(path), tokenizer)
+
+
+def test_a_missing_file_is_refused_with_what_the_folder_has(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "train.jsonl", [row()])
+    with pytest.raises(DataError, match=r"no such file; the folder has train\.jsonl"):
+        load(str(tmp_path / "trian.jsonl"), tokenizer)
+    with pytest.raises(DataError, match="nor the folder"):
+        load(str(tmp_path / "nowhere" / "train.jsonl"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, r"line 2: column 'prompt' is None \(NoneType\); expected a list of"),
+        ({"prompt": []}, "expected a list of"),
+        ({"prompt": ["hello"]}, r"column 'prompt\[0\]' is 'hello' \(str\); expected a message"),
+        ({"prompt": [{"role": "user", "content": 5}]}, r"column 'prompt\[0\]\.content' is 5 \(int\); expected a string"),
+        ({"prompt": [{"content": "x"}]}, r"column 'prompt\[0\]\.role' is None"),
+        ({"data_source": 3}, r"column 'data_source' is 3 \(int\)"),
+        ({"reward_model": "2"}, "column 'reward_model' is '2'"),
+        ({"reward_model": {"groundtruth": "2"}}, "column 'reward_model' has no ground_truth; it has groundtruth"),
+        ({"extra_info": 7}, "column 'extra_info' is 7"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_line_column_and_what_was_expected(tmp_path, tokenizer, change, message):
+    name = write_jsonl(tmp_path / "a.jsonl", [row(), row(**change)])
+    with pytest.raises(DataError, match=message) as error:
+        load(name, tokenizer)
+    assert "a.jsonl, line 2" in str(error.value)
+
+
+def test_a_missing_column_is_refused_with_near_names(tmp_path, tokenizer):
+    item = row()
+    item["prompts"] = item.pop("prompt")
+    with pytest.raises(DataError, match=r"no column 'prompt'\. Did you mean 'prompts'\?"):
+        load(write_jsonl(tmp_path / "a.jsonl", [item]), tokenizer)
+
+
+def test_chat_messages_without_a_chat_template_are_refused(tmp_path):
+    tokenizer = build_tokenizer(128)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
+
+
+def test_messages_that_the_template_refuses_are_named(tmp_path):
+    tokenizer = build_tokenizer(128)
+    tokenizer.chat_template = "{{ raise_exception('only user messages, please') }}"
+    with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages: only user messages"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
+
+
+def test_no_files_is_an_error(tokenizer):
+    with pytest.raises(DataError, match="no data files"):
+        load([], tokenizer)
+
+
+# ---- real data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")
+def test_gsm8k_loads_with_the_qwen_tokenizer_and_its_chat_template():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5")
+    data = load(str(SHARED / "gsm8k" / "gsm8k_test.parquet"), tokenizer, filter_overlong_prompts=True)
+    prompt = data.prompt(0, "u")
+    assert len(data) == 1319 and data.report.num_dropped == 0
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra_info["index"]) == ("openai/gsm8k", "18", 0)
+    assert prompt.text.endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    messages = [
+        {
+            "role": "user",
+            "content": prompt.extra_info["question"] + ' Let\'s think step by step and output the final answer after "####".',
+        }
+    ]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert prompt.token_ids == tuple(expected)

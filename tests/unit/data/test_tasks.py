@@ -1,0 +1,98 @@
+import pytest
+
+from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, level, split_of
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import ConfigError
+
+
+def contents(rows):
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (Problem(3, "+", 4), 1),
+        (Problem(7, "+", 8), 2),
+        (Problem(47, "+", 8), 3),
+        (Problem(12, "+", 34), 2),
+        (Problem(47, "+", 58), 4),
+        (Problem(99, "+", 1), 4),
+        (Problem(9, "-", 4), 1),
+        (Problem(52, "-", 8), 3),
+        (Problem(100, "-", 1), 5),
+        (Problem(12, "*", 34), 4),
+    ],
+)
+def test_the_level_counts_columns_and_carries_of_the_written_method(problem, expected):
+    assert level(problem) == expected
+
+
+def test_a_row_has_verls_columns_and_the_right_answer():
+    row = arithmetic(num_rows=1, operations="-", max_operand=20, seed=3)[0]
+    left, right = row["prompt"][0]["content"].removesuffix("=").split("-")
+    assert row["data_source"] == "arithmetic"
+    assert row["prompt"][0]["role"] == "user"
+    assert row["reward_model"]["ground_truth"] == str(int(left) - int(right))
+    assert row["extra_info"]["index"] == 0 and row["extra_info"]["split"] == "train"
+
+
+def test_train_and_validation_share_no_problem_not_even_with_its_operands_swapped():
+    def unordered(rows):
+        return {frozenset(text.removesuffix("=").split("+")) for text in contents(rows)}
+
+    train, val = arithmetic(num_rows=4000), arithmetic(num_rows=500, split="val", seed=9)
+    assert not unordered(train) & unordered(val)
+    assert split_of(Problem(8, "+", 47)) == split_of(Problem(47, "+", 8))
+
+
+def test_validation_rows_do_not_repeat_a_problem_while_there_are_new_ones():
+    val = contents(arithmetic(num_rows=500, split="val"))
+    assert len(set(val)) == 500
+
+
+def test_a_validation_set_larger_than_its_problems_is_still_filled():
+    val = contents(arithmetic(num_rows=300, split="val", max_operand=9))
+    assert len(val) == 300 > len(set(val))
+
+
+def test_rows_depend_on_the_seed_and_a_longer_set_begins_with_the_shorter_one():
+    assert contents(arithmetic(num_rows=50)) == contents(arithmetic(num_rows=80))[:50]
+    assert contents(arithmetic(num_rows=50)) != contents(arithmetic(num_rows=50, seed=1))
+
+
+def test_differences_are_never_negative_and_every_operation_is_used():
+    rows = arithmetic(num_rows=300, operations="+-*", max_operand=30)
+    assert all(int(row["reward_model"]["ground_truth"]) >= 0 for row in rows)
+    assert {next(sign for sign in "+-*" if sign in text) for text in contents(rows)} == set("+-*")
+
+
+def test_a_spec_sets_options_with_the_types_of_the_signature():
+    assert task_rows("task:arithmetic?num_rows=3&operations=+-&split=val") == arithmetic(
+        num_rows=3, operations="+-", split="val"
+    )
+    assert task_rows("task:arithmetic") == arithmetic()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("task:arithmetics", "Did you mean arithmetic"),
+        ("task:arithmetic?digit=2", "no option digit"),
+        ("task:arithmetic?num_rows=many", "num_rows=many must be a whole number"),
+        ("task:arithmetic?split=test", "split=test must be one of train, val"),
+        ("task:arithmetic?num_rows", "option=value"),
+        ("task:arithmetic?seed=1&seed=2", "each option once"),
+        ("task:arithmetic?num_rows=0", "num_rows=0 must be at least 1"),
+        ("task:arithmetic?max_operand=5", "max_operand=5 must be between"),
+        ("task:arithmetic?operations=/", "operations='/' must be made of"),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_the_rule(spec, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        task_rows(spec)
+
+
+def test_a_misspelt_split_given_from_python_is_refused():
+    with pytest.raises(ConfigError, match="must be train or val"):
+        arithmetic(split="test")  # type: ignore[arg-type]
