@@ -43,6 +43,7 @@ class Problem(NamedTuple):
 def arithmetic(
     *,
     num_rows: int = 8192,
+    min_operand: int = 10,
     max_operand: int = 99,
     operations: str = "+",
     split: Literal["train", "val"] = "train",
@@ -50,15 +51,15 @@ def arithmetic(
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
-    Operands are uniform from 0 to `max_operand`; differences are never negative. Row i is drawn from
+    Operands are uniform from `min_operand` to `max_operand`; differences are never negative. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem
     as long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, max_operand, operations, split)
+    _check(num_rows, (min_operand, max_operand), operations, split)
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
-        problem = _draw_new(random.Random(f"{seed}:{index}"), max_operand, operations, split, seen)
+        problem = _draw_new(random.Random(f"{seed}:{index}"), (min_operand, max_operand), operations, split, seen)
         if split == "val":
             seen.add(problem)
         rows.append(to_row(problem, split, index))
@@ -104,31 +105,35 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def _draw_new(rng: random.Random, max_operand: int, operations: str, split: str, seen: set[Problem]) -> Problem:
+def _draw_new(rng: random.Random, operands: tuple[int, int], operations: str, split: str, seen: set[Problem]) -> Problem:
     """A problem of the split, unseen where `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
-        problem = _draw(rng, max_operand, operations)
+        problem = _draw(rng, operands, operations)
         if split_of(problem) == split:
             tries += 1
             if problem not in seen or tries >= TRIES_FOR_A_NEW_PROBLEM:
                 return problem
 
 
-def _draw(rng: random.Random, max_operand: int, operations: str) -> Problem:
+def _draw(rng: random.Random, operands: tuple[int, int], operations: str) -> Problem:
     operation = rng.choice(operations)
-    left, right = rng.randint(0, max_operand), rng.randint(0, max_operand)
+    left, right = rng.randint(*operands), rng.randint(*operands)
     if operation == "-" and left < right:
         left, right = right, left
     return Problem(left, operation, right)
 
 
-def _check(num_rows: int, max_operand: int, operations: str, split: str) -> None:
+def _check(num_rows: int, operands: tuple[int, int], operations: str, split: str) -> None:
+    low, high = operands
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
-    if not SMALLEST_RANGE <= max_operand <= LARGEST_OPERAND:
-        problems.append(f"task arithmetic: max_operand={max_operand} must be between {SMALLEST_RANGE} and {LARGEST_OPERAND}")
+    if not 0 <= low <= high - SMALLEST_RANGE or high > LARGEST_OPERAND:
+        problems.append(
+            f"task arithmetic: min_operand={low} and max_operand={high} must be between 0 and {LARGEST_OPERAND}, "
+            f"and at least {SMALLEST_RANGE} apart"
+        )
     if not operations or set(operations) - set("+-*"):
         problems.append(f"task arithmetic: operations={operations!r} must be made of +, - and *")
     if split not in ("train", "val"):

@@ -29,7 +29,7 @@ def test_the_level_counts_columns_and_carries_of_the_written_method(problem, exp
 
 
 def test_a_row_has_verls_columns_and_the_right_answer():
-    row = arithmetic(num_rows=1, operations="-", max_operand=20, seed=3)[0]
+    row = arithmetic(num_rows=1, operations="-", min_operand=0, max_operand=20, seed=3)[0]
     left, right = row["prompt"][0]["content"].removesuffix("=").split("-")
     assert row["data_source"] == "arithmetic"
     assert row["prompt"][0]["role"] == "user"
@@ -52,13 +52,19 @@ def test_validation_rows_do_not_repeat_a_problem_while_there_are_new_ones():
 
 
 def test_a_validation_set_larger_than_its_problems_is_still_filled():
-    val = contents(arithmetic(num_rows=300, split="val", max_operand=9))
+    val = contents(arithmetic(num_rows=300, split="val", min_operand=0, max_operand=9))
     assert len(val) == 300 > len(set(val))
 
 
 def test_rows_depend_on_the_seed_and_a_longer_set_begins_with_the_shorter_one():
     assert contents(arithmetic(num_rows=50)) == contents(arithmetic(num_rows=80))[:50]
     assert contents(arithmetic(num_rows=50)) != contents(arithmetic(num_rows=50, seed=1))
+
+
+def test_operands_stay_in_their_range():
+    rows = arithmetic(num_rows=500, min_operand=20, max_operand=30)
+    operands = {int(part) for text in contents(rows) for part in text.removesuffix("=").split("+")}
+    assert operands == set(range(20, 31))
 
 
 def test_differences_are_never_negative_and_every_operation_is_used():
@@ -84,7 +90,8 @@ def test_a_spec_sets_options_with_the_types_of_the_signature():
         ("task:arithmetic?num_rows", "option=value"),
         ("task:arithmetic?seed=1&seed=2", "each option once"),
         ("task:arithmetic?num_rows=0", "num_rows=0 must be at least 1"),
-        ("task:arithmetic?max_operand=5", "max_operand=5 must be between"),
+        ("task:arithmetic?max_operand=15", "min_operand=10 and max_operand=15 must be .* at least 9 apart"),
+        ("task:arithmetic?min_operand=-1", "must be between 0 and"),
         ("task:arithmetic?operations=/", "operations='/' must be made of"),
     ],
 )
