@@ -10,6 +10,7 @@ WINDOW = 300
 """Characters at the end of a response in which the answer is looked for, as verl does."""
 MAX_LENGTH = 64
 """A longer run of digits is no answer."""
+IN_A_NUMBER = "-$0123456789,."
 
 # One pass each: no part of a pattern can match what its neighbour matches.
 MARKED = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?)")
@@ -30,7 +31,8 @@ def gsm8k_flexible(
 ) -> dict[str, float]:
     """`score` 1 when the last number in the last 300 characters equals the ground truth, marked or not; 0 otherwise."""
     start = max(0, len(solution_str) - WINDOW)
-    while start > 0 and solution_str[start - 1] in "-$0123456789,.":  # never begin inside a number
+    # Never begin inside a number.
+    while start > 0 and solution_str[start] in IN_A_NUMBER and solution_str[start - 1] in IN_A_NUMBER:
         start -= 1
     return _graded(NUMBER.findall(solution_str, start), ground_truth)
 

@@ -1,0 +1,156 @@
+import math
+
+import numpy as np
+import pytest
+
+from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.compose import Component, RewardFunction
+from grpo_rl.types import Prompt, Rollout
+
+
+def rollout(text="55", ground_truth="55", data_source="arithmetic", **extra_info):
+    prompt = Prompt("e0-r3", (1,), "47+8=", data_source, ground_truth, extra_info)
+    return Rollout(prompt, 2, (5, 5), (-0.1, -0.1), "stop", 1, text=text)
+
+
+def from_functions(*functions):
+    return RewardFunction.from_config(RewardConfig(functions=list(functions)))
+
+
+def returning(value):
+    return RewardFunction([Component("mine", 1.0, lambda **_: value)])
+
+
+@pytest.fixture
+def my_file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
+        "    return {'score': len(solution_str) + bonus, 'level': extra_info['level'], 'note': 'text'}\n"
+        "def half(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 0.5\n"
+        "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1.0\n"
+    )
+    return path
+
+
+def test_the_default_takes_the_rule_of_the_data_source():
+    reward, parts = RewardFunction.from_config(RewardConfig()).score(rollout())
+    assert reward == 1.0
+    assert parts == {"auto": 1.0, "auto/acc": 1.0, "auto/answer": 55.0, "acc": 1.0, "answer": 55.0}
+
+
+def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted(my_file):
+    function = from_functions("arithmetic", "0.2*format", f"-0.5*{my_file}:half")
+    reward, parts = function.score(rollout("<think>a</think><answer>55</answer>"))
+    assert reward == pytest.approx(0.0 + 0.2 * 1.0 - 0.5 * 0.5)
+    assert (parts["arithmetic"], parts["format"], parts["half"]) == (0.0, 1.0, 0.5)
+
+
+def test_acc_and_answer_stand_by_themselves_and_come_from_the_first_that_gives_them():
+    _, parts = from_functions("format", "gsm8k_flexible", "arithmetic").score(rollout("is 55", "55"))
+    assert (parts["gsm8k_flexible/acc"], parts["arithmetic/acc"]) == (1.0, 0.0)
+    assert (parts["acc"], parts["answer"]) == (1.0, 55.0)
+
+
+def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
+    custom = CustomRewardConfig(path=str(my_file), reward_kwargs={"bonus": 0.25})
+    reward, parts = RewardFunction.from_config(RewardConfig(custom_reward_function=custom)).score(rollout("abc", level=4))
+    assert reward == 3.25
+    assert parts == {"compute_score": 3.25, "compute_score/level": 4.0}
+
+
+def test_two_files_with_a_function_of_one_name_are_told_apart(tmp_path):
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.py").write_text(f"def reward(*args, **kwargs):\n    return {value}\n")
+    _, parts = from_functions(f"{tmp_path}/a.py:reward", f"10*{tmp_path}/b.py:reward").score(rollout())
+    assert parts == {"a.reward": 1.0, "b.reward": 2.0}
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), {"score": 1}, {"score": np.float64(1)}])
+def test_any_kind_of_real_number_is_a_reward(value):
+    reward, parts = returning(value).score(rollout())
+    assert type(reward) is float and reward == 1.0
+    assert type(parts["mine"]) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "score is nan, not a finite number"),
+        (math.inf, "score is inf"),
+        (10**400, "score is inf"),
+        (None, r"score is None \(NoneType\), not a number"),
+        ("1.0", r"score is '1\.0' \(str\)"),
+        ([1.0], "not a number"),
+        (1j, "not a number"),
+        ({"acc": 1.0}, "the dict has no 'score', it has acc"),
+        ({}, "it has nothing"),
+        ({"score": None}, "score is None"),
+        ({"score": 1.0, "level": math.nan}, "level is nan"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused_with_function_rollout_and_value(value, message):
+    with pytest.raises(RewardError, match=message) as error:
+        returning(value).score(rollout())
+    assert "reward 'mine' for prompt e0-r3, sample 2" in str(error.value)
+
+
+@pytest.mark.parametrize("failure", [KeyError("level"), ZeroDivisionError("by zero"), SystemExit(3)])
+def test_a_function_that_raises_is_named_with_its_rollout_and_cause(failure):
+    def broken(**_):
+        raise failure
+
+    with pytest.raises(RewardError, match=rf"'mine' for prompt e0-r3, sample 2: {type(failure).__name__}") as error:
+        RewardFunction([Component("mine", 1.0, broken)]).score(rollout())
+    assert error.value.__cause__ is failure
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "reward.functions is empty"),
+        (["gsm9k"], r"unknown reward function 'gsm9k'\. Did you mean gsm8k"),
+        (["two*format"], "'two' is not a number"),
+        (["nan*format"], "the factor must be finite"),
+        (["format", "0.5*format"], "'format' is there twice"),
+        (["nowhere.py:reward"], "there is no file"),
+    ],
+)
+def test_a_wrong_list_of_functions_is_refused(functions, message):
+    with pytest.raises(ConfigError, match=message):
+        from_functions(*functions)
+
+
+def test_all_problems_of_the_list_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        from_functions("gsm9k", "x*format")
+    assert len(error.value.problems) == 2
+
+
+def test_a_custom_function_is_refused_when_its_options_or_its_name_do_not_fit(my_file):
+    def load(**custom):
+        return RewardFunction.from_config(RewardConfig(custom_reward_function=CustomRewardConfig(**custom)))
+
+    with pytest.raises(ConfigError, match="has no option bonsu"):
+        load(path=str(my_file), reward_kwargs={"bonsu": 1})
+    with pytest.raises(ConfigError, match="has no function 'score'"):
+        load(path=str(my_file), name="score")
+    with pytest.raises(ConfigError, match="is an async function"):
+        load(path=str(my_file), name="later")
+    with pytest.raises(ConfigError, match="has no effect without"):
+        load(reward_kwargs={"bonus": 1})
+
+
+def test_a_custom_function_beside_a_list_of_functions_is_refused(my_file):
+    config = RewardConfig(functions=["gsm8k"], custom_reward_function=CustomRewardConfig(path=str(my_file)))
+    with pytest.raises(ConfigError, match="both given"):
+        RewardFunction.from_config(config)
+
+
+def test_data_sources_are_checked_only_where_auto_needs_them():
+    with pytest.raises(ConfigError, match="data_source 'mine'"):
+        from_functions("auto").check_data_sources(["mine"])
+    from_functions("gsm8k").check_data_sources(["mine"])

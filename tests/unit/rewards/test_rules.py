@@ -1,0 +1,176 @@
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.arithmetic import arithmetic
+from grpo_rl.rewards.auto import auto, check_data_sources
+from grpo_rl.rewards.format import think_answer
+from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
+from grpo_rl.rewards.registry import REWARDS
+
+SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
+
+
+def score(result):
+    return result["score"] if isinstance(result, dict) else result
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("55", 1),
+        (" 55\n", 1),
+        ("055", 0),
+        ("55.", 0),
+        ("5 5", 0),
+        ("=55", 0),
+        ("55 or 56", 0),
+        ("", 0),
+        ("\u0665\u0665", 0),
+        ("54", 0),
+    ],
+)
+def test_an_arithmetic_response_must_be_the_answer_and_nothing_else(response, expected):
+    assert arithmetic("arithmetic", response, "55")["score"] == expected
+
+
+def test_the_arithmetic_reward_says_which_number_was_given_where_there_is_one():
+    assert arithmetic("arithmetic", "54", "55") == {"score": 0.0, "acc": 0.0, "answer": 54.0}
+    assert arithmetic("arithmetic", "-3", "-3") == {"score": 1.0, "acc": 1.0, "answer": -3.0}
+    for response in ("", "five", "9" * 400, "²"):
+        assert "answer" not in arithmetic("arithmetic", response, "55")
+
+
+# ---- GSM8K ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "strict", "flexible"),
+    [
+        ("so the total is\n#### 18", "18", 1, 1),
+        ("####18", "18", 1, 1),
+        ("#### $1,000.", "1000", 1, 1),
+        ("#### 1000", "1,000", 1, 1),
+        ("#### -5", "-5", 1, 1),
+        ("#### 18.0", "18", 1, 1),
+        ("#### 18.5", "18", 0, 0),
+        ("#### 17\nno:\n#### 18", "18", 1, 1),
+        ("#### 18\nno:\n#### 17", "18", 0, 0),
+        ("the answer is 18", "18", 0, 1),
+        ("the answer is $18.", "18", 0, 1),
+        ("18 apples of 20", "18", 0, 0),
+        ("#### 18 apples and 20 pears", "18", 1, 0),
+        ("#### eighteen", "18", 0, 0),
+        ("### 18", "18", 0, 1),
+        ("", "18", 0, 0),
+        ("#### \uff14\uff12", "42", 0, 0),
+        ("#### " + "9" * 100, "18", 0, 0),
+    ],
+)
+def test_the_strict_rule_wants_the_mark_and_the_flexible_one_the_last_number(response, gold, strict, flexible):
+    assert score(gsm8k("gsm8k", response, gold)) == strict
+    assert score(gsm8k_flexible("gsm8k", response, gold)) == flexible
+
+
+def test_only_the_last_300_characters_count():
+    assert score(gsm8k("gsm8k", "#### 18" + " " * 293, "18")) == 1
+    assert score(gsm8k("gsm8k", "#### 18" + " " * 294, "18")) == 0
+    assert score(gsm8k_flexible("gsm8k", "18" + " " * 300, "18")) == 0
+
+
+def test_the_flexible_rule_does_not_begin_inside_a_number():
+    assert score(gsm8k_flexible("gsm8k", "1234" + "x" * 298, "34")) == 0
+    assert score(gsm8k_flexible("gsm8k", "1234" + "x" * 298, "1234")) == 1
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")
+@pytest.mark.parametrize("file", ["gsm8k_test.parquet", "gsm8k_train.parquet"])
+def test_every_gsm8k_solution_earns_1_and_its_neighbours_gold_0_where_they_differ(file):
+    rows = pq.read_table(SHARED / "gsm8k" / file).to_pylist()
+    solutions = [row["extra_info"]["answer"] for row in rows]
+    golds = [row["reward_model"]["ground_truth"] for row in rows]
+    for rule in (gsm8k, gsm8k_flexible):
+        assert all(score(rule("openai/gsm8k", text, gold)) == 1 for text, gold in zip(solutions, golds, strict=True))
+        assert all(score(rule("openai/gsm8k", f"#### {gold}", gold)) == 1 for gold in golds)
+    pairs = [(text, other) for text, own, other in zip(solutions, golds, golds[1:] + golds[:1], strict=True) if own != other]
+    assert len(pairs) > 0.9 * len(rows)
+    assert all(score(gsm8k("openai/gsm8k", text, other)) == 0 for text, other in pairs)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")
+def test_the_original_gsm8k_rows_earn_1():
+    rows = [json.loads(line) for line in (SHARED / "gsm8k" / "gsm8k_test.jsonl").read_text().splitlines()]
+    golds = [row["answer"].split("####")[1].strip() for row in rows]
+    assert len(rows) == 1319
+    assert all(score(gsm8k("gsm8k", row["answer"], gold)) == 1 for row, gold in zip(rows, golds, strict=True))
+
+
+# ---- format ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("  <think>\na\n</think>\n\n<answer>b</answer>\n", 1),
+        ("<think></think><answer>b</answer>", 1),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think>x<answer>b</answer>", 0),
+        ("x<think>a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer>x", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a<answer>b</think></answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think><think>a</think></think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b", 0),
+        ("</think><think><answer>b</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_the_format_is_one_thought_and_then_one_answer(response, expected):
+    assert think_answer("any", response, None) == expected
+
+
+HOSTILE = {
+    "opened tags": "<think>" * 150_000,
+    "almost a format": "<think>" + "</think> <answer>" * 60_000,
+    "marks": "####" * 250_000,
+    "digits": "#### " + "9" * 1_000_000,
+    "commas": "1," * 500_000,
+    "dots": "1." * 500_000,
+    "dollars": "-$" * 500_000,
+    "spaces": "####" + " " * 1_000_000,
+    "NUL, surrogates and escapes": "\x00\ud800\x1b[31m" * 100_000,
+}
+
+
+@pytest.mark.timeout(60)  # quadratic behaviour on a megabyte takes minutes
+@pytest.mark.parametrize("name", [name for name in REWARDS if name != "auto"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_megabyte_of_hostile_text_scores_0_and_ends(name, kind):
+    assert score(REWARDS.get(name)("any", HOSTILE[kind], "18")) == 0
+
+
+# ---- auto -----------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_rule_of_the_data_source():
+    assert score(auto("arithmetic", "55", "55")) == 1
+    assert score(auto("openai/gsm8k", "55", "55")) == 0
+    assert score(auto("openai/gsm8k", "#### 55", "55")) == 1
+
+
+def test_an_unknown_data_source_is_refused_with_the_known_ones_and_the_way_out():
+    with pytest.raises(
+        RewardError, match=r"data_source 'math'; there is one for arithmetic, gsm8k, openai/gsm8k.*custom_reward"
+    ):
+        auto("math", "1", "1")
+    with pytest.raises(ConfigError, match="'a', 'b'"):
+        check_data_sources(["b", "arithmetic", "a"])
+    check_data_sources(["arithmetic", "gsm8k"])

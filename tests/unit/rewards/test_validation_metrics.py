@@ -1,0 +1,66 @@
+import pytest
+
+from grpo_rl.rewards.metrics import majority, validation_metrics
+from grpo_rl.types import Prompt, Rollout
+
+
+def rollout(uid, reward, source="s", length=1, **parts):
+    ids = (1,) * length
+    return Rollout(Prompt(uid, (1,), "", source), 0, ids, (0.0,) * length, "stop", 1, reward=reward, reward_parts=parts)
+
+
+def test_mean_and_best_are_taken_per_prompt_and_then_averaged():
+    metrics = validation_metrics(
+        [rollout("a", 1.0), rollout("a", 0.0), rollout("b", 0.5, length=3), rollout("b", 0.0)],
+        n=2,
+    )
+    assert metrics["val/s/mean@2"] == pytest.approx((0.5 + 0.25) / 2)
+    assert metrics["val/s/best@2"] == pytest.approx((1.0 + 0.5) / 2)
+    assert metrics["val/s/response_length"] == pytest.approx(6 / 4)
+
+
+def test_accuracy_is_reported_where_the_reward_gives_one_and_the_reward_beside_it():
+    metrics = validation_metrics([rollout("a", 0.2, acc=0.0), rollout("b", 1.2, acc=1.0)], n=1)
+    assert metrics["val/s/mean@1"] == 0.5
+    assert metrics["val/s/reward"] == pytest.approx(0.7)
+
+
+def test_data_sources_are_reported_apart():
+    metrics = validation_metrics([rollout("a", 1.0, "x"), rollout("b", 0.0, "y")], n=1)
+    assert (metrics["val/x/mean@1"], metrics["val/y/mean@1"]) == (1.0, 0.0)
+    assert set(metrics) == {
+        f"val/{s}/{key}" for s in "xy" for key in ("mean@1", "best@1", "maj@1", "reward", "response_length")
+    }
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([(7, 1), (7, 1), (8, 0)], 1.0),
+        ([(7, 1), (8, 0), (8, 0)], 0.0),
+        ([(7, 1), (8, 0)], 0.5),
+        ([(7, 1), (None, 0), (None, 0)], 1.0),
+        ([(7, 1), (8, 0), (9, 0)], pytest.approx(1 / 3)),
+    ],
+)
+def test_the_majority_vote_counts_answers_and_shares_ties(votes, expected):
+    group = [rollout("a", value, **({} if answer is None else {"answer": answer})) for answer, value in votes]
+    assert majority(group) == expected
+    assert majority(group[::-1]) == expected
+
+
+def test_without_any_answer_the_vote_is_over_the_values():
+    assert majority([rollout("a", 1.0), rollout("a", 0.0), rollout("a", 0.0)]) == 0.0
+    assert majority([rollout("a", 1.0), rollout("a", 1.0), rollout("a", 0.0)]) == 1.0
+
+
+def test_for_one_response_the_three_numbers_agree():
+    metrics = validation_metrics([rollout("a", 1.0, answer=3.0), rollout("b", 0.0)], n=1)
+    assert metrics["val/s/mean@1"] == metrics["val/s/best@1"] == metrics["val/s/maj@1"] == 0.5
+
+
+def test_a_prompt_with_another_number_of_responses_or_without_reward_is_refused():
+    with pytest.raises(ValueError, match="prompt a has 1 responses, expected n=2"):
+        validation_metrics([rollout("a", 1.0)], n=2)
+    with pytest.raises(ValueError, match="has no reward"):
+        validation_metrics([rollout("a", None)], n=1)
