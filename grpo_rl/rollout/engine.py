@@ -154,7 +154,7 @@ class RolloutEngine(Protocol):
         """Join the group that weights are broadcast in; only with weight_backend=nccl, and once."""
 
     def start_weight_update(self, version: int) -> None:
-        """Begin to receive weights `version`, which must be above the present one.
+        """Begin to receive weights `version`, which must not be below the present one.
 
         WeightTransferError: requests are unfinished, or an update has begun already.
         """

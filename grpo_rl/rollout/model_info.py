@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.utils import cached_file
 
 from grpo_rl.rollout.engine import EngineSpec
 
@@ -45,23 +46,26 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
     return 2 * text.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
 
 
+def has_file(model: str, name: str) -> bool:
+    """Whether the model, a folder or a hub name, comes with this file."""
+    found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    return found is not None
+
+
 def _generation_config(spec: EngineSpec) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(spec.model_path)
-    except OSError:
-        return None  # the file is optional in a model folder
+    if not has_file(spec.model_path, "generation_config.json"):
+        return None
+    return GenerationConfig.from_pretrained(spec.model_path)
 
 
 def _tokenizer_eos(spec: EngineSpec) -> int | None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            spec.tokenizer_path or spec.model_path, trust_remote_code=spec.trust_remote_code
-        )
-    except (OSError, ValueError):
-        if spec.tokenizer_path is not None:
-            raise
-        return None  # token ids go in and out: a folder without a tokenizer is enough
-    return tokenizer.eos_token_id
+    source = spec.tokenizer_path or spec.model_path
+    # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
+    if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
+    end: int | None = tokenizer.eos_token_id
+    return end
 
 
 def _as_ids(value: Any) -> list[int]:

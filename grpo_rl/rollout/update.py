@@ -44,8 +44,8 @@ class WeightUpdate:
             raise WeightTransferError(
                 f"weights {version} cannot start: {num_unfinished} requests are unfinished; wait for them or abort them"
             )
-        if version <= self.version:
-            raise WeightTransferError(f"weights {version} are not newer than those the engine has ({self.version})")
+        if version < self.version:
+            raise WeightTransferError(f"weights {version} are older than those the engine has ({self.version})")
         self._next = version
         self._arrived = set()
 

@@ -146,7 +146,7 @@ def digest(tensor: Tensor) -> str:
     """Hexadecimal BLAKE2 digest of dtype, shape and bytes: equal exactly when the tensors are equal bit by bit."""
     tensor = tensor.detach()
     hasher = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-    hasher.update(_bytes(tensor).cpu().numpy())
+    hasher.update(_bytes(tensor).cpu().numpy().data)
     return hasher.hexdigest()
 
 

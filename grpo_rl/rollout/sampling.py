@@ -1,0 +1,46 @@
+"""Drawing tokens from logits, row by row, each row with its own settings and random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_rl.types import Sampling
+
+
+def sample(logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-probability under what it was drawn from: int64 [B], float32 [B].
+
+    The distribution is softmax(logits / temperature), cut to the top k, then to the smallest set with
+    probability top_p, and normalised again. Temperature 0 takes the likeliest token and reports its
+    log-probability at temperature 1. A row's draw depends only on its logits and its generator.
+    """
+    temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=logits_BV.device)
+    logits_BV = logits_BV.float() / temperature_B[:, None]
+    for row, s in enumerate(settings):
+        if s.top_k > 0:
+            logits_BV[row] = keep_top_k(logits_BV[row], s.top_k)
+        if s.top_p < 1:
+            logits_BV[row] = keep_top_p(logits_BV[row], s.top_p)
+    logprobs_BV = logits_BV.log_softmax(-1)
+    tokens_B = logits_BV.argmax(-1)
+    for row, s in enumerate(settings):
+        if s.temperature > 0:
+            tokens_B[row] = torch.multinomial(logprobs_BV[row].exp(), 1, generator=generators[row])[0]
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
+    """The logits with all but the k largest set to -inf; ties with the k-th stay."""
+    smallest = logits_V.topk(min(k, len(logits_V))).values[-1]
+    return logits_V.masked_fill(logits_V < smallest, float("-inf"))
+
+
+def keep_top_p(logits_V: Tensor, p: float) -> Tensor:
+    """The logits with all set to -inf but the smallest set of likeliest tokens whose probability reaches p."""
+    probs_V, order_V = logits_V.softmax(-1).sort(descending=True)
+    before_V = probs_V.cumsum(-1) - probs_V
+    drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter(0, order_V, before_V >= p)
+    return logits_V.masked_fill(drop_V, float("-inf"))

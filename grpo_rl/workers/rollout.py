@@ -1,0 +1,219 @@
+"""A rollout replica that samples on its own while others talk to it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from grpo_rl.errors import ClusterError
+from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
+from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.types import Completion, Metrics, Request
+
+T = TypeVar("T")
+_Command = tuple[Callable[[RolloutEngine], Any], "Future[Any]"]
+
+_IDLE_WAIT_S = 1.0
+
+
+class RolloutWorker:
+    """One engine and the thread that steps it.
+
+    The engine lives in that thread alone. Every other call is handed over and runs between two steps, so
+    methods may be called from any number of threads; each waits at most `call_timeout_s`. An error that a
+    call makes is raised to its caller and the worker goes on; an error in a step ends the worker, and
+    every later call raises it.
+    """
+
+    def __init__(self, spec: EngineSpec, start_timeout_s: float = 600.0, call_timeout_s: float = 600.0) -> None:
+        self.spec = spec
+        self._call_timeout_s = call_timeout_s
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._ended: list[Completion] = []
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._num_tokens = self._num_responses = self._num_steps = 0
+        self._busy_s = 0.0
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="rollout-engine", daemon=True)
+        self._thread.start()
+        self._wait(started, start_timeout_s, "start")
+
+    # ---- sampling ----------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue the requests; ValueError, and none is queued, when one of them does not fit."""
+        self._call("submit", lambda engine: engine.submit(requests))
+
+    def poll(self, timeout_s: float, min_batch_s: float = 0.005) -> list[Completion]:
+        """What ended since the last poll: as soon as there is something, or nothing after `timeout_s`.
+
+        It waits `min_batch_s` more after the first one, so that responses which end together travel together.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._ended:
+                self._check_alive()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return []
+                self._changed.wait(left)
+        time.sleep(min(min_batch_s, max(0.0, deadline - time.monotonic())))
+        with self._changed:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def abort_all(self) -> None:
+        """Forget every unfinished request, and what ended but was not polled."""
+        self._call("abort_all", self._abort)
+
+    # ---- weights and memory ------------------------------------------------------------------------
+
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        self._call("connect", lambda engine: engine.connect(rendezvous))
+
+    def start_weight_update(self, version: int) -> None:
+        self._call("start_weight_update", lambda engine: engine.start_weight_update(version))
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        self._call("load_bucket", lambda engine: engine.load_bucket(bucket))
+
+    def finish_weight_update(self) -> int:
+        """The version that is live now."""
+
+        def finish(engine: RolloutEngine) -> int:
+            engine.finish_weight_update()
+            return engine.weight_version
+
+        return self._call("finish_weight_update", finish)
+
+    def received_digests(self) -> dict[str, str]:
+        return self._call("received_digests", lambda engine: engine.received_digests())
+
+    def sleep(self) -> None:
+        self._call("sleep", lambda engine: engine.sleep())
+
+    def wake_up(self, what: Wakeable = "all") -> None:
+        self._call("wake_up", lambda engine: engine.wake_up(what))
+
+    def stats(self) -> Metrics:
+        """Since the start: responses, tokens and engine steps, and the seconds in which the engine was sampling."""
+        with self._changed:
+            return {
+                "num_responses": float(self._num_responses),
+                "num_tokens": float(self._num_tokens),
+                "num_steps": float(self._num_steps),
+                "busy_s": self._busy_s,
+            }
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Stop the thread and free the engine; ClusterError when it does not stop in time. Twice is once."""
+        self._closed = True
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise ClusterError(f"the rollout engine did not stop within {timeout_s:.0f} s")
+
+    # ---- the callers' side -------------------------------------------------------------------------
+
+    def _call(self, what: str, function: Callable[[RolloutEngine], T]) -> T:
+        """The function's result, computed in the engine's thread."""
+        answer: Future[T] = Future()
+        with self._changed:
+            self._check_alive()
+            self._commands.put((function, answer))
+        return self._wait(answer, self._call_timeout_s, what)
+
+    def _wait(self, answer: Future[T], timeout_s: float, what: str) -> T:
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            if answer.done():
+                raise  # the function's own TimeoutError
+            raise ClusterError(f"the rollout engine did not answer {what} within {timeout_s:.0f} s") from error
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise ClusterError(f"the rollout engine failed: {type(self._failure).__name__}: {self._failure}") from self._failure
+        if self._closed:
+            raise ClusterError("the rollout worker is closed")
+
+    # ---- the engine's thread -----------------------------------------------------------------------
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            engine = ENGINES.get(self.spec.name)(self.spec)
+        except BaseException as error:  # whatever it is belongs to the caller that waits
+            self._fail(error)
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            while self._serve(engine):
+                if engine.num_unfinished:
+                    self._step(engine)
+        except BaseException as error:  # handed to every caller from now on
+            self._fail(error)
+        finally:
+            self._refuse_waiting()
+            engine.close()
+
+    def _serve(self, engine: RolloutEngine) -> bool:
+        """Run the commands that wait; without requests, wait for one. False: stop."""
+        try:
+            while True:
+                idle = engine.num_unfinished == 0
+                command = self._commands.get(block=idle, timeout=_IDLE_WAIT_S if idle else None)
+                if command is None:
+                    return False
+                _answer(engine, *command)
+        except queue.Empty:
+            return True
+
+    def _step(self, engine: RolloutEngine) -> None:
+        began = time.perf_counter()
+        ended = engine.step()
+        seconds = time.perf_counter() - began
+        with self._changed:
+            self._busy_s += seconds
+            self._num_steps += 1
+            if ended:
+                self._num_responses += len(ended)
+                self._num_tokens += sum(len(completion.response_ids) for completion in ended)
+                self._ended.extend(ended)
+                self._changed.notify_all()
+
+    def _abort(self, engine: RolloutEngine) -> None:
+        engine.abort_all()
+        with self._changed:
+            self._ended = []
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _refuse_waiting(self) -> None:
+        """Answer the calls that came too late, so that nobody waits for a thread that has ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command[1].set_exception(ClusterError(f"the rollout engine stopped: {self._failure or 'closed'}"))
+
+
+def _answer(engine: RolloutEngine, function: Callable[[RolloutEngine], Any], answer: Future[Any]) -> None:
+    try:
+        answer.set_result(function(engine))
+    except Exception as error:  # the caller's to handle; the engine goes on
+        answer.set_exception(error)

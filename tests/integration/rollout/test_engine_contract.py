@@ -1,0 +1,322 @@
+"""What every rollout engine must do, asked of each of them with a tied and an untied model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, VOCAB, response_logits
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine
+from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.weights import WeightTransferError, check_digests, pack_buckets
+from grpo_rl.types import Completion, Request, Sampling
+
+PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24), (40, 30, 20, 10)]
+LONG_PROMPT = tuple(2 + (7 * i) % (VOCAB - 2) for i in range(290))
+"""More than two blocks of a prefix cache with 128 tokens a block."""
+
+
+@dataclass
+class Replica:
+    """An engine, and a transformers model that has the weights the engine should have."""
+
+    engine: RolloutEngine
+    model: Qwen3ForCausalLM
+    spec: EngineSpec
+
+    def run(self, requests: list[Request]) -> list[Completion]:
+        """Completions in the order of the requests."""
+        self.engine.submit(requests)
+        ended: list[Completion] = []
+        while self.engine.num_unfinished:
+            ended += self.engine.step()
+        order = [request.request_id for request in requests]
+        return sorted(ended, key=lambda completion: order.index(completion.request_id))
+
+    def logprobs(self, request: Request, completion: Completion) -> torch.Tensor:
+        """What the model says about the sampled tokens, at the request's temperature."""
+        logits = response_logits(self.model, request.prompt_ids, completion.response_ids)
+        logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+        return logprobs.gather(-1, torch.tensor(completion.response_ids)[:, None])[:, 0]
+
+    def change_model(self) -> None:
+        """Give the model other weights; the engine keeps the old ones."""
+        torch.manual_seed(self.engine.weight_version + 100)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+
+    def update(self, bucket_bytes: int = 1 << 20) -> ObjectStoreSender:
+        """Bring the engine to the model's weights."""
+        sender = ObjectStoreSender(bucket_bytes, verify=True)
+        self.engine.start_weight_update(self.engine.weight_version + 1)
+        for bucket in sender.buckets(self.model.state_dict().items()):
+            assert bucket.data is not None
+            bucket.data.flags.writeable = False  # as Ray's shared memory is
+            self.engine.load_bucket(bucket)
+        self.engine.finish_weight_update()
+        return sender
+
+
+@pytest.fixture(scope="module", params=["vllm-tied", "vllm-untied", "hf-tied", "hf-untied"])
+def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) -> Iterator[Replica]:
+    name, head = request.param.split("-")
+    folder = str(tiny_qwen3(head == "tied"))
+    spec = EngineSpec(model_path=folder, name=name, max_model_len=320, max_num_seqs=8, verify_checksum=True)
+    engine = ENGINES.get(name)(spec)
+    yield Replica(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), spec)
+    engine.close()
+
+
+def requests_for(tag: str, count: int, **sampling: float) -> list[Request]:
+    """`count` requests over prompts of different lengths, each with a seed of its own."""
+    settings = {"max_tokens": 12, "ignore_eos": True} | sampling
+    return [
+        Request(f"{tag}-{i}", PROMPTS[i % len(PROMPTS)], Sampling(**settings, seed=1000 + i))  # type: ignore[arg-type]
+        for i in range(count)
+    ]
+
+
+def assert_logprobs_match(replica: Replica, requests: list[Request], completions: list[Completion]) -> None:
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.logprobs) == len(completion.response_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), replica.logprobs(request, completion), atol=1e-4, rtol=0)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------
+
+
+def test_every_request_is_answered_exactly_once_also_when_there_are_more_than_fit(replica: Replica) -> None:
+    requests = requests_for("once", 21)
+    completions = replica.run(requests)
+    assert [completion.request_id for completion in completions] == [request.request_id for request in requests]
+    assert replica.engine.num_unfinished == 0
+    assert replica.engine.step() == []
+
+
+def test_requests_submitted_while_others_run_are_answered_too(replica: Replica) -> None:
+    first, second = requests_for("early", 3), requests_for("late", 3)
+    replica.engine.submit(first)
+    ended = replica.engine.step()
+    replica.engine.submit(second)
+    assert replica.engine.num_unfinished == 6
+    while replica.engine.num_unfinished:
+        ended += replica.engine.step()
+    assert sorted(c.request_id for c in ended) == sorted(r.request_id for r in first + second)
+
+
+def test_greedy_takes_the_likeliest_token_of_a_plain_forward_pass(replica: Replica) -> None:
+    requests = requests_for("greedy", 5, temperature=0.0)
+    completions = replica.run(requests)
+    for request, completion in zip(requests, completions, strict=True):
+        logits = response_logits(replica.model, request.prompt_ids, completion.response_ids)
+        assert completion.response_ids == tuple(logits.argmax(-1).tolist())
+    assert_logprobs_match(replica, requests, completions)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_plain_forward_pass_after_temperature(replica: Replica, temperature: float) -> None:
+    requests = requests_for(f"logprobs{temperature}", 10, temperature=temperature)
+    assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_logprobs_are_normalised_over_what_top_k_and_top_p_leave(replica: Replica) -> None:
+    top_k = Request("k", PROMPTS[0], Sampling(8, top_k=3, seed=1, ignore_eos=True))
+    top_p = Request("p", PROMPTS[1], Sampling(8, top_p=0.6, seed=2, ignore_eos=True))
+    by_k, by_p = replica.run([top_k, top_p])
+
+    logits = response_logits(replica.model, top_k.prompt_ids, by_k.response_ids)
+    best = logits.topk(3)
+    for row, (token, logprob) in enumerate(zip(by_k.response_ids, by_k.logprobs, strict=True)):
+        place = best.indices[row].tolist().index(token)
+        assert logprob == pytest.approx(best.values[row].log_softmax(-1)[place].item(), abs=1e-4)
+
+    probs = response_logits(replica.model, top_p.prompt_ids, by_p.response_ids).softmax(-1)
+    for row, (token, logprob) in enumerate(zip(by_p.response_ids, by_p.logprobs, strict=True)):
+        kept, mass = [], 0.0
+        for candidate in probs[row].argsort(descending=True).tolist():
+            if mass >= 0.6:
+                break
+            kept.append(candidate)
+            mass += probs[row, candidate].item()
+        assert token in kept
+        assert logprob == pytest.approx(float(np.log(probs[row, token].item() / mass)), abs=1e-4)
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_company(replica: Replica) -> None:
+    requests = requests_for("company", 6)
+    together = replica.run(requests)
+    alone = replica.run([replace(requests[4], request_id="alone")])[0]
+    assert alone.response_ids == together[4].response_ids
+
+
+def test_different_seeds_give_different_tokens(replica: Replica) -> None:
+    one, other = (Request(f"seed{s}", PROMPTS[0], Sampling(12, seed=s, ignore_eos=True)) for s in (1, 2))
+    completions = replica.run([one, other])
+    assert completions[0].response_ids != completions[1].response_ids
+
+
+def test_requests_without_a_seed_differ_from_each_other(replica: Replica) -> None:
+    requests = [Request(f"free{i}", PROMPTS[0], Sampling(12, ignore_eos=True)) for i in range(2)]
+    completions = replica.run(requests)
+    assert completions[0].response_ids != completions[1].response_ids
+
+
+def test_a_response_of_max_tokens_ends_with_length(replica: Replica) -> None:
+    requests = [Request(f"len{n}", PROMPTS[0], Sampling(n, seed=n, ignore_eos=True)) for n in (1, 2, 7)]
+    completions = replica.run(requests)
+    assert [len(completion.response_ids) for completion in completions] == [1, 2, 7]
+    assert {completion.finish_reason for completion in completions} == {"length"}
+
+
+def test_the_end_of_sequence_token_stops_a_response_and_is_its_last_token(replica: Replica) -> None:
+    requests = requests_for("eos", 40, max_tokens=100, ignore_eos=False)
+    stopped = [completion for completion in replica.run(requests) if completion.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.response_ids[-1] == EOS
+        assert EOS not in completion.response_ids[:-1]
+        assert len(completion.logprobs) == len(completion.response_ids)
+
+
+def test_ignoring_the_end_of_sequence_goes_on_with_the_same_distribution(replica: Replica) -> None:
+    requests = requests_for("on", 20, max_tokens=100)
+    completions = replica.run(requests)
+    assert any(EOS in completion.response_ids[:-1] for completion in completions)
+    assert all(len(completion.response_ids) == 100 for completion in completions)
+    assert_logprobs_match(replica, requests, completions)
+
+
+def test_aborted_requests_are_forgotten(replica: Replica) -> None:
+    replica.engine.submit(requests_for("aborted", 12))
+    replica.engine.step()
+    replica.engine.abort_all()
+    assert replica.engine.num_unfinished == 0
+    # The ids are free again, and nothing of the aborted ones turns up.
+    assert len(replica.run(requests_for("aborted", 3))) == 3
+
+
+def test_requests_that_cannot_be_answered_are_refused_and_none_is_queued(replica: Replica) -> None:
+    good = requests_for("good", 1)
+    bad = [
+        (Request("empty", (), Sampling(1)), "empty prompt"),
+        (Request("none", (5,), Sampling(0)), "asks for 0 tokens"),
+        (Request("long", (5,) * 300, Sampling(21)), "321, more than the engine's max_model_len of 320"),
+        (good[0], "ids must be unique"),
+    ]
+    for request, message in bad:
+        with pytest.raises(ValueError, match=message):
+            replica.engine.submit([*good, request])
+    assert replica.engine.num_unfinished == 0
+
+
+def test_a_prompt_and_response_that_just_fit_are_answered(replica: Replica) -> None:
+    [completion] = replica.run([Request("fits", (5,) * 300, Sampling(20, seed=0, ignore_eos=True))])
+    assert len(completion.response_ids) == 20
+
+
+# ---- weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 5000])
+def test_after_an_update_logprobs_are_those_of_the_new_weights(replica: Replica, bucket_bytes: int) -> None:
+    replica.change_model()
+    before = replica.engine.weight_version
+    requests = requests_for(f"new{bucket_bytes}", 8)
+    assert {completion.weight_version for completion in replica.run(requests)} == {before}
+
+    replica.update(bucket_bytes)
+
+    completions = replica.run(requests)
+    assert replica.engine.weight_version == before + 1
+    assert {completion.weight_version for completion in completions} == {before + 1}
+    assert_logprobs_match(replica, requests, completions)
+
+
+def test_the_prefix_cache_of_the_old_weights_is_not_used_with_the_new_ones(replica: Replica) -> None:
+    requests = [Request(f"prefix{i}", LONG_PROMPT, Sampling(8, seed=i, ignore_eos=True)) for i in range(3)]
+    assert_logprobs_match(replica, requests, replica.run(requests))
+    replica.change_model()
+    replica.update()
+    assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_digests_of_what_arrived_equal_those_of_what_was_sent(replica: Replica) -> None:
+    sender = replica.update(bucket_bytes=9000)
+    received = replica.engine.received_digests()
+    assert received.keys() == replica.model.state_dict().keys()
+    check_digests(sender.sent_digests(), received, "engine")
+    replica.change_model()
+    sender = replica.update()
+    assert replica.engine.received_digests() == sender.sent_digests() != received
+
+
+def test_an_update_without_all_tensors_is_refused_naming_them_and_can_be_completed(replica: Replica) -> None:
+    weights = replica.model.state_dict()
+    late = {name: weights.pop(name) for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight")}
+    version = replica.engine.weight_version + 1
+    replica.engine.start_weight_update(version)
+    for bucket in pack_buckets(weights.items(), 1 << 20):
+        replica.engine.load_bucket(bucket)
+    with pytest.raises(WeightTransferError, match=r"2 of \d+ tensors are missing: .*up_proj\.weight, lm_head\.weight"):
+        replica.engine.finish_weight_update()
+    for bucket in pack_buckets(late.items(), 1 << 20):
+        replica.engine.load_bucket(bucket)
+    replica.engine.finish_weight_update()
+    assert replica.engine.weight_version == version
+    requests = requests_for("completed", 3)
+    assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_calls_out_of_order_and_foreign_tensors_are_refused_and_change_nothing(replica: Replica) -> None:
+    engine, version = replica.engine, replica.engine.weight_version
+    [norm] = pack_buckets([("model.norm.weight", replica.model.state_dict()["model.norm.weight"])], 1 << 20)
+    [foreign] = pack_buckets([("model.norm.wight", torch.ones(64))], 1 << 20)
+    [narrow] = pack_buckets([("model.norm.weight", torch.ones(63))], 1 << 20)
+
+    with pytest.raises(WeightTransferError, match="outside a weight update"):
+        engine.load_bucket(norm)
+    with pytest.raises(WeightTransferError, match="no weight update to finish"):
+        engine.finish_weight_update()
+    with pytest.raises(WeightTransferError, match="not newer"):
+        engine.start_weight_update(version)
+    engine.submit(requests_for("running", 1))
+    with pytest.raises(WeightTransferError, match="1 requests are unfinished"):
+        engine.start_weight_update(version + 1)
+    engine.abort_all()
+
+    engine.start_weight_update(version + 1)
+    with pytest.raises(WeightTransferError, match="have not been finished"):
+        engine.start_weight_update(version + 2)
+    with pytest.raises(WeightTransferError, match="cannot be submitted while weights"):
+        engine.submit(requests_for("during", 1))
+    with pytest.raises(WeightTransferError, match=r"no tensors named model\.norm\.wight"):
+        engine.load_bucket(foreign)
+    with pytest.raises(WeightTransferError, match=r"shape \(63,\); the model has \(64,\)"):
+        engine.load_bucket(narrow)
+    for bucket in pack_buckets(replica.model.state_dict().items(), 1 << 20):
+        engine.load_bucket(bucket)
+    with pytest.raises(WeightTransferError, match=r"arrived twice in one update: model\.norm\.weight"):
+        engine.load_bucket(norm)
+    engine.finish_weight_update()
+    requests = requests_for("after", 3)
+    assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_weights_without_a_connection_to_make_refuse_to_connect(replica: Replica) -> None:
+    with pytest.raises(WeightTransferError, match="nothing to connect"):
+        replica.engine.connect(NcclRendezvous("localhost", 1, 2))
+
+
+def test_sleeping_on_cpu_keeps_the_weights(replica: Replica) -> None:
+    replica.engine.sleep()
+    replica.engine.wake_up("weights")
+    replica.engine.wake_up("kv_cache")
+    requests = requests_for("awake", 2)
+    assert_logprobs_match(replica, requests, replica.run(requests))
