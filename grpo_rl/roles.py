@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
@@ -42,8 +42,8 @@ class Reference(Protocol):
 class RolloutPool(Protocol):
     """All rollout replicas together."""
 
-    def sync_weights(self, actor: Actor) -> Metrics:
-        """Bring every replica to the actor's current weights and raise the weight version."""
+    def sync_weights(self, actor: Any) -> Metrics:
+        """Bring every replica to the current weights of `actor`, one of the same cluster."""
 
     def generate(
         self,

@@ -82,6 +82,8 @@ class ModelConfig:
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    lm_head_chunk_tokens: Count = 2048
+    """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""The one Ray actor class: a process that hosts a plain worker object and never loses an error's cause."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class RemoteError(Exception):
+    """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
+
+    def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
+        super().__init__(kind, message, trace, user_error)
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        self.user_error = user_error
+        """The worker raised one of this package's own errors, whose message is complete."""
+
+    def __str__(self) -> str:
+        return self.message if self.user_error else f"{self.kind}: {self.message}"
+
+
+class Host:
+    """Runs in a process of its own; `build` makes the worker there, `call` calls it.
+
+    The environment is set before anything heavy is imported, because thread counts and visible devices
+    are read when torch is loaded.
+    """
+
+    def __init__(self, name: str, log_file: str | None, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        self.name = name
+        self._worker: Any = None
+        if log_file is not None:
+            _redirect_output(Path(log_file))
+
+    def where(self) -> tuple[str, int, int]:
+        """This process's node address, its id, and a port that is free there now."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), os.getpid(), port
+
+    def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make the worker."""
+        self._worker = _guard(factory, args, kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker."""
+        return _guard(getattr(self._worker, method), args, kwargs)
+
+    def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
+        """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
+        value = self.call(method, *args)
+        return value is not None, value
+
+
+def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from grpo_rl.errors import GrpoRlError
+
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        trace = traceback.format_exc()
+        print(trace, file=sys.stderr, flush=True)
+        raise RemoteError(type(error).__name__, str(error), trace, isinstance(error, GrpoRlError)) from None
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Everything this process and its children print goes to its log, libraries written in C included."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,114 @@
+"""All the wiring: from a checked configuration to worker groups, a trainer, and the report at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from grpo_rl.cluster import warm_start
+from grpo_rl.cluster.session import ray_session
+from grpo_rl.cluster.start import Cluster, start_roles
+from grpo_rl.config.compose import Composed
+from grpo_rl.config.schema import Config
+from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.models import builtin
+from grpo_rl.models.load import load_config, load_tokenizer
+from grpo_rl.plan import Plan
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.plots import plot_curves
+from grpo_rl.telemetry.report import final_report
+from grpo_rl.telemetry.rollouts import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.sinks import Sinks
+from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+
+
+def run(composed: Composed, plan: Plan) -> int:
+    """Train as the plan says; 0 when the last step is done.
+
+    Raises this package's errors for whatever a user can mend. Data, rewards and the model's settings are
+    read before any process starts.
+    """
+    config = composed.config
+    started = time.perf_counter()
+    console = Console()
+    with ExitStack() as stack:
+        run_dir = RunDir.create(config.trainer.default_local_dir, config.trainer.experiment_name)
+        stack.callback(run_dir.release)
+        if config.trainer.resume_mode == "disable":
+            run_dir.start_fresh()
+        console.log_to(run_dir.logs / "console.log")
+        stack.callback(console.close)
+        run_dir.write_config(composed.yaml(), composed.overrides)
+        console.info(plan.render())
+        console.info(f"run folder: {run_dir.path}")
+
+        model_path = config.actor_rollout_ref.model.path
+        is_builtin = model_path.startswith(builtin.PREFIX)
+        folder = warm_start.unstarted_folder(model_path) if is_builtin else model_path
+        tokenizer = _tokenizer(config, folder)
+        train_data, val_data = _data(config, tokenizer, console)
+        reward = RewardFunction.from_config(config.reward)
+        reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
+        total_steps = num_training_steps(config, len(train_data))
+
+        with console.progress("starting Ray"):
+            stack.enter_context(ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1))
+        if is_builtin:
+            folder = str(warm_start.ensure(model_path, tokenizer, plan.machine, run_dir.logs, console))
+        cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
+        stack.callback(cluster.shutdown)
+        actor, reference, rollout = start_roles(cluster, tokenizer, total_steps)
+        rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
+        stack.callback(rewarder.close)
+        sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
+        stack.callback(sinks.close)
+
+        trainer = SyncTrainer(
+            config,
+            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference),
+            train_data,
+            val_data,
+            Output(run_dir, console, sinks, RolloutLog(run_dir)),
+            total_steps=total_steps,
+        )
+        trainer.resume()
+        trainer.fit()
+        if config.trainer.export_at_end and not config.trainer.val_only:
+            with console.progress("exporting the policy"):
+                actor.export(run_dir.model)
+                tokenizer.save_pretrained(run_dir.model)
+        if trainer.step > 0:
+            with console.progress("drawing the curves"):
+                plot_curves(run_dir)
+        console.info(final_report(run_dir, seconds=time.perf_counter() - started))
+    return 0
+
+
+def num_training_steps(config: Config, num_rows: int) -> int:
+    """`total_training_steps`, or what `total_epochs` of the data make."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    return config.trainer.total_epochs * (num_rows // config.data.train_batch_size)
+
+
+def _tokenizer(config: Config, folder: str) -> Any:
+    model = config.actor_rollout_ref.model
+    # The model's config first: a folder that cannot be used is refused before anything is read or started.
+    load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
+
+
+def _data(config: Config, tokenizer: Any, console: Console) -> tuple[PromptDataset, PromptDataset | None]:
+    data = config.data
+    with console.progress("reading the data") as bar:
+        train = load_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
+        bar.advance(note=f"train: {train.report}")
+        val = load_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples) if data.val_files else None
+        if val is not None:
+            bar.advance(note=f"train: {train.report}; validation: {val.report}")
+    return train, val

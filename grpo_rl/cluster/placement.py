@@ -1,0 +1,77 @@
+"""Who sits where: pools of devices, and the slots of them that each role's processes get."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_rl.errors import ClusterError
+
+# On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
+CPU_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one process runs: neighbouring bundles of a placement group on one node, and their GPUs."""
+
+    placement_group: PlacementGroup
+    bundles: tuple[int, ...]
+    gpu_ids: tuple[str, ...]
+
+
+class Pool:
+    """`nnodes` x `per_node` devices, reserved for this run.
+
+    Each node's share is one placement group, so that the ranks of a node are neighbours. Processes are
+    placed in a bundle without asking Ray for its GPU; they are told which one it is. That lets several
+    roles share a device, and lets one process use several (tensor parallelism).
+    """
+
+    def __init__(self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float) -> None:
+        bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
+        self.per_node = per_node
+        self.groups = [placement_group([bundle] * per_node, strategy="STRICT_PACK") for _ in range(nnodes)]
+        self._wait(timeout_s, f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}")
+        self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
+
+    def slots(self, devices_per_slot: int = 1) -> list[Slot]:
+        """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
+        slots = []
+        for group, gpu_ids in zip(self.groups, self.gpu_ids, strict=True):
+            for first in range(0, self.per_node - devices_per_slot + 1, devices_per_slot):
+                bundles = tuple(range(first, first + devices_per_slot))
+                slots.append(Slot(group, bundles, tuple(gpu_ids[b] for b in bundles) if gpu_ids else ()))
+        return slots
+
+    def release(self) -> None:
+        """Give the devices back."""
+        for group in self.groups:
+            remove_placement_group(group)
+
+    def _wait(self, timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        for group in self.groups:
+            if not group.wait(max(0.1, deadline - time.monotonic())):
+                raise ClusterError(
+                    f"the cluster did not give {what} within {timeout_s:.0f} s; it has {ray.cluster_resources()}, "
+                    f"free now {ray.available_resources()}"
+                )
+
+    def _probe_gpus(self, group: PlacementGroup) -> list[str]:
+        """The GPU that Ray has put behind each bundle."""
+        refs = [
+            ray.remote(_gpu_id)
+            .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
+            .remote()
+            for b in range(self.per_node)
+        ]
+        return ray.get(refs, timeout=120.0)
+
+
+def _gpu_id() -> str:
+    return str(ray.get_gpu_ids()[0])

@@ -1,0 +1,196 @@
+"""The roles of the training loop over worker groups: actor and reference."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_rl.cluster.groups import WorkerGroup
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ActorConfig
+from grpo_rl.data.balance import plan_micro_batches
+from grpo_rl.types import Batch, Counts, Metrics
+from grpo_rl.workers.actor import OptimizerStep
+
+
+class ActorGroup:
+    """roles.Actor over FSDP2 ranks."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: ActorConfig,
+        *,
+        train_rule: MicroBatchRule,
+        forward_rule: MicroBatchRule,
+        always_old: bool,
+    ) -> None:
+        self.group = group
+        self.config = config
+        self.train_rule = train_rule
+        self.forward_rule = forward_rule
+        self.always_old = always_old
+        """Recompute old log-probs even where one update makes the ratio exactly 1 (a KL in the reward reads them)."""
+        self.num_shuffles = 0
+        self.version = 0
+        """Of the weights: the number of batches they were trained on."""
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        """The batch with `old_logprobs_T` where a later update, or the reward, reads them.
+
+        With one update per batch the policy has not moved: the update's own forward pass gives them.
+        """
+        if self.updates_per_batch(batch) == 1 and not self.always_old:
+            return batch
+        rows = plan(batch, self.forward_rule, len(self.group))
+        parts = self.group.call_each("logprobs", [(micro_batches(batch, rank_rows),) for rank_rows in rows])
+        return batch.replace(old_logprobs_T=gather(batch, rows, parts))
+
+    def update(self, batch: Batch) -> Metrics:
+        """`ppo_epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
+        counts: list[Counts] = []
+        per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
+        for mini_batch in self._mini_batches(batch):
+            counts.append(mini_batch.counts())
+            for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
+                steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
+        results = self.group.call_each("update", [(steps,) for steps in per_rank])
+        self.version += 1
+        return combine_stats(results, counts)
+
+    def updates_per_batch(self, batch: Batch) -> int:
+        """Optimizer steps on one batch."""
+        num_groups = int(batch.group_N.unique().numel())
+        return self.config.ppo_epochs * -(-num_groups // self.config.ppo_mini_batch_size)
+
+    def save(self, folder: Path) -> None:
+        """Write the policy's state; the mini-batch shuffle's position is part of it."""
+        self.group.call("save", str(folder))
+        (folder / "actor.json").write_text(json.dumps({"num_shuffles": self.num_shuffles, "version": self.version}))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        self.group.call("load", str(folder))
+        state = json.loads((folder / "actor.json").read_text())
+        self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        self.group.call("export", str(folder))
+
+    def _mini_batches(self, batch: Batch) -> list[Batch]:
+        """Whole prompt groups, `ppo_mini_batch_size` of them each, for every epoch."""
+        groups = batch.group_N.unique()
+        mini_batches = []
+        for _ in range(self.config.ppo_epochs):
+            order = groups
+            if self.config.shuffle:
+                generator = torch.Generator().manual_seed(self.config.data_loader_seed * 1_000_003 + self.num_shuffles)
+                order = groups[torch.randperm(len(groups), generator=generator)]
+                self.num_shuffles += 1
+            for chosen in order.split(self.config.ppo_mini_batch_size):
+                mini_batches.append(batch.select(torch.isin(batch.group_N, chosen).nonzero()[:, 0]))
+        return mini_batches
+
+
+class ReferenceGroup:
+    """roles.Reference over forward-only ranks."""
+
+    def __init__(self, group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool) -> None:
+        self.group = group
+        self.rule = rule
+        self.want_hidden = want_hidden
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """The batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
+        rows = plan(batch, self.rule, len(self.group))
+        arguments = [(micro_batches(batch, rank_rows), self.want_hidden) for rank_rows in rows]
+        columns = self.group.call_each("logprobs", arguments)
+        batch = batch.replace(ref_logprobs_T=gather(batch, rows, [c["logprobs_T"] for c in columns]))
+        if self.want_hidden:
+            batch = batch.replace(ref_hidden_TD=gather(batch, rows, [c["hidden_TD"] for c in columns]))
+        return batch
+
+
+def plan(batch: Batch, rule: MicroBatchRule, num_ranks: int) -> list[list[list[int]]]:
+    """Rollout indices per rank and micro-batch."""
+    lengths = batch.sequence_lengths_N.tolist()
+    return plan_micro_batches(lengths, num_ranks, max_tokens=rule.max_tokens, max_rollouts=rule.max_rollouts)
+
+
+def micro_batches(batch: Batch, rows: Sequence[list[int]]) -> list[Batch | None]:
+    """The micro-batches with these rollouts; None where a rank has none."""
+    return [batch.select(indices) if indices else None for indices in rows]
+
+
+def gather(batch: Batch, rows: Sequence[Sequence[list[int]]], parts: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    """Per-token results of all ranks and micro-batches, back in the batch's order."""
+    flat = [part for rank_parts in parts for part in rank_parts if part is not None]
+    order = torch.tensor([index for rank_rows in rows for indices in rank_rows for index in indices])
+    column = torch.cat(flat)
+    lengths_K = batch.response_lengths_N[order]
+    starts_N = batch.response_lengths_N.cumsum(0) - batch.response_lengths_N
+    within = torch.arange(len(column)) - torch.repeat_interleave(lengths_K.cumsum(0) - lengths_K, lengths_K)
+    out = torch.empty_like(column)
+    out[torch.repeat_interleave(starts_N[order], lengths_K) + within] = column
+    return out
+
+
+def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts]) -> Metrics:
+    """Statistics of ranks and optimizer steps as metrics: see `Objective.__call__` for the prefixes.
+
+    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.
+    """
+    per_step: dict[str, list[float]] = defaultdict(list)
+    for step, step_counts in enumerate(counts):
+        merged: dict[str, float] = {}
+        for rank_steps in results:
+            for key, value in rank_steps[step].items():
+                merged[key] = _merge(key, merged.get(key), value)
+        for key, value in merged.items():
+            per_step[key].append(value / max(1, step_counts.num_tokens) if key.startswith("sum/") else value)
+    metrics: Metrics = {}
+    for key, values in per_step.items():
+        prefix, _, name = key.partition("/")
+        metrics[_metric_name(prefix, name)] = max(values) if prefix == "max" else math.fsum(values) / len(values)
+    return metrics
+
+
+def _merge(key: str, so_far: float | None, value: float) -> float:
+    if so_far is None or key.startswith("same/"):
+        return value
+    return max(so_far, value) if key.startswith("max/") else so_far + value
+
+
+def _metric_name(prefix: str, name: str) -> str:
+    if name == "rollout_logprob_diff":
+        return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
+    return f"actor/{name}"
+
+
+def actor_factory(*arguments: Any) -> Any:
+    """An ActorWorker, imported in the process that will run it."""
+    from grpo_rl.workers.actor import ActorWorker
+
+    return ActorWorker(*arguments)
+
+
+def reference_factory(spec: Any, rank: Any, offload: bool) -> Any:
+    """A ReferenceWorker, imported in the process that will run it."""
+    from grpo_rl.workers.reference import ReferenceWorker
+
+    return ReferenceWorker(spec, rank, offload=offload)
+
+
+def rollout_factory(spec: Any) -> Any:
+    """A RolloutWorker, imported in the process that will run it."""
+    from grpo_rl.workers.rollout import RolloutWorker
+
+    return RolloutWorker(spec)

@@ -1,0 +1,108 @@
+"""Embedded models: built here, given their first ability by supervised training, kept for the next run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.cluster.roles import actor_factory
+from grpo_rl.cluster.start import Cluster, actor_spec, make_actor
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+)
+from grpo_rl.data.tasks.demonstrations import demonstrations
+from grpo_rl.models import builtin
+from grpo_rl.telemetry.console import Console
+from grpo_rl.trainer import sft
+from grpo_rl.types import Metrics
+
+COMPLETE = "warm_start.json"
+
+
+def unstarted_folder(name: str) -> str:
+    """A folder with the embedded model as it was initialised: its tokenizer and config are those of the warm one."""
+    warm = builtin.cache_folder(name)
+    if _is_complete(warm):
+        return str(warm)
+    return str(builtin.build(name, warm.with_name(warm.name + ".random")))
+
+
+def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: Console) -> Path:
+    """The folder of the warm-started model, trained now if it is not in the cache."""
+    warm = builtin.cache_folder(name)
+    if _is_complete(warm):
+        return warm
+    spec = builtin.get_builtin(name).warm_start
+    cluster = Cluster(_config(spec, unstarted_folder(name)), machine, unstarted_folder(name), log_dir / "warm_start", console)
+    try:
+        group = cluster.group("actor", cluster.actor_pool().slots(), cluster.cores_for(1))
+        objective = Objective.from_config(cluster.config.actor_rollout_ref.actor)
+        actor_args = actor_spec(cluster.config, cluster.model_path, objective, spec.num_steps)
+        cluster.build(
+            [
+                (
+                    group,
+                    group.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(group)]),
+                    "starting the warm start",
+                )
+            ]
+        )
+        actor = make_actor(cluster.config, group)
+        pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
+        with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
+
+            def on_step(_: int, metrics: Metrics) -> None:
+                bar.advance(note=f"loss {metrics['actor/pg_loss']:.3f}")
+
+            sft.fit(actor, pairs, num_steps=spec.num_steps, batch_size=spec.batch_size, seed=spec.seed, on_step=on_step)
+        warm.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{warm.name}-", dir=warm.parent))
+        actor.export(fresh)
+        tokenizer.save_pretrained(fresh)
+        (fresh / COMPLETE).write_text("{}")
+    finally:
+        cluster.shutdown()
+    _publish(fresh, warm)
+    return warm
+
+
+def _config(spec: builtin.WarmStart, folder: str) -> Config:
+    """The warm start's settings as a configuration of the actor: cross-entropy, one process."""
+    actor = ActorConfig(
+        ppo_mini_batch_size=spec.batch_size,
+        policy_loss=PolicyLossConfig(loss_mode="reinforce"),
+        use_kl_loss=False,
+        optim=OptimConfig(lr=spec.lr, lr_warmup_steps=spec.lr_warmup_steps, weight_decay=0.0),
+    )
+    model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
+    config = Config(
+        data=DataConfig(train_batch_size=spec.batch_size),
+        actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
+    )
+    return replace(config, trainer=replace(config.trainer, n_gpus_per_node=1, seed=spec.seed))
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE).is_file()
+
+
+def _publish(fresh: Path, warm: Path) -> None:
+    """Give the finished folder its name; another run may have been quicker, and then its folder stays."""
+    try:
+        os.rename(fresh, warm)
+    except OSError:
+        shutil.rmtree(fresh)
+        if not _is_complete(warm):
+            raise

@@ -1,0 +1,168 @@
+"""Causal attention over sequences that lie back to back on one flat axis, without masks.
+
+Every linear layer of the model runs on the flat axis `[1, S, D]`; only attention needs to know where
+sequences begin. Three ways, all exact: flash-attn's variable-length kernel (CUDA, where installed),
+torch's own variable-length kernel (CUDA, half precision), and everywhere else SDPA over groups of
+sequences of similar length, right-padded: under a causal mask no real token ever sees the padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_NAME = "grpo_rl_packed"
+# A sequence joins a padded group while this share of the group's length is its own.
+MIN_FILL = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """Sequences of similar length, as rows of one rectangle."""
+
+    index_BL: Tensor
+    """Flat position of each cell; padding cells repeat the row's last token and are never read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the sequences of a flat axis begin and end, and how attention will see them."""
+
+    position_ids_S: Tensor
+    cumulative_lengths: Tensor
+    """int32 [num_sequences + 1], as variable-length kernels want it."""
+    max_length: int
+    groups: tuple[PaddedGroup, ...]
+    restore_S: Tensor
+    """For each flat position its row in the groups' outputs laid end to end."""
+    uniform: bool
+    """All sequences are equally long: the rectangle is a plain view."""
+
+    @staticmethod
+    def of(lengths_N: Tensor, device: torch.device | str = "cpu") -> Packing:
+        """The packing of sequences with these lengths (each at least 1) laid back to back."""
+        lengths = lengths_N.tolist()
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        total = int(lengths_N.sum())
+        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N, lengths_N)
+        order = torch.argsort(lengths_N, descending=True, stable=True)
+        groups: list[PaddedGroup] = []
+        restore_S = torch.empty(total, dtype=torch.long)
+        offset = first = 0
+        while first < len(lengths):
+            longest = lengths[order[first]]
+            last = first
+            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
+                last += 1
+            rows_B = order[first:last]
+            column_L = torch.arange(longest)
+            lengths_B = lengths_N[rows_B]
+            index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
+            real_BL = column_L[None] < lengths_B[:, None]
+            cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
+            restore_S[index_BL[real_BL]] = cell_BL[real_BL]
+            groups.append(PaddedGroup(index_BL.to(device)))
+            offset += index_BL.numel()
+            first = last
+        cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
+        return Packing(
+            position_ids_S=position_ids_S.to(device),
+            cumulative_lengths=cumulative.to(device),
+            max_length=max(lengths),
+            groups=tuple(groups),
+            restore_S=restore_S.to(device),
+            uniform=min(lengths) == max(lengths),
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
+
+    The signature is that of transformers' attention interface. A sliding window is exact here only
+    while no sequence is longer than it; beyond that, and for logit soft-capping, it refuses.
+    """
+    if sliding_window is not None and packing.max_length > sliding_window:
+        raise ValueError(
+            f"sequences of {packing.max_length} tokens under a sliding window of {sliding_window} are not supported"
+        )
+    if softcap is not None:
+        raise ValueError("attention logit soft-capping is not supported")
+    variable_length = _flash_attention() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    if variable_length is not None:
+        out = variable_length(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cu_seqlens_q=packing.cumulative_lengths,
+            cu_seqlens_k=packing.cumulative_lengths,
+            max_seqlen_q=packing.max_length,
+            max_seqlen_k=packing.max_length,
+            dropout_p=dropout,
+            softmax_scale=scaling,
+            causal=True,
+        )
+        return out[None], None
+    return _padded_groups(query, key, value, packing, scaling, dropout)[None], None
+
+
+def _padded_groups(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float
+) -> Tensor:
+    """SDPA over each padded group; [S, heads, head_dim]."""
+    outputs = []
+    for group in packing.groups:
+        rows, length = group.index_BL.shape
+        q, k, v = (_rectangle(x, group, packing.uniform) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).reshape(rows * length, *out.shape[1::2]))
+    if packing.uniform:
+        return outputs[0]
+    return torch.cat(outputs).index_select(0, packing.restore_S)
+
+
+def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
+    """[1, heads, S, head_dim] as [rows, heads, length, head_dim]."""
+    rows, length = group.index_BL.shape
+    heads, head_dim = x.shape[1], x.shape[3]
+    flat = x[0] if uniform else x[0].index_select(1, group.index_BL.reshape(-1))
+    return flat.reshape(heads, rows, length, head_dim).transpose(0, 1)
+
+
+@functools.cache
+def _flash_attention() -> Any:
+    """flash-attn's variable-length function where the package is installed, else None."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
+def register() -> None:
+    """Make `attn_implementation=ATTENTION_NAME` known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)

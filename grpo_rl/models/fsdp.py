@@ -1,0 +1,77 @@
+"""FSDP2 around a policy: sharding, loading into shards, and whole tensors out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.load import decoder_layers
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> PolicyModel:
+    """The same policy with its parameters sharded over `mesh`, gradients summed over ranks.
+
+    Layers compute in `compute_dtype`. Embedding, final norm and LM head stay in float32: the root unit
+    has no lower precision, and the layers cast what they are given.
+    """
+    layer_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype == torch.float32:
+        layer_precision = MixedPrecisionPolicy()
+    # With one rank there is nothing to gather again, so layers stay as they are between passes.
+    reshard = reshard_after_forward and mesh.size() > 1
+    for layer in decoder_layers(policy.lm):
+        fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # Losses carry global denominators, so the gradients of ranks add up instead of averaging.
+            module.set_gradient_divide_factor(1.0)
+            # A plain sum: gloo has no reduction that multiplies first.
+            module.set_force_sum_reduction_for_comms(True)
+    return policy
+
+
+def materialize(policy: PolicyModel, whole: PolicyModel | None, device: torch.device) -> None:
+    """Give a sharded policy on the meta device its storage, and every rank its part of rank 0's `whole` policy.
+
+    Buffers that are in no state dict (rotary tables) are copied from rank 0 as they are.
+    """
+    policy.to_empty(device=device)
+    full_state: dict[str, Any] = {} if whole is None else whole.state_dict()
+    set_model_state_dict(policy, full_state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    buffers = {} if whole is None else dict(whole.named_buffers())
+    for name, buffer in policy.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names with whole tensors, aliases (a tied LM head) included; a collective, in one order.
+
+    With one rank they are the parameters themselves, not copies.
+    """
+    embedding = policy.lm.get_input_embeddings().weight
+    tied: Tensor | None = None
+    for name, tensor in policy.lm.state_dict(keep_vars=True).items():
+        if tensor is embedding and tied is not None:
+            yield name, tied
+            continue
+        whole = full_tensor(tensor.detach())
+        if tensor is embedding:
+            tied = whole
+        yield name, whole

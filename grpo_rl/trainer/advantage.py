@@ -1,0 +1,69 @@
+"""From rewards to advantages: the step between scoring and training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, token_rewards
+from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
+from grpo_rl.algos.segments import Segments
+from grpo_rl.config.schema import AlgorithmConfig
+from grpo_rl.types import Batch, Metrics
+
+
+class Advantage:
+    """The configured estimator, with the KL penalty in the reward where it is wanted."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.estimate = ADVANTAGES.get(config.adv_estimator)
+        self.options: dict[str, Any] = {"norm_by_std": config.norm_adv_by_std_in_grpo} if config.adv_estimator == "grpo" else {}
+        control = config.kl_ctrl
+        self.kl_controller = (
+            AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
+            if control.type == "adaptive"
+            else FixedKlController(control.kl_coef)
+        )
+
+    def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with `advantages_T`, and what to log of it."""
+        metrics: Metrics = {}
+        kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
+        rewards_T = token_rewards(
+            batch.rewards_N, batch.response_lengths_N, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)
+        )
+        inputs = AdvantageInput(
+            token_rewards_T=rewards_T, lengths_N=batch.response_lengths_N, group_N=batch.group_N, rewards_N=batch.rewards_N
+        )
+        advantages_T = self.estimate(inputs, **self.options)
+        batch = batch.replace(advantages_T=advantages_T)
+        return batch, metrics | _advantage_metrics(batch, advantages_T)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kl_controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state)
+
+    def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
+        """KL of each token between sampling policy and reference; steers the controller with its mean per response."""
+        assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
+        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty)
+        mean = float(Segments(batch.response_lengths_N).mean(kl_T).mean())
+        metrics["actor/reward_kl_penalty"] = mean
+        metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
+        self.kl_controller.update(mean, batch.num_rollouts)
+        return kl_T
+
+
+def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:
+    segments = Segments(batch.response_lengths_N)
+    silent_N = segments.sum(advantages_T.abs()) == 0
+    num_groups = batch.group_N.unique().numel()
+    live_groups = batch.group_N[~silent_N].unique().numel()
+    return {
+        "advantage/zero_group_fraction": 1.0 - live_groups / max(1, num_groups),
+        "advantage/abs_mean": float(advantages_T.abs().mean()) if len(advantages_T) else 0.0,
+    }

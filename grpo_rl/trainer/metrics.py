@@ -1,0 +1,62 @@
+"""What is logged of rollouts, batches and phases."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from grpo_rl.types import Batch, Metrics, Rollout
+
+
+class Timer:
+    """Wall-clock seconds of named phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def metrics(self) -> Metrics:
+        """`timing_s/<phase>` of every phase."""
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Rewards, their parts, and how many responses were cut off."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    metrics = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+    metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
+    parts: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            parts[name].append(value)
+    return metrics | {f"reward/{name}": _mean(values) for name, values in parts.items()}
+
+
+def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
+    """Lengths and throughput; tokens per second count prompts and responses over the whole step."""
+    lengths_N = batch.response_lengths_N
+    return {
+        "response_length/mean": float(lengths_N.float().mean()),
+        "response_length/max": float(lengths_N.max()),
+        "response_length/min": float(lengths_N.min()),
+        "prompt_length/mean": float(batch.prompt_lengths_N.float().mean()),
+        "prompt_length/max": float(batch.prompt_lengths_N.max()),
+        "perf/total_num_tokens": float(len(batch.token_ids_S)),
+        "perf/tokens_per_s": len(batch.token_ids_S) / max(1e-9, timer.total()),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,234 @@
+"""The synchronous schedule: sample with the current policy, score, train, and again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.checkpoint.store import CheckpointStore, verify
+from grpo_rl.config.schema import Config
+from grpo_rl.data.collate import collate
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.sampler import PromptSampler
+from grpo_rl.errors import CheckpointError
+from grpo_rl.rewards.metrics import validation_metrics
+from grpo_rl.roles import Actor, Reference, Rewarder, RolloutPool
+from grpo_rl.telemetry.console import Bar, Console
+from grpo_rl.telemetry.rollouts import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.sinks import Sinks
+from grpo_rl.trainer.advantage import Advantage
+from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+
+
+@dataclasses.dataclass(slots=True)
+class Roles:
+    """The parts that a step drives. `reference` is None where no KL term reads it."""
+
+    actor: Actor
+    rollout: RolloutPool
+    rewarder: Rewarder
+    reference: Reference | None
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """Where a run shows and keeps what it does."""
+
+    run_dir: RunDir
+    console: Console
+    sinks: Sinks
+    rollouts: RolloutLog
+
+
+class SyncTrainer:
+    """GRPO as the papers have it: every rollout is sampled by the policy that it then trains."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        train_data: PromptDataset,
+        val_data: PromptDataset | None,
+        output: Output,
+        *,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
+        self.train_data, self.val_data = train_data, val_data
+        self.output = output
+        self.total_steps = total_steps
+        self.step = 0
+        self.advantage = Advantage(config.algorithm)
+        data = config.data
+        self.sampler = PromptSampler(len(train_data), data.train_batch_size, data.shuffle, data.seed)
+        self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
+        rollout = config.actor_rollout_ref.rollout
+        self.sampling = Sampling(
+            max_tokens=data.max_response_length,
+            temperature=rollout.temperature,
+            ignore_eos=rollout.ignore_eos,
+            seed=rollout.seed,
+        )
+
+    # ---- one step ------------------------------------------------------------------------------------
+
+    def train_step(self) -> Metrics:
+        """Sample, score, compare, train: one batch of prompts from beginning to end."""
+        timer = Timer()
+        with timer("sync_weights"):
+            self.rollout.sync_weights(self.actor)
+        with timer("gen"):
+            prompts = self._next_prompts()
+            rollouts = self.rollout.generate(
+                prompts, self.config.actor_rollout_ref.rollout.n, self._step_sampling(), self.rewarder.submit
+            )
+        with timer("reward"):
+            rollouts = self.rewarder.wait(rollouts)
+        batch = collate(rollouts)
+        with timer("old_logprobs"):
+            batch = self.actor.old_logprobs(batch)
+        if self.reference is not None:
+            with timer("ref"):
+                batch = self.reference.logprobs(batch)
+        with timer("adv"):
+            batch, advantage_metrics = self.advantage(batch)
+        with timer("update_actor"):
+            actor_metrics = self.actor.update(batch)
+        self._keep_rollouts(rollouts, batch)
+        return rollout_metrics(rollouts) | advantage_metrics | actor_metrics | batch_metrics(batch, timer) | timer.metrics()
+
+    # ---- the run --------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving on the way."""
+        trainer = self.config.trainer
+        if self.step == 0 and (trainer.val_before_train or trainer.val_only):
+            self._log(self.evaluate())
+        while self.step < self.total_steps and not trainer.val_only:
+            started = time.perf_counter()
+            self.step += 1
+            metrics = self.train_step()
+            last = self.step == self.total_steps
+            if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
+                metrics |= self.evaluate()
+            if trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq)):
+                metrics |= self.save()
+            metrics["timing_s/step"] = time.perf_counter() - started
+            metrics["trainer/epoch"] = float(self.sampler.epoch)
+            self._log(metrics)
+
+    def evaluate(self) -> Metrics:
+        """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
+        if self.val_data is None:
+            return {}
+        timer = Timer()
+        values = self.config.actor_rollout_ref.rollout.val_kwargs
+        sampling = dataclasses.replace(
+            self.sampling,
+            temperature=values.temperature if values.do_sample else 0.0,
+            top_p=values.top_p,
+            top_k=values.top_k,
+            seed=_mix(self.sampling.seed, -1),
+        )
+        with timer("testing"):
+            self.rollout.sync_weights(self.actor)
+            prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
+            with self._bar("validating", len(prompts) * values.n) as finished:
+                rollouts = self.rollout.generate(prompts, values.n, sampling, finished)
+            rollouts = self.rewarder.wait(rollouts)
+        self.output.rollouts.write("val", self.step, rollouts)
+        return validation_metrics(rollouts, values.n) | timer.metrics()
+
+    def save(self) -> Metrics:
+        """Write a checkpoint of everything that decides the steps to come."""
+        timer = Timer()
+        with timer("save"):
+            self.store.save(self.step, self.actor.save, self.state_dict())
+        return timer.metrics()
+
+    # ---- resume ---------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on from a checkpoint where the configuration asks for it and there is one."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return
+        if trainer.resume_mode == "resume_path":
+            folder: Path | None = Path(trainer.resume_from_path or "")
+        else:
+            folder = self.store.latest(self.output.console.warn)
+        if folder is None:
+            return
+        self.load_state_dict(verify(folder))
+        self.actor.load(folder)
+        self.output.sinks.truncate_after(self.step)
+        self.output.console.info(f"resumed from {folder} at step {self.step}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "advantage": self.advantage.state_dict(),
+            "num_rows": len(self.train_data),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_rows"] != len(self.train_data):
+            raise CheckpointError(
+                f"the checkpoint was made with {state['num_rows']} training rows, data.train_files has {len(self.train_data)} now; "
+                "its position in the data means nothing there"
+            )
+        self.step = int(state["step"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.advantage.load_state_dict(state["advantage"])
+
+    # ---- small parts -----------------------------------------------------------------------------------
+
+    def _next_prompts(self) -> list[Prompt]:
+        return [self.train_data.prompt(row, uid) for row, uid in self.sampler.next_batch()]
+
+    def _step_sampling(self) -> Sampling:
+        """Sampling with the step mixed into the seed; the pool mixes in prompt and sample."""
+        return dataclasses.replace(self.sampling, seed=_mix(self.sampling.seed, self.step))
+
+    def _keep_rollouts(self, rollouts: Sequence[Rollout], batch: Batch) -> None:
+        if self.config.trainer.save_rollouts:
+            assert batch.advantages_T is not None
+            ends_N = batch.response_lengths_N.cumsum(0).tolist()
+            lengths_N = batch.response_lengths_N.tolist()
+            # One number per rollout: outcome advantages are the same on every token, else this is the last one's.
+            last = [
+                float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)
+            ]
+            self.output.rollouts.write("rollouts", self.step, rollouts, last)
+
+    @contextmanager
+    def _bar(self, title: str, total: int) -> Iterator[Callable[[Rollout], None]]:
+        """A progress bar over finished rollouts, which go on to the rewarder."""
+        with self.output.console.progress(title, total) as bar:
+            yield lambda rollout: self._finished(bar, rollout)
+
+    def _finished(self, bar: Bar, rollout: Rollout) -> None:
+        self.rewarder.submit(rollout)
+        bar.advance()
+
+    def _log(self, metrics: Metrics) -> None:
+        if metrics:
+            self.output.sinks.log(self.step, metrics)
+            self.output.console.step(self.step, self.total_steps, metrics)
+
+
+def _due(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0
+
+
+def _mix(seed: int | None, number: int) -> int:
+    """A seed for one step, far from those of other steps and runs."""
+    return ((seed or 0) * 1_000_003 + number * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF

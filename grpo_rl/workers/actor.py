@@ -1,0 +1,247 @@
+"""The policy being trained: old log-probs, optimizer steps, checkpoints, and its weights for the engines."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.checkpoint import policy_state
+from grpo_rl.config.schema import OptimConfig
+from grpo_rl.models import fsdp, load
+from grpo_rl.models.forward import Sequences, TokenOutputs
+from grpo_rl.models.optim import make_optimizer, make_scheduler
+from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
+from grpo_rl.rollout.senders import make_sender
+from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.policy import PolicySpec, Rank, build_policy, collect, forward_micro_batches, join_group, sequences_of
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSpec:
+    """How this actor's weights travel to the engines."""
+
+    backend: WeightBackend = "object_store"
+    bucket_bytes: int = 512 << 20
+    dtype: str | None = None
+    """The engines' type; None sends float32."""
+    verify: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What an actor rank needs to know beside its rank."""
+
+    policy: PolicySpec
+    objective: Objective
+    optim: OptimConfig
+    total_optimizer_steps: int
+    seed: int
+    sender: SenderSpec = SenderSpec()
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """This rank's work for one optimizer step, and the global denominators of it."""
+
+    counts: Counts
+    micro_batches: tuple[Batch | None, ...]
+
+
+class ActorWorker:
+    """One FSDP2 rank of the actor group."""
+
+    def __init__(self, spec: ActorSpec, rank: Rank) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.device = join_group(rank)
+        # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
+        torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
+        self.policy = build_policy(spec.policy, rank, self.device)
+        self.optimizer = make_optimizer(self.policy, spec.optim)
+        self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.ref_head_VD = self._reference_head() if spec.objective.needs_full_kl else None
+        sender = spec.sender
+        dtype = getattr(torch, sender.dtype) if sender.dtype else None
+        self.sender = make_sender(sender.backend, sender.bucket_bytes, dtype, sender.verify, rank.rank, rank.timeout_s)
+        self._buckets: Iterator[WeightBucket] | None = None
+
+    # ---- forward passes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
+        """Per micro-batch, the current policy's log-probs of the trained tokens."""
+        self._onload()
+        self.policy.eval()
+        outputs = forward_micro_batches(micro_batches, self.device, lambda sequences, _: self.policy(sequences))
+        self.policy.train()
+        return collect(outputs, "logprobs_T")
+
+    # ---- training ------------------------------------------------------------------------------------
+
+    def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        """Per optimizer step, this rank's share of the statistics (see `Objective` for the key prefixes).
+
+        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        """
+        self._onload()
+        results = [self._optimizer_step(step) for step in steps]
+        self.optimizer.zero_grad(set_to_none=True)
+        return results
+
+    def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
+        self.optimizer.zero_grad(set_to_none=True)
+        stats: dict[str, float] = defaultdict(float)
+        for number, batch in enumerate(step.micro_batches):
+            last = number == len(step.micro_batches) - 1
+            # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
+            # On a GPU their memory would not be there, so every micro-batch is reduced into shards.
+            self._root.set_requires_gradient_sync(last or self.device.type == "cuda")
+            sequences = sequences_of(batch, self.device)
+            outputs = self._forward(sequences, batch)
+            loss, micro_stats = self._loss(outputs, batch, step.counts)
+            loss.backward()
+            for key, value in micro_stats.items():
+                share = float(value)
+                stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
+        grad_norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.spec.optim.clip_grad)))
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
+        # `same/`: equal on all ranks.
+        stats["same/lr"] = self.scheduler.get_last_lr()[0]
+        stats["same/grad_norm"] = grad_norm
+        self.optimizer.step()
+        self.scheduler.step()
+        return dict(stats)
+
+    def _forward(self, sequences: Sequences, batch: Batch | None) -> TokenOutputs:
+        objective = self.spec.objective
+        ref_hidden_TD = None
+        if objective.needs_full_kl:
+            ref_hidden_TD = torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else batch.ref_hidden_TD
+            assert ref_hidden_TD is not None
+            ref_hidden_TD = ref_hidden_TD.to(self.device)
+        return self.policy(
+            sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, ref_head_VD=self.ref_head_VD
+        )
+
+    def _loss(self, outputs: TokenOutputs, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        if batch is None:
+            # A rank without work still takes part in the collectives of the backward pass.
+            return outputs.logprobs_T.sum() * 0.0, {}
+        assert batch.advantages_T is not None
+        old_logprobs_T = _to(batch.old_logprobs_T, self.device)
+        loss, stats = self.spec.objective(
+            policy_logprobs_T=outputs.logprobs_T,
+            advantages_T=batch.advantages_T.to(self.device),
+            lengths_N=batch.response_lengths_N.to(self.device),
+            counts=counts,
+            old_logprobs_T=old_logprobs_T,
+            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
+            entropy_T=outputs.entropy_T,
+            full_kl_T=outputs.full_kl_T,
+        )
+        # Without old log-probs this pass is the first with these weights: its own are those of the sampling policy.
+        trainer_logprobs_T = outputs.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
+        difference_T = (trainer_logprobs_T - batch.rollout_logprobs_T.to(self.device)).abs().double()
+        if len(difference_T):
+            stats |= {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
+        return loss, stats
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.policy, FSDPModule)
+        return self.policy
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(self.policy.lm.config.hidden_size)
+
+    def _reference_head(self) -> Tensor:
+        """The reference's LM head: with its hidden states it gives whole distributions, and never travels again."""
+        model = self.spec.policy.model
+        config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+        lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
+        return lm.get_output_embeddings().weight.detach().clone().to(self.device)
+
+    # ---- weights for the rollout engines -----------------------------------------------------------------
+
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        """Meet the engines, where weights travel by NCCL."""
+        self.sender.connect(rendezvous)
+
+    def begin_weight_sync(self) -> int:
+        """Get ready to hand out the weights; their size in bytes as float32."""
+        self._onload()
+        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.policy))
+        return sum(parameter.numel() * 4 for parameter in self.policy.parameters())
+
+    def next_bucket(self) -> WeightBucket | None:
+        """The next piece of the weights, None after the last. A collective: all ranks call it together."""
+        assert self._buckets is not None, "begin_weight_sync comes first"
+        return next(self._buckets, None)
+
+    def sent_digests(self) -> dict[str, str]:
+        """Digest of every tensor of the last transfer, where they are verified."""
+        return self.sender.sent_digests()
+
+    def end_weight_sync(self) -> None:
+        """Let go of what was held for the engines, and of the GPU's memory if it is theirs now."""
+        self._buckets = None
+        self._offload()
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Write this rank's share of weights, optimizer, scheduler and random state. A collective."""
+        self._onload()
+        policy_state.save(Path(folder), self.policy, self.optimizer, self.scheduler, self.rank.rank)
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, by any number of ranks. A collective."""
+        policy_state.load(Path(folder), self.policy, self.optimizer, self.scheduler, self.rank.rank)
+
+    def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer). A collective."""
+        self._onload()
+        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.policy)}
+        if self.rank.rank == 0:
+            self.policy.lm.save_pretrained(folder, state_dict=state)
+
+    # ---- memory -----------------------------------------------------------------------------------------
+
+    def _onload(self) -> None:
+        if self.spec.param_offload:
+            self.policy.to(self.device)
+        if self.spec.optimizer_offload:
+            _move_optimizer(self.optimizer, self.device)
+
+    def _offload(self) -> None:
+        if self.spec.param_offload:
+            self.policy.to("cpu")
+        if self.spec.optimizer_offload:
+            _move_optimizer(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            # AdamW's step counter stays where AdamW put it.
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(device)

@@ -1,0 +1,130 @@
+"""A sharded policy in one process of a worker group: what the actor and the reference have in common."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from grpo_rl.config.schema import ModelConfig
+from grpo_rl.models import fsdp, load
+from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process's place in its worker group."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    device: str
+    """cpu or cuda; a cuda process sees exactly one GPU."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """How to build the policy: the model, and what of the config decides its forward pass."""
+
+    model: ModelConfig
+    temperature: float
+    dtype: str
+    reshard_after_forward: bool = True
+    train: bool = False
+
+
+def join_group(rank: Rank) -> torch.device:
+    """This process's device, after it has joined its group's process group (NCCL on GPUs, gloo on CPU)."""
+    device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if rank.master_address == "127.0.0.1" else "")
+    if not os.environ["GLOO_SOCKET_IFNAME"]:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=datetime.timedelta(seconds=rank.timeout_s),
+    )
+    return device
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch type that `auto`, `bfloat16` or `float32` stands for on this device."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
+    """The policy, sharded over the group. Only rank 0 reads the weights; the others get their shards from it."""
+    model = spec.model
+    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    alone = rank.world_size == 1
+    lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=not alone)
+    if spec.train and model.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PolicyModel(lm, temperature=spec.temperature, chunk_tokens=model.lm_head_chunk_tokens)
+    policy.train(spec.train)
+    policy.requires_grad_(spec.train)
+    if alone:
+        policy.to(device)
+    fsdp.shard(
+        policy,
+        init_device_mesh(device.type, (rank.world_size,)),
+        compute_dtype=compute_dtype(spec.dtype, device),
+        reshard_after_forward=spec.reshard_after_forward,
+    )
+    if not alone:
+        fsdp.materialize(policy, _whole_policy(spec) if rank.rank == 0 else None, device)
+    return policy
+
+
+def _whole_policy(spec: PolicySpec) -> PolicyModel:
+    """The unsharded policy with its weights, in host memory."""
+    config = load.load_config(
+        spec.model.path, trust_remote_code=spec.model.trust_remote_code, override=spec.model.override_config
+    )
+    return PolicyModel(load.load_lm(spec.model.path, config, trust_remote_code=spec.model.trust_remote_code))
+
+
+def forward_micro_batches(
+    micro_batches: Sequence[Batch | None],
+    device: torch.device,
+    run: Callable[[Sequences, Batch | None], TokenOutputs],
+) -> list[TokenOutputs | None]:
+    """`run` on each micro-batch. An empty one becomes a one-token dummy, so that every rank enters every collective."""
+    outputs: list[TokenOutputs | None] = []
+    for batch in micro_batches:
+        result = run(sequences_of(batch, device), batch)
+        outputs.append(None if batch is None else result)
+    return outputs
+
+
+def sequences_of(batch: Batch | None, device: torch.device) -> Sequences:
+    """The model input of a micro-batch; for None, of a dummy with two tokens of which one is trained."""
+    if batch is None:
+        one = torch.ones(1, dtype=torch.long)
+        return Sequences.of(torch.zeros(2, dtype=torch.long), one, one, device)
+    return Sequences.of(batch.token_ids_S, batch.prompt_lengths_N, batch.response_lengths_N, device)
+
+
+def collect(outputs: Sequence[TokenOutputs | None], column: str) -> list[Tensor | None]:
+    """One column of the outputs, on the CPU, for sending back."""
+    return [None if output is None else _cpu(getattr(output, column)) for output in outputs]
+
+
+def _cpu(tensor: Any) -> Tensor:
+    return tensor.detach().to("cpu")
