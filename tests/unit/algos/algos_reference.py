@@ -59,7 +59,7 @@ def ragged(seed: int, num_rollouts: int = 12, extremes: bool = False) -> Ragged:
     lengths = [0, 1, *(rng.choice([0, 1, 2, 3, 7]) for _ in range(num_rollouts - 3)), 4]
     group = [rng.choice([3, 5, 8]) for _ in lengths]
     group[0], group[-1] = 3, 11
-    rewards = [0.1 if g == 8 else rng.choice([0.0, 1.0, rng.gauss(0, 3)]) for g in group]
+    rewards = [0.1 if g == 8 else rng.choice([0.0, 1.0, -1.0, rng.gauss(0, 3)]) for g in group]
     total = sum(lengths)
     log_ratio = [rng.gauss(0, 0.3) for _ in range(total)]
     to_ref = [rng.gauss(0, 0.5) for _ in range(total)]

@@ -75,6 +75,8 @@ def test_the_default_configuration_is_grpo_with_k3_in_the_loss() -> None:
 def test_the_clip_ratio_holds_for_every_side_that_is_not_given() -> None:
     objective = Objective.from_config(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28))
     assert (objective.clip_low, objective.clip_high) == (0.1, 0.28)
+    objective = Objective.from_config(ActorConfig(clip_ratio_low=0.3, clip_ratio_c=5.0))
+    assert (objective.clip_low, objective.clip_high, objective.clip_c) == (0.3, 0.2, 5.0)
 
 
 def test_what_the_caller_has_to_supply_follows_from_the_terms() -> None:
@@ -147,7 +149,7 @@ def test_all_three_terms_by_hand() -> None:
 def test_every_combination_agrees_with_the_plain_python_reference(
     loss_mode: str, agg_mode: str, kl_type: str, extremes: bool
 ) -> None:
-    data = reference.ragged(11, num_rollouts=16, extremes=extremes)
+    data = reference.ragged(13, num_rollouts=16, extremes=extremes)
     objective = Objective(loss_mode, agg_mode, clip_high=0.3, entropy_coeff=0.01, kl_loss_type=kl_type, kl_loss_coef=0.1)
     loss, _, gradient_T = run(objective, data, data.counts())
 

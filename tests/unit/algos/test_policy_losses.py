@@ -53,6 +53,12 @@ def test_the_clipped_loss_by_hand(
     assert stats["ratio_max"] == pytest.approx(ratio)
 
 
+def test_the_ratio_keeps_its_digits_where_a_float32_difference_would_not() -> None:
+    policy_T, old_T = torch.tensor([-0.1]), torch.tensor([-15.3])
+    _, stats = POLICY_LOSSES.get("vanilla")(policy_T, old_T, torch.ones(1), Segments(torch.tensor([1])), **CLIP)
+    assert stats["ratio_max"].item() == pytest.approx(math.exp(policy_T.item() - old_T.item()), rel=1e-12)
+
+
 def test_reinforce_by_hand() -> None:
     value, slope, _ = one_token("reinforce", ratio=math.exp(-1), advantage=3.0)
     assert (value, slope) == (6.0, -3.0)  # log-prob -2
