@@ -116,8 +116,8 @@ main() {
     local device extra stamp missing=()
     device=$(choose_device)
     mkdir -p .venv
-    # Two scripts started at once must not install into one environment at once.
-    exec 9>.venv/.lock
+    # Two scripts started at once must not install into one environment at once. (.venv/.lock is uv's own.)
+    exec 9>.venv/.setup-lock
     flock 9
 
     stamp=$(
