@@ -15,6 +15,9 @@ from torch import Tensor
 
 from grpo_rl.types import Counts
 
+STOPS_GRADIENTS = {"cispo", "gspo_token"}
+"""Losses whose gradient is on purpose not that of their value."""
+
 EXTREME_LOG_RATIOS = (30.0, -30.0, 100.0, -100.0, 20.0, -20.0)
 
 
@@ -116,7 +119,52 @@ def reinforce(policy: float, old: float, advantage: float, low: float, high: flo
     return -advantage * policy
 
 
-POLICY_LOSSES = {"vanilla": vanilla, "reinforce": reinforce}
+def cispo(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
+    ratio = math.exp(min(max(policy - old, -20.0), 20.0))
+    return -min(max(ratio, 1 - low), 1 + high) * advantage * policy
+
+
+def sapo(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
+    ratio = math.exp(min(max(policy - old, -20.0), 20.0))
+    tau = 1.0 if advantage > 0 else 1.05
+    return -advantage * 4 / tau / (1 + math.exp(-min(tau * (ratio - 1), 700.0)))
+
+
+def gspo(policy: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
+    mean = math.fsum(p - o for p, o in zip(policy, old, strict=True)) / len(policy)
+    ratio = math.exp(min(mean, 10.0))
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    return [-min(a * ratio, a * clipped) for a in advantage]
+
+
+def geo_mean(policy: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
+    logs = []
+    for p, o, a in zip(policy, old, advantage, strict=True):
+        log_ratio = min(max(p - o, -20.0), 20.0)
+        if a > 0:
+            log_ratio = min(log_ratio, high)
+        elif a < 0:
+            log_ratio = max(log_ratio, -low)
+        logs.append(log_ratio)
+    value = -math.fsum(advantage) / len(advantage) * math.exp(math.fsum(logs) / len(logs))
+    return [value for _ in advantage]
+
+
+TOKEN_LOSSES = {"vanilla": vanilla, "reinforce": reinforce, "cispo": cispo, "sapo": sapo}
+SEQUENCE_LOSSES = {"gspo": gspo, "gspo_token": gspo, "geo_mean": geo_mean}
+
+
+def policy_loss(name: str, data: Ragged, advantages: list[float], low: float, high: float, c: float) -> list[float]:
+    """The loss of every token, flat."""
+    losses = []
+    columns = (data.nested(data.policy), data.nested(data.old), data.nested(advantages))
+    for policy, old, advantage in zip(*columns, strict=True):
+        if name in SEQUENCE_LOSSES:
+            losses += SEQUENCE_LOSSES[name](policy, old, advantage, low, high) if policy else []
+        else:
+            tokens = zip(policy, old, advantage, strict=True)
+            losses += [TOKEN_LOSSES[name](p, o, a, low, high, c) for p, o, a in tokens]
+    return losses
 
 
 def kl(kind: str, policy: float, ref: float) -> float:
