@@ -1,0 +1,132 @@
+"""What follows from a configuration and a machine: sizes, rules and roles that no key states by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_rl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the run has. `device` is where it computes, decided."""
+
+    num_gpus: int
+    """GPUs of this machine."""
+    num_cpus: int
+    device: Literal["cuda", "cpu"]
+    cluster: bool = False
+    """The workers run in a Ray cluster that this machine need not be part of."""
+
+    def world_size(self, config: Config) -> int:
+        """Actor ranks over all nodes."""
+        return config.trainer.nnodes * ranks_per_node(config, self)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchRule:
+    """How the rollouts of one rank are cut into forward passes: by tokens or by rollouts, the other one is None."""
+
+    max_tokens: int | None
+    max_rollouts: int | None
+
+    def __str__(self) -> str:
+        return f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
+
+
+def update_rule(config: Config) -> MicroBatchRule:
+    """Micro-batches of the actor's update."""
+    actor = config.actor_rollout_ref.actor
+    dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
+    if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
+        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None)
+    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu)
+
+
+def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchRule:
+    """Forward passes for the reference's log-probs (`ref`), or for the actor's own old ones (`rollout`, as in verl).
+
+    Without settings of their own they are cut like the update.
+    """
+    settings = config.actor_rollout_ref.ref if role == "ref" else config.actor_rollout_ref.rollout
+    update = update_rule(config)
+    rollouts = settings.log_prob_micro_batch_size_per_gpu
+    tokens = settings.log_prob_max_token_len_per_gpu
+    dynamic = settings.log_prob_use_dynamic_bsz
+    if dynamic is None:
+        dynamic = rollouts is None and (tokens is not None or update.max_tokens is not None)
+    if dynamic:
+        return MicroBatchRule(tokens or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, None)
+    return MicroBatchRule(None, rollouts or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)
+
+
+def ranks_per_node(config: Config, machine: Machine) -> int:
+    """Actor ranks on each node: all GPUs, or one process, unless the configuration says otherwise."""
+    if config.trainer.n_gpus_per_node is not None:
+        return config.trainer.n_gpus_per_node
+    return max(machine.num_gpus, 1) if machine.device == "cuda" else 1
+
+
+def is_colocated(config: Config) -> bool:
+    """Whether engines share the actor's devices."""
+    return config.actor_rollout_ref.rollout.nnodes == 0
+
+
+def rollout_devices_per_node(config: Config, machine: Machine) -> int:
+    """Devices for engines on each of their nodes."""
+    own = config.actor_rollout_ref.rollout.n_gpus_per_node
+    return own if own is not None and not is_colocated(config) else ranks_per_node(config, machine)
+
+
+def num_rollout_devices(config: Config, machine: Machine) -> int:
+    """Devices for engines over all nodes."""
+    nodes = config.trainer.nnodes if is_colocated(config) else config.actor_rollout_ref.rollout.nnodes
+    return nodes * rollout_devices_per_node(config, machine)
+
+
+def num_replicas(config: Config, machine: Machine) -> int:
+    """Engine replicas, each of tensor_model_parallel_size devices."""
+    return num_rollout_devices(config, machine) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def max_model_len(config: Config) -> int:
+    """Longest sequence that an engine has to hold."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or longest
+
+
+def rollouts_per_step(config: Config) -> int:
+    """Responses sampled, and trained on, in one training step."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer steps of one training step: mini-batches times passes over them."""
+    actor = config.actor_rollout_ref.actor
+    return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+
+def has_kl_in_loss(config: Config) -> bool:
+    """Whether the loss has a KL term that is not 0 everywhere."""
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and actor.kl_loss_coef > 0
+
+
+def has_kl_in_reward(config: Config) -> bool:
+    """Whether the reward has a KL penalty that is not 0 everywhere."""
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether anything asks the reference policy."""
+    return has_kl_in_loss(config) or has_kl_in_reward(config)
+
+
+def recomputes_old_logprobs(config: Config) -> bool:
+    """Whether the actor has to compute old log-probs.
+
+    With one update per batch the policy that is updated is the one that sampled, so the ratio is exactly 1
+    without them; only a KL penalty in the reward wants their values all the same.
+    """
+    return updates_per_step(config) > 1 or has_kl_in_reward(config)

@@ -1,0 +1,131 @@
+"""Files, folders, models and packages that a configuration names: are they there?"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpo_rl.config.schema import Config
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """What is named and cannot be found or read."""
+    yield from _data(config)
+    yield from _model(config)
+    yield from _rewards(config)
+    yield from _checkpoint(config)
+    yield from _loggers(config)
+
+
+def _data(config: Config) -> Iterator[str]:
+    if not config.data.train_files and not config.trainer.val_only:
+        yield "data.train_files is not set: give data files (.parquet, .json, .jsonl) or a task, such as data.train_files=task:arithmetic"
+    for key in ("train_files", "val_files"):
+        for file in getattr(config.data, key):
+            problem = _data_file(file)
+            if problem:
+                yield f"data.{key}={file}: {problem}"
+    for key in ("train_max_samples", "val_max_samples"):
+        if getattr(config.data, key) == 0:
+            yield f"data.{key}=0: would leave no rows; -1 takes all"
+    if 0 < config.data.train_max_samples < config.data.train_batch_size:
+        yield (
+            f"data.train_max_samples={config.data.train_max_samples}: fewer rows than one batch; at least "
+            f"data.train_batch_size={config.data.train_batch_size}, or -1 for all"
+        )
+
+
+def _data_file(file: str) -> str | None:
+    if file.startswith("task:"):
+        return None
+    path = Path(file).expanduser()
+    if not path.exists():
+        folder = path.parent if path.parent.is_dir() else None
+        near = difflib.get_close_matches(path.name, os.listdir(folder), n=2) if folder else []
+        hint = f"; there is {' and '.join(str(folder / name) for name in near)}" if folder and near else ""
+        return f"there is no file {path.absolute()}{hint}"
+    if not path.is_file():
+        return f"is a folder; name the files in it ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})"
+    if path.suffix not in DATA_SUFFIXES:
+        return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
+    return None
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    key = "actor_rollout_ref.model.path"
+    if not model.path:
+        yield f"{key} is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
+    elif not model.path.startswith("builtin:"):
+        problem = _model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
+        if problem:
+            yield f"{key}={model.path}: {problem}"
+    if model.tokenizer_path is not None:
+        folder = Path(model.tokenizer_path).expanduser()
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            yield f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
+        elif not folder.is_dir() and not _HUB_NAME.fullmatch(model.tokenizer_path):
+            yield f"actor_rollout_ref.model.tokenizer_path={folder}: there is no such folder"
+
+
+def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(path) and not path.startswith("."):
+            return None
+        return "there is no such folder, and a name on the hub looks like organisation/name"
+    if not (folder / "config.json").is_file():
+        return "no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return "no weights there (*.safetensors)"
+    if needs_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}); name its folder in actor_rollout_ref.model.tokenizer_path"
+    return None
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, custom = config.reward, config.reward.custom_reward_function
+    if not reward.functions:
+        yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
+    if len(set(reward.functions)) < len(reward.functions):
+        yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"
+    if custom.path is not None:
+        if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
+            yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"
+        if reward.functions != ["auto"]:
+            yield (
+                f"reward.custom_reward_function.path={custom.path}: would replace reward.functions=[{','.join(reward.functions)}]; "
+                f"add {custom.path}:{custom.name} to reward.functions instead"
+            )
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path":
+        if trainer.resume_from_path is None:
+            yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
+        elif not Path(trainer.resume_from_path).is_dir():
+            yield f"trainer.resume_from_path={trainer.resume_from_path}: there is no folder {Path(trainer.resume_from_path).absolute()}"
+    elif trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path}: has no effect with "
+            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
+        )
+
+
+def _loggers(config: Config) -> Iterator[str]:
+    names = config.trainer.logger
+    if len(set(names)) < len(names):
+        yield f"trainer.logger=[{','.join(names)}]: a logger is named twice"
+    for name in ("wandb", "mlflow"):
+        if name in names and importlib.util.find_spec(name) is None:
+            others = ",".join(other for other in dict.fromkeys(names) if other != name)
+            yield f"trainer.logger: {name} is not installed; pip install {name}, or trainer.logger=[{others}]"

@@ -1,0 +1,139 @@
+"""Settings that contradict each other, or that another setting has switched off and that would silently do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_rl.config.convert import show
+from grpo_rl.config.derived import logprob_rule, update_rule
+from grpo_rl.config.fields import leaves
+from grpo_rl.config.schema import Config
+
+_RESUMABLE = ("model", "optimizer", "extra")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Contradictions, and every setting without an effect."""
+    yield from _kl(config)
+    yield from _optimizer(config)
+    yield from _validation(config)
+    yield from _checkpoints(config)
+    yield from _without_effect(config)
+
+
+def _kl(config: Config) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            "algorithm.use_kl_in_reward=true: the KL is in the loss already (actor_rollout_ref.actor.use_kl_loss=true, "
+            "the default); set actor_rollout_ref.actor.use_kl_loss=false, or algorithm.use_kl_in_reward=false"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0: makes the penalty 0 for ever; set algorithm.use_kl_in_reward=false"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optim, key = config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim"
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
+        yield (
+            f"{key}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g}: has no effect with "
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; give one of them (lr_warmup_steps=-1 takes the ratio)"
+        )
+
+
+def _validation(config: Config) -> Iterator[str]:
+    trainer, data = config.trainer, config.data
+    if not data.val_files:
+        if trainer.test_freq > 0:
+            yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
+        if trainer.val_only:
+            yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+    values, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    if values.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    if values.do_sample:
+        if values.temperature == 0:
+            yield f"{key}.do_sample=true: needs a temperature above 0; set {key}.temperature, e.g. 1.0"
+        return
+    fixed = {"temperature": 0.0, "n": 1, "top_p": 1.0, "top_k": -1}
+    for name, only in fixed.items():
+        value = getattr(values, name)
+        if value != only and not (name == "top_k" and value == 0):
+            yield f"{key}.{name}={value}: needs {key}.do_sample=true; without it validation is greedy ({name}={only})"
+
+
+def _checkpoints(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    for name in ("save_freq", "test_freq"):
+        if getattr(trainer, name) == 0:
+            yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
+    contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
+    missing = [name for name in _RESUMABLE if name not in contents]
+    if missing and trainer.save_freq > 0:
+        yield f"{key}={show(contents)}: a run cannot resume without {' and '.join(missing)}; [model,optimizer,extra] and hf_model if wanted"
+    if len(set(contents)) < len(contents):
+        yield f"{key}={show(contents)}: something is named twice"
+
+
+def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
+    """Keys that need another setting: whether it is there, and what to say where it is not."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    algorithm, trainer = config.algorithm, config.trainer
+    adaptive = algorithm.kl_ctrl.type == "adaptive"
+    saves = trainer.save_freq > 0
+    rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout")]
+    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
+    both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
+    needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
+    needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
+    a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return {
+        "data.seed": (config.data.shuffle, "needs data.shuffle=true"),
+        "data.val_max_samples": (bool(config.data.val_files), "needs data.val_files"),
+        f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
+        f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
+        f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),
+        f"{a}.kl_loss_type": (actor.use_kl_loss, needs_kl_loss),
+        f"{a}.ppo_max_token_len_per_gpu": (by_tokens, "has no effect where micro-batches are cut by rollouts"),
+        f"{a}.optim.min_lr_ratio": (
+            actor.optim.lr_scheduler_type != "constant",
+            f"needs {a}.optim.lr_scheduler_type=linear or cosine",
+        ),
+        f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
+        "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),
+        "algorithm.kl_ctrl.type": (algorithm.use_kl_in_reward, needs_kl_in_reward),
+        "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
+        "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
+        "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
+        "reward.custom_reward_function.reward_kwargs": (
+            config.reward.custom_reward_function.path is not None,
+            _NEEDS_REWARD_FILE,
+        ),
+        "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
+        "ray_kwargs.ray_init.num_cpus": (
+            config.ray_kwargs.ray_init.address is None,
+            "is of a local cluster, not of ray_init.address",
+        ),
+    }
+
+
+_NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    for key, (has_effect, reason) in _has_effect(config).items():
+        value = value_of(config, key)
+        if not has_effect and value != leaves()[key].default:
+            yield f"{key}={show(value)}: {reason}; leave it out"
+
+
+def value_of(config: Config, key: str) -> object:
+    """The value of a dotted key."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
