@@ -105,7 +105,7 @@ install_all() {
         build=cpu
         overrides=(--override scripts/cpu-overrides.txt)
         install_cpu_torch
-        .venv/bin/uv pip uninstall --python "$VENV_PYTHON" torchvision torchaudio torchcodec >>"$LOG" 2>&1
+        .venv/bin/uv pip uninstall --python "$VENV_PYTHON" torchvision torchaudio torchcodec &>/dev/null
     fi
     extras=$(IFS=,; echo "$build${*:+,$*}")
     step "installing grpo_rl[$extras]" \
@@ -132,7 +132,7 @@ main() {
     if [[ ${#missing[@]} == 0 && -x $VENV_PYTHON ]]; then return; fi
 
     check_machine "$device"
-    echo "Preparing .venv for $device; the first time this downloads about $([[ $device == cpu ]] && echo 1 || echo 8) GB unpacked."
+    echo "Preparing .venv for $device. The first time this takes some minutes and several GB of disk (CPU: 4)."
     # Removed first: a setup that is broken off must not look finished the next time.
     rm -f .venv/.stamp-*
     : >"$LOG"
