@@ -66,7 +66,7 @@ class NcclSender(BaseSender):
                 sent.result(timeout=self.timeout_s)
             except TimeoutError as error:
                 raise WeightTransferError(
-                    f"the engines did not receive the bucket with {bucket.names[0]} within {self.timeout_s:.0f} s"
+                    f"the engines did not receive the bucket with {bucket.names[0]} within {self.timeout_s:g} s"
                 ) from error
 
     def close(self) -> None:

@@ -64,7 +64,9 @@ class WeightBucket:
         for name, dtype, shape, size, offset in zip(
             self.names, self.dtypes, self.shapes, self.sizes, self.offsets, strict=True
         ):
-            yield name, flat[offset : offset + size].view(_dtype(dtype)).view(shape)
+            # torch cannot reinterpret nothing.
+            piece = flat[offset : offset + size].view(_dtype(dtype)) if size else torch.empty(0, dtype=_dtype(dtype))
+            yield name, piece.view(shape)
 
 
 def flat_tensor(data: np.ndarray) -> Tensor:
@@ -166,6 +168,8 @@ def first_names(names: Sequence[str], most: int = 5) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     # reshape before view: a scalar has no dimension to reinterpret.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

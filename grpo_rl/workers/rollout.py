@@ -117,7 +117,7 @@ class RolloutWorker:
         self._commands.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise ClusterError(f"the rollout engine did not stop within {timeout_s:.0f} s")
+            raise ClusterError(f"the rollout engine did not stop within {timeout_s:g} s")
 
     # ---- the callers' side -------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class RolloutWorker:
         except TimeoutError as error:
             if answer.done():
                 raise  # the function's own TimeoutError
-            raise ClusterError(f"the rollout engine did not answer {what} within {timeout_s:.0f} s") from error
+            raise ClusterError(f"the rollout engine did not answer {what} within {timeout_s:g} s") from error
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -1,0 +1,177 @@
+"""The rollout worker: an engine that samples in its own thread while others call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import response_logits
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.weights import WeightTransferError, check_digests, digest, pack_buckets
+from grpo_rl.types import Completion, Request, Sampling
+from grpo_rl.workers.rollout import RolloutWorker
+
+FAULTY = str(Path(__file__).with_name("faulty_engine.py"))
+
+
+@pytest.fixture(scope="module")
+def make_spec(tiny_qwen3: Callable[[bool], Path]) -> Callable[[str], EngineSpec]:
+    def make(name: str) -> EngineSpec:
+        return EngineSpec(str(tiny_qwen3(True)), 320, name=name, max_num_seqs=8, verify_checksum=True)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def worker(request: pytest.FixtureRequest, make_spec: Callable[[str], EngineSpec]) -> Iterator[RolloutWorker]:
+    worker = RolloutWorker(make_spec(request.param))
+    yield worker
+    worker.close()
+
+
+def requests_for(tag: str, count: int, max_tokens: int = 8) -> list[Request]:
+    return [Request(f"{tag}-{i}", (5 + i, 6, 7), Sampling(max_tokens, seed=i, ignore_eos=True)) for i in range(count)]
+
+
+def poll_all(worker: RolloutWorker, count: int) -> list[Completion]:
+    ended: list[Completion] = []
+    deadline = time.monotonic() + 60
+    while len(ended) < count:
+        assert time.monotonic() < deadline
+        ended += worker.poll(timeout_s=10)
+    return ended
+
+
+def test_what_was_submitted_is_polled_exactly_once(worker: RolloutWorker) -> None:
+    before = worker.stats()
+    requests = requests_for("once", 20)
+    worker.submit(requests)
+    ended = poll_all(worker, 20)
+    assert sorted(completion.request_id for completion in ended) == sorted(request.request_id for request in requests)
+    assert worker.poll(timeout_s=0.01) == []
+    after = worker.stats()
+    assert after["num_responses"] - before["num_responses"] == 20
+    assert after["num_tokens"] - before["num_tokens"] == 160
+    assert after["busy_s"] > before["busy_s"]
+
+
+def test_many_threads_may_submit_and_poll_at_the_same_time(worker: RolloutWorker) -> None:
+    ended: list[Completion] = []
+    done = threading.Event()
+
+    def poll() -> None:
+        while not done.is_set():
+            ended.extend(worker.poll(timeout_s=0.05))
+
+    pollers = [threading.Thread(target=poll) for _ in range(3)]
+    submitters = [threading.Thread(target=worker.submit, args=(requests_for(f"thread{t}", 6),)) for t in range(4)]
+    for thread in pollers + submitters:
+        thread.start()
+    for thread in submitters:
+        thread.join(30)
+    deadline = time.monotonic() + 60
+    while len(ended) < 24 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    done.set()
+    for thread in pollers:
+        thread.join(30)
+    assert len({completion.request_id for completion in ended}) == len(ended) == 24
+
+
+def test_a_poll_without_anything_running_ends_at_its_timeout_with_nothing(worker: RolloutWorker) -> None:
+    assert worker.poll(timeout_s=0.02) == []
+
+
+def test_new_weights_are_live_in_the_next_rollouts(worker: RolloutWorker) -> None:
+    model = AutoModelForCausalLM.from_pretrained(worker.spec.model_path, dtype=torch.float32)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
+    worker.start_weight_update(5)
+    for bucket in pack_buckets(model.state_dict().items(), 20_000):
+        worker.load_bucket(bucket)
+    assert worker.finish_weight_update() == 5
+    check_digests({name: digest(tensor) for name, tensor in model.state_dict().items()}, worker.received_digests(), "w")
+    request = requests_for("new", 1)[0]
+    worker.submit([request])
+    [completion] = poll_all(worker, 1)
+    assert completion.weight_version == 5
+    logprobs = response_logits(model, request.prompt_ids, completion.response_ids).log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(completion.response_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_callers_mistake_is_raised_to_the_caller_and_the_worker_goes_on(worker: RolloutWorker) -> None:
+    with pytest.raises(ValueError, match="empty prompt"):
+        worker.submit([Request("empty", (), Sampling(1))])
+    with pytest.raises(WeightTransferError, match="no weight update to finish"):
+        worker.finish_weight_update()
+    worker.submit(requests_for("fine", 2))
+    assert len(poll_all(worker, 2)) == 2
+
+
+def test_aborting_forgets_running_and_unpolled_responses(worker: RolloutWorker) -> None:
+    worker.submit(requests_for("gone", 12, max_tokens=200))
+    worker.abort_all()
+    assert worker.poll(timeout_s=0.05) == []
+    worker.sleep()
+    worker.wake_up()
+    worker.submit(requests_for("gone", 2))
+    assert {completion.request_id for completion in poll_all(worker, 2)} == {"gone-0", "gone-1"}
+
+
+def test_an_error_in_a_step_is_raised_with_its_cause_by_every_later_call(make_spec: Callable[[str], EngineSpec]) -> None:
+    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"))
+    worker.submit(requests_for("doomed", 2))
+    with pytest.raises(ClusterError, match="FloatingPointError: logits are not finite") as caught:
+        worker.poll(timeout_s=30)
+    assert isinstance(caught.value.__cause__, FloatingPointError)
+    with pytest.raises(ClusterError, match="logits are not finite"):
+        worker.submit(requests_for("more", 1))
+    worker.close()
+
+
+def test_responses_that_ended_before_the_failure_are_not_lost(make_spec: Callable[[str], EngineSpec]) -> None:
+    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"))
+    worker.submit([*requests_for("short", 1, max_tokens=1), *requests_for("long", 1, max_tokens=9)])
+    deadline = time.monotonic() + 30
+    while worker.stats()["num_steps"] < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [completion.request_id for completion in worker.poll(timeout_s=0)] == ["short-0"]
+    with pytest.raises(ClusterError, match="logits are not finite"):
+        worker.poll(timeout_s=30)
+    worker.close()
+
+
+def test_an_engine_that_cannot_start_raises_its_own_error(make_spec: Callable[[str], EngineSpec]) -> None:
+    with pytest.raises(MemoryError, match="no room for the cache"):
+        RolloutWorker(make_spec(f"{FAULTY}:cannot_start"))
+    with pytest.raises(ConfigError, match="unknown rollout engine 'vlm'"):
+        RolloutWorker(make_spec("vlm"))
+
+
+def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline(make_spec: Callable[[str], EngineSpec]) -> None:
+    worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), call_timeout_s=0.2)
+    worker.submit(requests_for("slow", 1))
+    with pytest.raises(ClusterError, match="did not answer received_digests within 0.2 s"):
+        worker.received_digests()
+    worker.close()
+
+
+def test_a_closed_worker_refuses_calls(make_spec: Callable[[str], EngineSpec]) -> None:
+    worker = RolloutWorker(make_spec("hf"))
+    worker.close()
+    worker.close()
+    with pytest.raises(ClusterError, match="closed"):
+        worker.submit(requests_for("late", 1))
+    with pytest.raises(ClusterError, match="closed"):
+        worker.poll(timeout_s=5)

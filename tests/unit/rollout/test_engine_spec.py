@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.schema import ActorRolloutRefConfig, Config, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.environment import engine_environment, set_missing
+
+
+def config(backend: str = "auto", **rollout: Any) -> Config:
+    return Config(
+        data=DataConfig(max_prompt_length=100, max_response_length=28),
+        actor_rollout_ref=ActorRolloutRefConfig(
+            model=ModelConfig(path="some/folder", override_config={"rope_theta": 2.0}),
+            rollout=RolloutConfig(checkpoint_engine=WeightSyncConfig(backend=backend), **rollout),  # type: ignore[arg-type]
+        ),
+    )
+
+
+def test_on_cpu_a_replica_is_eager_float32_and_fed_through_the_object_store() -> None:
+    spec = EngineSpec.from_config(config(), "cpu")
+    assert (spec.dtype, spec.enforce_eager, spec.weight_backend, spec.sleep_mode) == (
+        "float32", True, "object_store", False,
+    )  # fmt: skip
+    assert spec.max_model_len == 128
+    assert spec.override_config == {"rope_theta": 2.0}
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_on_gpu_a_colocated_replica_sleeps_and_takes_weights_by_ipc_and_one_apart_by_nccl() -> None:
+    together, apart = EngineSpec.from_config(config(), "cuda"), EngineSpec.from_config(config(nnodes=1), "cuda")
+    assert (together.dtype, together.enforce_eager) == ("bfloat16", False)
+    assert (together.weight_backend, together.sleep_mode) == ("ipc", True)
+    assert (apart.weight_backend, apart.sleep_mode) == ("nccl", False)
+
+
+def test_explicit_settings_win_over_what_the_device_suggests() -> None:
+    cfg = config("object_store", dtype="float16", enforce_eager=True, max_model_len=300, cpu_threads=3)
+    spec = EngineSpec.from_config(cfg, "cuda", model_path="resolved", cores=8)
+    assert (spec.dtype, spec.enforce_eager, spec.max_model_len) == ("float16", True, 300)
+    assert (spec.threads, spec.model_path, spec.weight_backend) == (3, "resolved", "object_store")
+
+
+def test_threads_follow_the_cores_that_a_replica_may_use() -> None:
+    assert EngineSpec.from_config(config(), "cpu").threads == 1
+    assert EngineSpec.from_config(config(), "cpu", cores=4).threads == 4
+
+
+def test_engine_arguments_are_those_of_the_chosen_engine() -> None:
+    kwargs = {"vllm": {"block_size": 32}, "hf": {"attn_implementation": "eager"}}
+    assert EngineSpec.from_config(config(engine_kwargs=kwargs), "cpu").engine_kwargs == {"block_size": 32}
+    hf = EngineSpec.from_config(config(engine_kwargs=kwargs, name="hf"), "cpu")
+    assert hf.engine_kwargs == {"attn_implementation": "eager"}
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_gpu_transfers_are_refused_on_cpu_and_by_the_transformers_engine(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"backend={backend} needs GPUs"):
+        EngineSpec.from_config(config(backend), "cpu")
+    with pytest.raises(ConfigError, match=f"backend={backend} is not for rollout.name=hf"):
+        EngineSpec.from_config(config(backend, name="hf"), "cuda")
+
+
+def test_the_transformers_engine_takes_weights_from_host_memory_everywhere() -> None:
+    assert EngineSpec.from_config(config(name="hf"), "cuda").weight_backend == "object_store"
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown rollout engine 'sglang'.* Known: hf, vllm"):
+        ENGINES.get("sglang")
+
+
+def test_threads_wait_without_spinning_and_nothing_is_compiled_on_cpu() -> None:
+    environment = engine_environment(EngineSpec("m", 10, threads=2))
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    compiled = engine_environment(EngineSpec("m", 10, enforce_eager=False))
+    assert "TORCHDYNAMO_DISABLE" not in compiled
+    assert "OMP_NUM_THREADS" not in engine_environment(EngineSpec("m", 10, device="cuda"))
+
+
+def test_variables_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_RL_TEST_SET", "mine")
+    monkeypatch.delenv("GRPO_RL_TEST_MISSING", raising=False)
+    set_missing({"GRPO_RL_TEST_SET": "ours", "GRPO_RL_TEST_MISSING": "ours"})
+    assert os.environ.pop("GRPO_RL_TEST_MISSING") == "ours"
+    assert os.environ["GRPO_RL_TEST_SET"] == "mine"
+
+
+def test_describing_an_engine_and_packing_weights_loads_neither_vllm_nor_transformers_nor_ray() -> None:
+    code = (
+        "import sys, grpo_rl.rollout.engine, grpo_rl.rollout.senders, grpo_rl.rollout.environment, grpo_rl.workers.rollout;"
+        "print(sorted({'vllm', 'transformers', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_field_of_a_spec_is_a_plain_value() -> None:
+    spec = EngineSpec.from_config(config(), "cpu")
+    plain = (str, int, float, bool, dict, type(None))
+    assert all(isinstance(getattr(spec, field.name), plain) for field in dataclasses.fields(spec))

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_rl.rollout.sampling import keep_top_k, keep_top_p, sample
+from grpo_rl.types import Sampling
+
+LOGITS_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+def draw(sampling: Sampling, seed: int = 0) -> tuple[int, float]:
+    tokens_B, logprobs_B = sample(LOGITS_V[None], [sampling], [torch.Generator().manual_seed(seed)])
+    return int(tokens_B[0]), float(logprobs_B[0])
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_its_probability_at_temperature_one() -> None:
+    assert draw(Sampling(1, temperature=0.0)) == (0, pytest.approx(math.log(0.5)))
+
+
+def test_logprobs_are_taken_after_temperature() -> None:
+    # Temperature 1/2 squares the probabilities: 0.25, 0.09, 0.0225, 0.0025, sum 0.365.
+    squares = [0.25, 0.09, 0.0225, 0.0025]
+    for seed in range(20):
+        token, logprob = draw(Sampling(1, temperature=0.5), seed)
+        assert logprob == pytest.approx(math.log(squares[token] / 0.365), abs=1e-6)
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    assert keep_top_k(LOGITS_V, 2).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert torch.equal(keep_top_k(LOGITS_V, 9), LOGITS_V)
+
+
+@pytest.mark.parametrize(
+    ("p", "kept"), [(0.4, [1, 0, 0, 0]), (0.6, [0.625, 0.375, 0, 0]), (0.9, [0.5263158, 0.3157895, 0.1578947, 0])]
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: list[float]) -> None:
+    assert keep_top_p(LOGITS_V, p).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+    count = 4000
+    tokens_B, _ = sample(
+        LOGITS_V.repeat(count, 1),
+        [Sampling(1)] * count,
+        [torch.Generator().manual_seed(seed) for seed in range(count)],
+    )
+    shares = torch.bincount(tokens_B, minlength=4) / count
+    # Five standard deviations of a share of 4000 draws are at most 0.04.
+    assert shares.tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+
+
+def test_a_row_is_drawn_the_same_whatever_the_other_rows_are() -> None:
+    alone = [draw(Sampling(1, temperature=0.9), seed) for seed in range(8)]
+    settings = [Sampling(1, temperature=0.9)] * 8 + [Sampling(1, temperature=0.0, top_k=1)]
+    generators = [torch.Generator().manual_seed(seed) for seed in [*range(8), 99]]
+    tokens_B, logprobs_B = sample(LOGITS_V.repeat(9, 1), settings, generators)
+    together = list(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True))[:8]
+    assert together == alone

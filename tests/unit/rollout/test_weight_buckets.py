@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.rollout.senders import ObjectStoreSender, make_sender
+from grpo_rl.rollout.weights import (
+    WeightTransferError,
+    check_digests,
+    describe,
+    digest,
+    first_names,
+    group_by_bytes,
+    merge_ranks,
+    pack,
+    pack_buckets,
+)
+
+FLOATS = torch.arange(6, dtype=torch.float32).view(2, 3)
+HALVES = torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16)
+BYTES = torch.tensor([7, 8, 9], dtype=torch.uint8)
+SCALAR = torch.tensor(4, dtype=torch.int64)
+
+
+def test_a_bucket_lays_larger_element_sizes_first_so_that_nothing_is_misaligned() -> None:
+    [bucket] = pack_buckets([("b", BYTES), ("h", HALVES), ("f", FLOATS), ("s", SCALAR)], 1000)
+    assert bucket.names == ("s", "f", "h", "b")
+    assert bucket.dtypes == ("int64", "float32", "bfloat16", "uint8")
+    assert bucket.sizes == (8, 24, 6, 3)
+    assert bucket.offsets == (0, 8, 32, 38)
+    assert bucket.nbytes == 41
+    assert bucket.data is not None and bucket.data.shape == (41,) and bucket.data.dtype == np.uint8
+
+
+def test_tensors_come_out_of_a_bucket_bit_by_bit_as_views_of_its_buffer() -> None:
+    source = {"f": FLOATS, "h": HALVES, "s": SCALAR, "none": torch.empty(0, 4)}
+    bucket = pack(list(source.items()))
+    out = dict(bucket.tensors())
+    for name, tensor in source.items():
+        assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor)
+    assert bucket.data is not None
+    bucket.data[:4] = np.frombuffer(np.float32(99).tobytes(), dtype=np.uint8)
+    assert out["f"][0, 0] == 99
+
+
+def test_a_bucket_can_be_read_when_its_buffer_is_read_only_and_after_pickling() -> None:
+    bucket = pickle.loads(pickle.dumps(pack([("f", FLOATS)])))
+    bucket.data.flags.writeable = False
+    assert torch.equal(dict(bucket.tensors())["f"], FLOATS)
+
+
+def test_a_tensor_that_is_not_contiguous_is_packed_in_its_own_order() -> None:
+    assert torch.equal(dict(pack([("t", FLOATS.T)]).tensors())["t"], FLOATS.T)
+
+
+def test_buckets_are_filled_up_to_their_size_and_larger_tensors_get_their_own() -> None:
+    sizes = [10, 20, 30, 100, 5, 60, 1]
+    named = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    groups = [[name for name, _ in group] for group in group_by_bytes(named, 60)]
+    assert groups == [["10", "20", "30"], ["100"], ["5"], ["60"], ["1"]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.integers(0, 40)), max_size=12),
+       st.integers(1, 200))  # fmt: skip
+def test_whatever_goes_in_comes_out_once_and_unchanged(tensors: list[tuple[str, int]], bucket_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    named = {
+        f"{i}": torch.randint(0, 100, (size,), generator=generator).to(getattr(torch, dtype))
+        for i, (dtype, size) in enumerate(tensors)
+    }
+    buckets = list(pack_buckets(named.items(), bucket_bytes))
+    out = [entry for bucket in buckets for entry in bucket.tensors()]
+    assert sorted(name for name, _ in out) == sorted(named)
+    assert all(digest(tensor) == digest(named[name]) for name, tensor in out)
+    assert all(bucket.nbytes <= bucket_bytes or len(bucket.names) == 1 for bucket in buckets)
+
+
+def test_a_bucket_size_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        list(pack_buckets([("f", FLOATS)], 0))
+
+
+def test_a_bucket_without_bytes_has_no_tensors_to_give() -> None:
+    with pytest.raises(WeightTransferError, match="bytes of the bucket with 'f' are not in host memory"):
+        list(describe([("f", FLOATS)]).tensors())
+
+
+def test_digests_tell_one_flipped_bit_the_shape_and_the_type() -> None:
+    flipped = FLOATS.clone()
+    flipped.view(torch.uint8)[1, 4] ^= 1
+    digests = {digest(t) for t in (FLOATS, flipped, FLOATS.view(3, 2), FLOATS.view(torch.int32))}
+    assert len(digests) == 4
+    assert digest(FLOATS.clone()) == digest(FLOATS)
+
+
+def test_a_digest_is_the_same_in_every_process() -> None:
+    # BLAKE2b, 16 bytes, of b"torch.uint8(3,)" followed by 07 08 09.
+    assert digest(BYTES) == "3ae256e34271ea96cd40e14b6c901fc1"
+
+
+def test_damaged_missing_and_additional_tensors_are_named() -> None:
+    check_digests({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, "replica 0")
+    with pytest.raises(WeightTransferError, match=r"replica 1: 3 of 3 tensors .*: b, c, d"):
+        check_digests({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}, "replica 1")
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    assert first_names(["a", "b"]) == "a, b"
+    assert first_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_ranks_are_merged_into_one_bucket_with_all_their_handles() -> None:
+    group = [("f", FLOATS)]
+    one, two = describe(group), describe(group)
+    object.__setattr__(one, "ipc_handles", {"GPU-1": (1,)})
+    object.__setattr__(two, "ipc_handles", {"GPU-2": (2,)})
+    assert merge_ranks([one, two]).ipc_handles == {"GPU-1": (1,), "GPU-2": (2,)}
+    merged = merge_ranks([None, describe(group), pack(group)])
+    assert merged.data is not None and merged.ipc_handles is None
+
+
+def test_ranks_that_sent_different_tensors_are_refused() -> None:
+    with pytest.raises(WeightTransferError, match="different tensors"):
+        merge_ranks([describe([("f", FLOATS)]), describe([("h", HALVES)])])
+    with pytest.raises(WeightTransferError, match="different tensors"):
+        merge_ranks([None])
+
+
+def test_a_sender_casts_floats_to_the_type_on_the_wire_and_leaves_integers() -> None:
+    sender = make_sender("object_store", 1 << 10, dtype=torch.bfloat16, verify=True)
+    out = {name: t for b in sender.buckets([("f", FLOATS), ("s", SCALAR)]) for name, t in b.tensors()}
+    assert out["f"].dtype == torch.bfloat16 and out["s"].dtype == torch.int64
+    assert sender.sent_digests() == {"f": digest(FLOATS.bfloat16()), "s": digest(SCALAR)}
+
+
+def test_a_rank_that_is_not_the_source_cuts_the_same_buckets_without_bytes() -> None:
+    named = [(str(i), torch.full((10,), float(i))) for i in range(5)]
+    source = list(ObjectStoreSender(90, is_source=True).buckets(named))
+    other = list(ObjectStoreSender(90, is_source=False).buckets(named))
+    assert [bucket.names for bucket in source] == [bucket.names for bucket in other] == [("0", "1"), ("2", "3"), ("4",)]
+    assert all(bucket.data is None for bucket in other)
+
+
+def test_digests_are_those_of_the_last_update_and_none_without_verifying() -> None:
+    sender = ObjectStoreSender(100, verify=True)
+    list(sender.buckets([("f", FLOATS)]))
+    list(sender.buckets([("h", HALVES)]))
+    assert sender.sent_digests().keys() == {"h"}
+    quiet = ObjectStoreSender(100)
+    list(quiet.buckets([("f", FLOATS)]))
+    assert quiet.sent_digests() == {}
