@@ -7,6 +7,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.session import ray_session
 from grpo_rl.cluster.start import Cluster, start_roles
@@ -34,6 +36,8 @@ def run(composed: Composed, plan: Plan) -> int:
     read before any process starts.
     """
     config = composed.config
+    # Model and tokenizer files are small beside what follows; the screen has bars of its own.
+    disable_progress_bar()
     started = time.perf_counter()
     console = Console()
     with ExitStack() as stack:

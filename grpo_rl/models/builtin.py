@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,9 +116,11 @@ def build(name: str, folder: Path) -> Path:
     builtin = get_builtin(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(builtin.vocab_size)
+    tokenizer.model_max_length = builtin.max_position_embeddings
     model = _random_model(builtin, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with _no_progress_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -150,6 +154,20 @@ def build_tokenizer(vocab_size: int) -> Any:
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar even for writing one megabyte."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> Any:

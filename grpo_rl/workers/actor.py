@@ -101,7 +101,7 @@ class ActorWorker:
 
     def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
         self.optimizer.zero_grad(set_to_none=True)
-        stats: dict[str, float] = defaultdict(float)
+        stats: defaultdict[str, float] = defaultdict(float)
         for number, batch in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
@@ -110,11 +110,12 @@ class ActorWorker:
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step.counts)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
-        grad_norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.spec.optim.clip_grad)))
+        norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.spec.optim.clip_grad))
+        grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
         # `same/`: equal on all ranks.
