@@ -1,0 +1,137 @@
+"""The command: `python -m grpo_rl.main recipe=arithmetic/grpo key=value ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grpo_rl
+from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.recipes import known_recipes
+from grpo_rl.errors import ConfigError, GrpoRlError
+
+if TYPE_CHECKING:
+    from grpo_rl.plan import Plan
+
+_USAGE = """\
+usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--cfg | --help | --version]
+
+Trains a language model with reinforcement learning. Without a recipe, a model and data, the embedded
+model learns the embedded task (recipe=arithmetic/grpo).
+
+  actor_rollout_ref.model.path=FOLDER       the model, a Hugging Face folder
+  data.train_files=FILE data.val_files=FILE parquet, json or jsonl in verl's row format, or task:NAME
+  data.train_batch_size=1024                prompts per training step
+  actor_rollout_ref.rollout.n=8             responses per prompt
+  actor_rollout_ref.actor.optim.lr=1e-6     learning rate
+  actor_rollout_ref.actor.kl_loss_coef=0.001  weight of the KL to the reference (use_kl_loss=false: none)
+  reward.functions=[auto,0.2*format]        rewards; your own as path/to/file.py:function
+  trainer.total_training_steps=100          length of the run
+  trainer.n_gpus_per_node=8 trainer.nnodes=1  devices
+  trainer.test_freq=10 trainer.save_freq=10 validate and save every so many steps
+  trainer.experiment_name=NAME              name the run; the same name resumes it
+  trainer.dry_run=true                      print the plan and stop
+
+  ~key        back to the default, whatever the recipe says
+  --cfg       print the whole configuration as YAML and stop
+All keys with their meaning: docs/configuration.md. verl's launch commands work where the meaning exists.
+recipes: """
+
+_INTERRUPTED = 130
+_UNEXPECTED = 70
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (this process's, if None); the exit code.
+
+    0: done. 2 to 6: a mistake that the user can mend, told on stderr, one line per problem (see `errors`).
+    70: an error of ours, with the traceback in a file. 130: interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(words) if _is_question(words) else _run(words)
+    except GrpoRlError as error:
+        _explain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
+        print(f"unexpected {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
+        print(f"  the traceback is in {_write_traceback()}", file=sys.stderr)
+        return _UNEXPECTED
+
+
+def _is_question(words: list[str]) -> bool:
+    return bool({"--help", "-h", "--version"} & set(words))
+
+
+def _answer(words: list[str]) -> int:
+    if "--version" in words:
+        print(f"grpo_rl {grpo_rl.__version__}")
+    else:
+        print(_USAGE + ", ".join(known_recipes()))
+    return 0
+
+
+def _run(words: list[str]) -> int:
+    only_config, words = _take_cfg(words)
+    composed = compose(words)
+    if only_config:
+        print(composed.yaml(), end="")
+        return 0
+    plan = _plan(composed)
+    if composed.config.trainer.dry_run:
+        print(plan.render())
+        return 0
+    from grpo_rl.cluster.launch import run
+
+    return run(composed, plan)
+
+
+def _plan(composed: Composed) -> Plan:
+    # Imported late: a misspelt key is refused before torch is loaded.
+    from grpo_rl.plan import make_plan
+
+    return make_plan(composed)
+
+
+def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether --cfg (or -c, in Hydra's spelling `--cfg job`) is among the words, and the other words."""
+    rest: list[str] = []
+    found = False
+    for word in words:
+        if word in ("--cfg", "-c", "--cfg=job"):
+            found = True
+        elif not (word == "job" and found):
+            rest.append(word)
+    return found, rest
+
+
+def _explain(error: GrpoRlError) -> None:
+    if not isinstance(error, ConfigError):
+        print(f"error: {error}", file=sys.stderr)
+        return
+    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
+    print(f"this configuration cannot be run, {count}:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  • {problem}", file=sys.stderr)
+
+
+def _write_traceback() -> str:
+    descriptor, path = tempfile.mkstemp(prefix="grpo_rl-", suffix=".traceback.txt")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(traceback.format_exc())
+    return path
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

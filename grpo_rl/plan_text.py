@@ -1,0 +1,205 @@
+"""The plan of a run as text: a page that fits on a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.formula import formula_of
+from grpo_rl.algos.kl import KL_ESTIMATORS
+from grpo_rl.algos.objective import Objective
+from grpo_rl.config import derived
+from grpo_rl.config.compose import Composed
+from grpo_rl.config.schema import Config
+from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+
+if TYPE_CHECKING:
+    from grpo_rl.plan import Plan
+
+WIDTH = 100
+_LABEL = 12
+
+Rows = Iterator[tuple[str, str]]
+
+
+def describe(composed: Composed, plan: Plan) -> str:
+    """All sections of the plan, each line at most `WIDTH` columns wide."""
+    config = composed.config
+    size = model_size(config.actor_rollout_ref.model.path)
+    sections = {
+        _title(composed): _setting(config, plan, size),
+        "who does what": _roles(config, plan),
+        "one training step": _step(config, plan),
+        "objective": _objective(config),
+        "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(config, plan, size),
+        "notes": _notes(config, plan),
+    }
+    lines = []
+    for title, rows in sections.items():
+        block = [line for label, text in rows for line in _row(label, text)]
+        if block:
+            lines += [title, *block]
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> list[str]:
+    """One entry, wrapped; without a label it is an item of a list."""
+    start = f"  {label:<{_LABEL}}" if label else "  - "
+    return textwrap.wrap(
+        text,
+        width=WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _title(composed: Composed) -> str:
+    if composed.recipe_is_default:
+        return f"plan: recipe {composed.recipe}, the embedded one, as neither a model nor data were named"
+    return f"plan: recipe {composed.recipe}" if composed.recipe else "plan"
+
+
+def _setting(config: Config, plan: Plan, size: ModelSize | None) -> Rows:
+    machine = plan.machine
+    cores = f"{machine.num_cpus} CPU cores"
+    gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
+    yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
+    described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
+    yield "model", config.actor_rollout_ref.model.path + described
+    rows = "" if plan.num_train_rows is None else f": {plan.num_train_rows:,} rows"
+    yield "data", ", ".join(config.data.train_files) + rows
+    yield "validation", ", ".join(config.data.val_files) or "none"
+    yield "run", _length_of_run(config, plan)
+
+
+def _length_of_run(config: Config, plan: Plan) -> str:
+    trainer = config.trainer
+    if trainer.val_only:
+        return "validation only"
+    if plan.total_steps is None:
+        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the data"
+    else:
+        updates = plan.total_steps * plan.updates_per_step
+        length = f"{_count(plan.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
+    tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
+    saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "no checkpoints"
+    return f"{length}; {tests}, {saves}"
+
+
+def _roles(config: Config, plan: Plan) -> Rows:
+    machine, rollout = plan.machine, config.actor_rollout_ref.rollout
+    device = "GPU" if machine.device == "cuda" else "process"
+    ranks = _count(plan.world_size, "rank") + (f" on {config.trainer.nnodes} nodes" if config.trainer.nnodes > 1 else "")
+    backend = "NCCL" if machine.device == "cuda" else "gloo"
+    yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each"
+    parallel = rollout.tensor_model_parallel_size
+    per_replica = f" of {parallel} devices" if parallel > 1 else ""
+    place = "on the actor's devices, in turn" if plan.colocated else "on devices of their own"
+    way = plan.weight_backend.replace("_", " ")
+    replicas = _count(plan.num_replicas, "replica")
+    yield "rollout", f"{replicas}{per_replica} of {rollout.name}, {place}; weights by {way}"
+    if plan.uses_reference:
+        why = "the KL in the loss" if derived.has_kl_in_loss(config) else "the KL in the reward"
+        yield "reference", f"{_count(plan.world_size, 'rank')} on the actor's devices, for {why}"
+    else:
+        yield "reference", "not started: no KL term has a weight above 0"
+    custom = config.reward.custom_reward_function
+    functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
+    workers = _count(config.reward.num_workers, "worker")
+    yield "reward", f"{' + '.join(functions)}, {workers}, at most {config.reward.timeout_s:g} s each"
+
+
+def _step(config: Config, plan: Plan) -> Rows:
+    data, actor = config.data, config.actor_rollout_ref.actor
+    n = config.actor_rollout_ref.rollout.n
+    yield (
+        "sample",
+        f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {derived.rollouts_per_step(config):,} rollouts, "
+        f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
+    )
+    mini_batches = data.train_batch_size // actor.ppo_mini_batch_size
+    yield (
+        "update",
+        f"{_count(mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
+        f"({actor.ppo_mini_batch_size * n:,} rollouts) x {_count(actor.ppo_epochs, 'pass', 'passes')} = "
+        f"{_count(plan.updates_per_step, 'optimizer step')}",
+    )
+    yield "micro-batch", "; ".join(_micro_batches(config, plan))
+    if plan.updates_per_step == 1:
+        ratio = "exactly 1 (one update per batch)"
+        old = "computed for the KL in the reward only" if plan.recomputes_old_logprobs else "not computed"
+        yield "ratio", f"{ratio}; old log-probs are {old}"
+    else:
+        yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
+
+
+def _micro_batches(config: Config, plan: Plan) -> list[str]:
+    """How each pass over the rollouts is cut, passes of the same rule together."""
+    uses: dict[derived.MicroBatchRule, list[str]] = {derived.update_rule(config): ["update"]}
+    if plan.recomputes_old_logprobs:
+        uses.setdefault(derived.logprob_rule(config, "rollout"), []).append("old log-probs")
+    if plan.uses_reference:
+        uses.setdefault(derived.logprob_rule(config, "ref"), []).append("reference")
+    return [f"{rule} per rank ({', '.join(passes)})" for rule, passes in uses.items()]
+
+
+def _objective(config: Config) -> Rows:
+    algorithm = config.algorithm
+    formula = formula_of(ADVANTAGES.get(algorithm.adv_estimator))
+    if algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
+        formula = formula.partition(" / (std")[0]
+    yield "A", f"= {formula.removeprefix('A = ')}  [{algorithm.adv_estimator}]"
+    if algorithm.use_kl_in_reward:
+        control, estimator = algorithm.kl_ctrl, KL_ESTIMATORS.get(algorithm.kl_penalty)
+        target = f", steered to {control.target_kl:g}" if control.type == "adaptive" else ""
+        yield (
+            "R =",
+            f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
+        )
+    for line in Objective.from_config(config.actor_rollout_ref.actor).formula().splitlines():
+        name, _, value = line.partition("=")
+        yield name.strip(), f"= {value.strip()}"
+
+
+def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:
+    if size is None:
+        yield "unknown", "the size of this model is told by its weights only"
+        return
+    for need in memory_by_role(config, plan.machine, size, with_reference=plan.uses_reference):
+        yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
+
+
+def _notes(config: Config, plan: Plan) -> Rows:
+    machine, rollout = plan.machine, config.actor_rollout_ref.rollout
+    optim = config.actor_rollout_ref.actor.optim
+    if machine.device == "cpu" and plan.world_size > machine.num_cpus:
+        yield (
+            "-",
+            f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU",
+        )
+    if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
+        yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
+    if machine.device == "cuda" and (rollout.kv_cache_gib != 1.0 or rollout.cpu_threads):
+        yield "", "rollout.kv_cache_gib and rollout.cpu_threads are for CPUs and have no effect here"
+    if plan.total_steps is not None and optim.lr_warmup_steps > plan.total_steps * plan.updates_per_step:
+        yield (
+            "-",
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached",
+        )
+    if config.trainer.experiment_name is None and config.trainer.save_freq > 0:
+        yield "", "without trainer.experiment_name every start is a new run; name it to resume it by the same command"
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _params(number: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
