@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.session import ray_session
 from grpo_rl.cluster.start import Cluster, start_roles
@@ -43,13 +45,15 @@ def run(composed: Composed, plan: Plan) -> int:
     with ExitStack() as stack:
         run_dir = RunDir.create(config.trainer.default_local_dir, config.trainer.experiment_name)
         stack.callback(run_dir.release)
-        if config.trainer.resume_mode == "disable":
-            run_dir.start_fresh()
+        checkpoint = resume_folder(config, run_dir, console)
+        earlier = run_dir.start_fresh() if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
         run_dir.write_config(composed.yaml(), composed.overrides)
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
+        if earlier is not None:
+            console.info(f"what an earlier run of this name left is in {earlier}")
 
         model_path = config.actor_rollout_ref.model.path
         is_builtin = model_path.startswith(builtin.PREFIX)
@@ -80,7 +84,8 @@ def run(composed: Composed, plan: Plan) -> int:
             Output(run_dir, console, sinks, RolloutLog(run_dir)),
             total_steps=total_steps,
         )
-        trainer.resume()
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
         trainer.fit()
         if config.trainer.export_at_end and not config.trainer.val_only:
             with console.progress("exporting the policy"):
@@ -91,6 +96,21 @@ def run(composed: Composed, plan: Plan) -> int:
                 plot_curves(run_dir)
         console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
+
+
+def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Path | None:
+    """The checkpoint to go on from, verified; None for a fresh start.
+
+    Raises CheckpointError for a bad one that was asked for by name, and when all of a run's are bad.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path":
+        folder = Path(trainer.resume_from_path or "")
+        verify(folder)
+        return folder
+    if trainer.resume_mode == "disable":
+        return None
+    return CheckpointStore(run_dir.checkpoints).latest(console.warn)
 
 
 def num_training_steps(config: Config, num_rows: int) -> int:

@@ -55,6 +55,13 @@ def materialize(policy: PolicyModel, whole: PolicyModel | None, device: torch.de
         dist.broadcast(buffer, src=0)
 
 
+def reshard(policy: PolicyModel) -> None:
+    """Drop whole copies of parameters that a forward pass left behind: they go stale when shards are written."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def full_tensor(tensor: Any) -> Tensor:
     """The whole of a sharded tensor (a collective), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

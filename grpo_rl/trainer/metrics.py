@@ -41,7 +41,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
             parts[name].append(value)
-    return metrics | {f"reward/{name}": _mean(values) for name, values in parts.items()}
+    # A part called `answer` is there for majority votes; its mean says nothing.
+    return metrics | {f"reward/{name}": _mean(values) for name, values in parts.items() if name.rpartition("/")[2] != "answer"}
 
 
 def batch_metrics(batch: Batch, timer: Timer) -> Metrics:

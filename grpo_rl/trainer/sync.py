@@ -155,21 +155,17 @@ class SyncTrainer:
 
     # ---- resume ---------------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Go on from a checkpoint where the configuration asks for it and there is one."""
-        trainer = self.config.trainer
-        if trainer.resume_mode == "disable":
-            return
-        if trainer.resume_mode == "resume_path":
-            folder: Path | None = Path(trainer.resume_from_path or "")
-        else:
-            folder = self.store.latest(self.output.console.warn)
-        if folder is None:
-            return
+    def resume(self, folder: Path) -> None:
+        """Go on from the checkpoint in `folder`."""
         self.load_state_dict(verify(folder))
         self.actor.load(folder)
         self.output.sinks.truncate_after(self.step)
         self.output.console.info(f"resumed from {folder} at step {self.step}")
+        if self.step >= self.total_steps:
+            self.output.console.warn(
+                f"step {self.step} of {self.total_steps} is done: nothing is left to train; "
+                "for more give trainer.total_training_steps, for a new run another trainer.experiment_name"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -210,6 +210,7 @@ class ActorWorker:
 
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, by any number of ranks. A collective."""
+        fsdp.reshard(self.policy)
         policy_state.load(Path(folder), self.policy, self.optimizer, self.scheduler, self.rank.rank)
 
     def export(self, folder: str) -> None:
@@ -229,6 +230,7 @@ class ActorWorker:
 
     def _offload(self) -> None:
         if self.spec.param_offload:
+            fsdp.reshard(self.policy)
             self.policy.to("cpu")
         if self.spec.optimizer_offload:
             _move_optimizer(self.optimizer, torch.device("cpu"))

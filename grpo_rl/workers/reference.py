@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_rl.models import fsdp
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.types import Batch
 from grpo_rl.workers.policy import PolicySpec, Rank, build_policy, collect, forward_micro_batches, join_group
@@ -36,5 +37,6 @@ class ReferenceWorker:
         if want_hidden:
             columns["hidden_TD"] = collect(outputs, "hidden_TD")
         if self.offload:
+            fsdp.reshard(self.policy)
             self.policy.to("cpu")
         return columns

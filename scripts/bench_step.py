@@ -1,0 +1,291 @@
+"""How much a whole training step costs over its bare parts, measured in one run on the same tokens.
+
+    .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
+    .venv/bin/python scripts/bench_step.py --steps 7 --no-ragged
+
+(a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
+the bare parts: one vLLM engine that generates the same responses, and one plain PyTorch loop that does
+the same forward and backward passes (reference and policy) with padded batches and whole logits. (a) and
+(b) take turns step by step, so that a slow moment of the machine hits both. The bar: (a) <= 1.15 x (b).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+NUM_EOS = 64
+VOCABULARY = 2048
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen3 of 10.9 M parameters. 64 of its 2048 tokens end a response: geometric lengths with mean 32."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=320,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=list(range(NUM_EOS)), pad_token_id=0)
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w0").save_pretrained(folder)
+    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
+    return folder
+
+
+def make_data(folder: Path, num_prompts: int) -> Path:
+    """Prompts of 8 tokens each."""
+    import json
+    import random
+
+    rng = random.Random(0)
+    path = folder / "prompts.jsonl"
+    rows = [
+        {
+            "prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(8)),
+            "data_source": "bench",
+            "reward_model": {"ground_truth": ""},
+        }
+        for _ in range(num_prompts)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7 / 7\n"
+    )
+    return path
+
+
+class BareEngine:
+    """vLLM's own LLM class, with the program's settings."""
+
+    def __init__(self, spec: Any, max_tokens: int, ignore_eos: bool) -> None:
+        from grpo_rl.rollout.vllm_build import build_llm_engine
+
+        # The engine's settings are the program's; how it is driven is not.
+        self.engine = build_llm_engine(spec)
+        self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
+        self.count = 0
+
+    def generate(self, prompts: list[tuple[int, ...]], n: int, seeds: list[int]) -> float:
+        """Seconds to sample n responses per prompt."""
+        from vllm import SamplingParams
+
+        started = time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            for sample in range(n):
+                self.count += 1
+                params = SamplingParams(
+                    max_tokens=self.max_tokens,
+                    ignore_eos=self.ignore_eos,
+                    stop_token_ids=None if self.ignore_eos else list(range(NUM_EOS)),
+                    logprobs=0,
+                    seed=seeds[index * n + sample],
+                    detokenize=False,
+                )
+                self.engine.add_request(str(self.count), {"prompt_token_ids": list(prompt)}, params)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return time.perf_counter() - started
+
+
+class BareLoop:
+    """Plain PyTorch: padded micro-batches, whole logits, autograd, AdamW."""
+
+    def __init__(self, path: str, micro_batch: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-6, fused=True)
+        self.micro_batch = micro_batch
+
+    def step(self, rows: list[tuple[tuple[int, ...], tuple[int, ...], float]]) -> float:
+        """Seconds for the reference's forward pass, the policy's forward and backward pass, and the update."""
+        import torch
+
+        started = time.perf_counter()
+        total = sum(len(response) for _, response, _ in rows)
+        rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+        for start in range(0, len(rows), self.micro_batch):
+            chunk = rows[start : start + self.micro_batch]
+            longest = max(len(prompt) + len(response) for prompt, response, _ in chunk)
+            ids = torch.zeros(len(chunk), longest, dtype=torch.long)
+            mask = torch.zeros(len(chunk), longest)
+            advantages = torch.tensor([advantage for _, _, advantage in chunk])
+            for i, (prompt, response, _) in enumerate(chunk):
+                ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+                mask[i, len(prompt) : len(prompt) + len(response)] = 1
+            with torch.no_grad():
+                ref = self._logprobs(self.reference, ids)
+            logprobs = self._logprobs(self.policy, ids)
+            difference = ref - logprobs
+            kl = difference.exp() - difference - 1
+            ratio = (logprobs - logprobs.detach()).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            loss = torch.maximum(-advantages[:, None] * ratio, -advantages[:, None] * clipped) + 0.001 * kl
+            ((loss * mask[:, 1:]).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
+
+    @staticmethod
+    def _logprobs(model: Any, ids: Any) -> Any:
+        logits = model(ids[:, :-1], use_cache=False).logits
+        return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def bench(folder: Path, *, ragged: bool, steps: int) -> None:
+    """One run: program and bare parts in turns, and the table."""
+    from grpo_rl.cluster.launch import num_training_steps
+    from grpo_rl.cluster.session import ray_session
+    from grpo_rl.cluster.start import Cluster, start_roles
+    from grpo_rl.config.compose import compose
+    from grpo_rl.config.derived import Machine
+    from grpo_rl.data.dataset import load_dataset
+    from grpo_rl.models.load import load_tokenizer
+    from grpo_rl.rewards.compose import RewardFunction
+    from grpo_rl.rewards.runner import RewardRunner
+    from grpo_rl.rollout.engine import EngineSpec
+    from grpo_rl.telemetry.console import Console
+    from grpo_rl.telemetry.rollouts import RolloutLog
+    from grpo_rl.telemetry.rundir import RunDir
+    from grpo_rl.telemetry.sinks import Sinks
+    from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+
+    model, data = folder / "model", folder / "prompts.jsonl"
+    composed = compose(
+        [
+            *(
+                f"data.train_files={data}",
+                "data.train_batch_size=16",
+                "data.max_prompt_length=16",
+                "data.max_response_length=128",
+            ),
+            *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
+            *("actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4352"),
+            *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.ignore_eos={not ragged}"),
+            *(f"reward.custom_reward_function.path={folder / 'reward.py'}", f"trainer.total_training_steps={steps}"),
+            *(f"trainer.default_local_dir={folder / 'runs'}", "trainer.device=cpu"),
+        ]
+    )
+    config, machine, console = composed.config, Machine(num_gpus=0, num_cpus=os.cpu_count() or 1, device="cpu"), Console()
+    with ExitStack() as stack:
+        run_dir = RunDir.create(config.trainer.default_local_dir, None)
+        tokenizer = load_tokenizer(str(model))
+        train = load_dataset(config.data.train_files, config.data, tokenizer, max_samples=-1)
+        stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus))
+        cluster = Cluster(config, machine, str(model), run_dir.logs, console)
+        stack.callback(cluster.shutdown)
+        actor, reference, rollout = start_roles(cluster, tokenizer, num_training_steps(config, len(train)))
+        rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward.num_workers, 60.0)
+        sinks = Sinks(run_dir, config.trainer, composed.resolved)
+        roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference)
+        trainer = SyncTrainer(
+            config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), total_steps=steps
+        )
+        slot = cluster.actor_pool().slots()
+        spec = EngineSpec.from_config(config, "cpu", model_path=str(model), cores=machine.num_cpus)
+        bare_engine = cluster.group("bare_engine", slot, spec.threads)
+        bare_loop = cluster.group("bare_loop", slot, machine.num_cpus)
+        engine_spec = replace(spec, verify_checksum=False)
+        cluster.build(
+            [
+                (
+                    bare_engine,
+                    bare_engine.start_build(BareEngine, [(engine_spec, 128, not ragged)]),
+                    "starting the bare engine",
+                ),
+                (bare_loop, bare_loop.start_build(BareLoop, [(str(model), 32)]), "starting the bare loop"),
+            ]
+        )
+        rows, captured = [], capture(rollout)
+        for step in range(steps + 1):
+            started = time.perf_counter()
+            trainer.step += 1
+            metrics = trainer.train_step()
+            metrics["whole"] = time.perf_counter() - started
+            batch = [(r.prompt.token_ids, r.response_ids, 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
+            prompts = [prompt for prompt, _, _ in batch[::8]]
+            metrics["bare_gen"] = bare_engine.call("generate", prompts, 8, list(range(step * 1000, step * 1000 + len(batch))))[
+                0
+            ]
+            metrics["bare_train"] = bare_loop.call("step", batch)[0]
+            if step > 0:  # the first one warms everything up
+                rows.append(metrics)
+        report(rows, ragged)
+        sinks.close()
+
+
+def capture(rollout: Any) -> list[Any]:
+    """The rollouts of the latest `generate`, kept for the bare loop."""
+    captured: list[Any] = []
+    generate = rollout.generate
+
+    def keep(*arguments: Any) -> Any:
+        captured[:] = generate(*arguments)
+        return list(captured)
+
+    rollout.generate = keep
+    return captured
+
+
+def report(rows: list[dict[str, float]], ragged: bool) -> None:
+    """Medians over the steps."""
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in rows)
+
+    bare = statistics.median(row["bare_gen"] + row["bare_train"] for row in rows)
+    ratio = statistics.median(row["whole"] / (row["bare_gen"] + row["bare_train"]) for row in rows)
+    kind = "ragged lengths (geometric, mean 32 of at most 128)" if ragged else "equal lengths (128)"
+    print(f"\n{kind}: medians of {len(rows)} steps, seconds; {median('perf/total_num_tokens'):.0f} tokens a step")
+    print(f"  whole step of the program          {median('whole'):8.3f}")
+    for phase in ("gen", "reward", "ref", "old_logprobs", "adv", "update_actor", "sync_weights"):
+        print(f"    {phase:<32} {median(f'timing_s/{phase}'):8.3f}")
+    print(f"  bare parts together                {bare:8.3f}")
+    print(f"    one vLLM engine                  {median('bare_gen'):8.3f}")
+    print(f"    one plain PyTorch loop           {median('bare_train'):8.3f}")
+    print(f"  whole / bare, step by step         {ratio:8.3f}   (bar for equal lengths: <= 1.15)")
+    print(f"  tokens per second                  {median('perf/total_num_tokens') / median('whole'):8.0f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
+    parser.add_argument("--no-ragged", action="store_true", help="equal lengths only")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "model")
+        make_data(Path(folder), 16 * (arguments.steps + 2))
+        for ragged in (False,) if arguments.no_ragged else (False, True):
+            bench(Path(folder), ragged=ragged, steps=arguments.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
