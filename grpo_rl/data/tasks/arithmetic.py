@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from typing import Any, Literal, NamedTuple
 
 from grpo_rl.errors import ConfigError
@@ -12,10 +13,6 @@ Row = dict[str, Any]
 
 VALIDATION_SHARE = 5
 """One problem in so many belongs to the validation split."""
-SMALLEST_RANGE = 9
-"""Fewer problems than one-digit operands give could leave a split empty."""
-LARGEST_OPERAND = 9_999_999
-"""Products of larger ones would not be exact in double precision, which the parts of a reward have."""
 TRIES_FOR_A_NEW_PROBLEM = 64
 """Draws before a validation row may repeat an earlier problem; small splits run out of new ones."""
 
@@ -40,26 +37,35 @@ class Problem(NamedTuple):
         return self.left * self.right
 
 
+class Form(NamedTuple):
+    """A kind of problem by the digits of its operands; at most 7, so that products are exact as floats."""
+
+    left_digits: int
+    operation: str
+    right_digits: int
+
+
 def arithmetic(
     *,
     num_rows: int = 8192,
-    min_operand: int = 10,
-    max_operand: int = 99,
-    operations: str = "+",
+    forms: str = "2+1",
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
-    Operands are uniform from `min_operand` to `max_operand`; differences are never negative. Row i is drawn from
-    (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem
-    as long as new ones turn up. Raises ConfigError for options out of range.
+    `forms` are the kinds of problem, equally likely, separated by commas: digits of the left operand,
+    operation, digits of the right one; `2+1` is 47+8, `2-2,1*1` is a difference or a product. Differences
+    are never negative. Row i is drawn from (seed, i), so a longer data set begins with the shorter one.
+    Validation rows do not repeat a problem as long as new ones turn up. Raises ConfigError for options
+    out of range.
     """
-    _check(num_rows, (min_operand, max_operand), operations, split)
+    _check(num_rows, split)
+    parsed = [_parse_form(form) for form in forms.split(",")]
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
-        problem = _draw_new(random.Random(f"{seed}:{index}"), (min_operand, max_operand), operations, split, seen)
+        problem = _draw_new(random.Random(f"{seed}:{index}"), parsed, split, seen)
         if split == "val":
             seen.add(problem)
         rows.append(to_row(problem, split, index))
@@ -105,37 +111,41 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def _draw_new(rng: random.Random, operands: tuple[int, int], operations: str, split: str, seen: set[Problem]) -> Problem:
+def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem]) -> Problem:
     """A problem of the split, unseen where `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
-        problem = _draw(rng, operands, operations)
+        problem = _draw(rng, rng.choice(forms))
         if split_of(problem) == split:
             tries += 1
             if problem not in seen or tries >= TRIES_FOR_A_NEW_PROBLEM:
                 return problem
 
 
-def _draw(rng: random.Random, operands: tuple[int, int], operations: str) -> Problem:
-    operation = rng.choice(operations)
-    left, right = rng.randint(*operands), rng.randint(*operands)
-    if operation == "-" and left < right:
+def _draw(rng: random.Random, form: Form) -> Problem:
+    left, right = _operand(rng, form.left_digits), _operand(rng, form.right_digits)
+    if form.operation == "-" and left < right:
         left, right = right, left
-    return Problem(left, operation, right)
+    return Problem(left, form.operation, right)
 
 
-def _check(num_rows: int, operands: tuple[int, int], operations: str, split: str) -> None:
-    low, high = operands
+def _operand(rng: random.Random, digits: int) -> int:
+    return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
+
+
+def _parse_form(text: str) -> Form:
+    match = re.fullmatch(r"([1-7])([-+*])([1-7])", text)
+    if match is None:
+        raise ConfigError(
+            f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 2+1 or 3*2"
+        )
+    return Form(int(match[1]), match[2], int(match[3]))
+
+
+def _check(num_rows: int, split: str) -> None:
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
-    if not 0 <= low <= high - SMALLEST_RANGE or high > LARGEST_OPERAND:
-        problems.append(
-            f"task arithmetic: min_operand={low} and max_operand={high} must be between 0 and {LARGEST_OPERAND}, "
-            f"and at least {SMALLEST_RANGE} apart"
-        )
-    if not operations or set(operations) - set("+-*"):
-        problems.append(f"task arithmetic: operations={operations!r} must be made of +, - and *")
     if split not in ("train", "val"):
         problems.append(f"task arithmetic: split={split!r} must be train or val")
     if problems:

@@ -29,7 +29,7 @@ def test_the_level_counts_columns_and_carries_of_the_written_method(problem, exp
 
 
 def test_a_row_has_verls_columns_and_the_right_answer():
-    row = arithmetic(num_rows=1, operations="-", min_operand=0, max_operand=20, seed=3)[0]
+    row = arithmetic(num_rows=1, forms="2-2", seed=3)[0]
     left, right = row["prompt"][0]["content"].removesuffix("=").split("-")
     assert row["data_source"] == "arithmetic"
     assert row["prompt"][0]["role"] == "user"
@@ -41,18 +41,19 @@ def test_train_and_validation_share_no_problem_not_even_with_its_operands_swappe
     def unordered(rows):
         return {frozenset(text.removesuffix("=").split("+")) for text in contents(rows)}
 
-    train, val = arithmetic(num_rows=4000), arithmetic(num_rows=500, split="val", seed=9)
+    train = arithmetic(num_rows=4000, forms="2+2")
+    val = arithmetic(num_rows=500, forms="2+2", split="val", seed=9)
     assert not unordered(train) & unordered(val)
     assert split_of(Problem(8, "+", 47)) == split_of(Problem(47, "+", 8))
 
 
 def test_validation_rows_do_not_repeat_a_problem_while_there_are_new_ones():
-    val = contents(arithmetic(num_rows=500, split="val"))
+    val = contents(arithmetic(num_rows=500, forms="2+2", split="val"))
     assert len(set(val)) == 500
 
 
 def test_a_validation_set_larger_than_its_problems_is_still_filled():
-    val = contents(arithmetic(num_rows=300, split="val", min_operand=0, max_operand=9))
+    val = contents(arithmetic(num_rows=300, split="val", forms="1+1"))
     assert len(val) == 300 > len(set(val))
 
 
@@ -61,21 +62,21 @@ def test_rows_depend_on_the_seed_and_a_longer_set_begins_with_the_shorter_one():
     assert contents(arithmetic(num_rows=50)) != contents(arithmetic(num_rows=50, seed=1))
 
 
-def test_operands_stay_in_their_range():
-    rows = arithmetic(num_rows=500, min_operand=20, max_operand=30)
-    operands = {int(part) for text in contents(rows) for part in text.removesuffix("=").split("+")}
-    assert operands == set(range(20, 31))
+def test_a_form_fixes_the_digits_of_both_operands():
+    operands = [text.removesuffix("=").split("+") for text in contents(arithmetic(num_rows=2000, forms="2+1"))]
+    assert {int(left) for left, _ in operands} == set(range(10, 100))
+    assert {int(right) for _, right in operands} == set(range(10))
 
 
-def test_differences_are_never_negative_and_every_operation_is_used():
-    rows = arithmetic(num_rows=300, operations="+-*", max_operand=30)
+def test_differences_are_never_negative_and_every_form_is_used():
+    rows = arithmetic(num_rows=300, forms="1-2,2*1,3+3")
     assert all(int(row["reward_model"]["ground_truth"]) >= 0 for row in rows)
     assert {next(sign for sign in "+-*" if sign in text) for text in contents(rows)} == set("+-*")
 
 
 def test_a_spec_sets_options_with_the_types_of_the_signature():
-    assert task_rows("task:arithmetic?num_rows=3&operations=+-&split=val") == arithmetic(
-        num_rows=3, operations="+-", split="val"
+    assert task_rows("task:arithmetic?num_rows=3&forms=2+1,2-1&split=val") == arithmetic(
+        num_rows=3, forms="2+1,2-1", split="val"
     )
     assert task_rows("task:arithmetic") == arithmetic()
 
@@ -90,9 +91,9 @@ def test_a_spec_sets_options_with_the_types_of_the_signature():
         ("task:arithmetic?num_rows", "option=value"),
         ("task:arithmetic?seed=1&seed=2", "each option once"),
         ("task:arithmetic?num_rows=0", "num_rows=0 must be at least 1"),
-        ("task:arithmetic?max_operand=15", "min_operand=10 and max_operand=15 must be .* at least 9 apart"),
-        ("task:arithmetic?min_operand=-1", "must be between 0 and"),
-        ("task:arithmetic?operations=/", "operations='/' must be made of"),
+        ("task:arithmetic?forms=2/1", "'2/1' in forms must be two numbers of digits"),
+        ("task:arithmetic?forms=8*1", "from 1 to 7"),
+        ("task:arithmetic?forms=", "'' in forms must be"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_the_rule(spec, message):

@@ -129,7 +129,7 @@ def test_a_vocabulary_that_cannot_hold_the_characters_is_refused():
 
 
 def test_demonstrations_end_the_right_answer_with_the_end_of_sequence(tokenizer):
-    shown = demonstrations("task:arithmetic?num_rows=20&operations=+-", tokenizer)
+    shown = demonstrations("task:arithmetic?num_rows=20&forms=2+1,2-1", tokenizer)
     assert len(shown) == 20
     for demonstration in shown:
         problem = demonstration.prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>")
