@@ -10,6 +10,7 @@
 # Environment variables that are set here and named in GRPO_RL_SEND_ENV (default: WANDB_API_KEY
 # MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE) are set for the job too. Paths in the overrides (data,
 # model, trainer.default_local_dir) are read on the cluster: they must lie on storage that all its nodes see.
+# A cluster with token login: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, as for every `ray` command.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,6 +33,10 @@ while [[ $# -gt 0 ]]; do
         *) break ;;
     esac
 done
+
+if [[ " $*" != *" trainer.default_local_dir="* ]]; then
+    echo "note: without trainer.default_local_dir=/shared/folder the results stay in the job's temporary folder on the cluster" >&2
+fi
 
 ray=.venv/bin/ray
 if [[ ! -x $ray ]] && ! ray=$(command -v ray); then

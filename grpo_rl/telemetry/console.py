@@ -32,7 +32,7 @@ class Bar:
     def advance(self, k: float = 1, note: str | None = None) -> None:
         """Move on by `k`; `note` is shown beside the bar, and the last one on the closing line."""
         if note is not None:
-            self.note = safe_text(note, limit=80)
+            self.note = safe_text(note, limit=120)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=k, note=self.note)
 
