@@ -110,7 +110,7 @@ class ActorWorker:
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step.counts)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
@@ -119,7 +119,7 @@ class ActorWorker:
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
         # `same/`: equal on all ranks.
-        stats["same/lr"] = self.scheduler.get_last_lr()[0]
+        stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
         self.optimizer.step()
         self.scheduler.step()
