@@ -193,7 +193,6 @@ def test_no_except_is_bare(file: str) -> None:
             assert node.type is not None, f"{file}:{node.lineno}"
 
 
-@pytest.mark.xfail(strict=True, reason="actor.checkpoint.save_contents=hf_model is accepted, and no checkpoint writes it yet")
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
     talk = ("config/schema.py", "config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
     readers = [file for file in names() if file not in talk and not file.endswith("_checks.py")]
