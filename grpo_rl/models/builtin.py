@@ -35,7 +35,7 @@ class WarmStart:
     """A short supervised run that gives a random model its first ability; a fixed number of steps, so repeatable."""
 
     task: str
-    """Demonstrations: rows of this procedural task, answered with their ground truth."""
+    """Demonstrations: rows of this procedural task."""
     num_steps: int
     batch_size: int
     lr: float
@@ -58,6 +58,7 @@ class Builtin:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    initializer_range: float
     seed: int
     warm_start: WarmStart
 
@@ -67,24 +68,30 @@ class Builtin:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# Its demonstrations forget most carries, as a careless pupil does. So the warm-started model answers sums
+# without a carry right and others mostly wrong, while the right answer is among a few samples: what a
+# pretrained model is like before reinforcement learning, here by design instead of by the moment at
+# which training happened to stop.
 BUILTINS: dict[str, Builtin] = {
     "arithmetic": Builtin(
         name="arithmetic",
-        version=1,
+        version=2,
         hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         vocab_size=128,
         max_position_embeddings=2048,
+        # Wider than the usual 0.02, which is for large models: learns in half the steps.
+        initializer_range=0.08,
         seed=0,
         warm_start=WarmStart(
-            task="task:arithmetic?digits=2&split=train&num_rows=8192",
+            task="task:arithmetic?forgotten_carries=0.75",
             num_steps=200,
             batch_size=128,
-            lr=1e-3,
+            lr=3e-3,
             lr_warmup_steps=20,
         ),
     )

@@ -48,27 +48,33 @@ class Form(NamedTuple):
 def arithmetic(
     *,
     num_rows: int = 8192,
-    forms: str = "2+1",
+    forms: str = "3+1",
+    forgotten_carries: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
     `forms` are the kinds of problem, equally likely, separated by commas: digits of the left operand,
-    operation, digits of the right one; `2+1` is 47+8, `2-2,1*1` is a difference or a product. Differences
-    are never negative. Row i is drawn from (seed, i), so a longer data set begins with the shorter one.
-    Validation rows do not repeat a problem as long as new ones turn up. Raises ConfigError for options
-    out of range.
+    operation, digits of the right one; `3+1` is 473+8, `2-2,1*1` is a difference or a product. Differences
+    are never negative. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
+    beside the right one, forgets to carry; it never touches the ground truth. Row i is drawn from
+    (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
+    long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, split)
+    _check(num_rows, forgotten_carries, split)
     parsed = [_parse_form(form) for form in forms.split(",")]
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
-        problem = _draw_new(random.Random(f"{seed}:{index}"), parsed, split, seen)
+        rng = random.Random(f"{seed}:{index}")
+        problem = _draw_new(rng, parsed, split, seen)
         if split == "val":
             seen.add(problem)
-        rows.append(to_row(problem, split, index))
+        row = to_row(problem, split, index)
+        if rng.random() < forgotten_carries:
+            row["extra_info"]["demonstration"] = str(without_carries(problem))
+        rows.append(row)
     return rows
 
 
@@ -100,6 +106,22 @@ def level(problem: Problem) -> int:
         carries += carry
         left, right = left // 10, right // 10
     return columns + carries
+
+
+def without_carries(problem: Problem) -> int:
+    """The answer of somebody who forgets every carry and borrow: 473+8 is 471, 47+68 is 105. A product is right.
+
+    The last column is written out in full, as one does on paper.
+    """
+    left, operation, right = problem
+    if operation == "*":
+        return problem.answer
+    sign = 1 if operation == "+" else -1
+    answer, place = 0, 1
+    while left >= 10 or right >= 10:
+        answer += (left + sign * right) % 10 * place
+        left, right, place = left // 10, right // 10, place * 10
+    return answer + (left + sign * right) * place
 
 
 def split_of(problem: Problem) -> Literal["train", "val"]:
@@ -142,10 +164,12 @@ def _parse_form(text: str) -> Form:
     return Form(int(match[1]), match[2], int(match[3]))
 
 
-def _check(num_rows: int, split: str) -> None:
+def _check(num_rows: int, forgotten_carries: float, split: str) -> None:
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
+    if not 0 <= forgotten_carries <= 1:
+        problems.append(f"task arithmetic: forgotten_carries={forgotten_carries} must be between 0 and 1")
     if split not in ("train", "val"):
         problems.append(f"task arithmetic: split={split!r} must be train or val")
     if problems:

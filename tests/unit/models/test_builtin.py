@@ -128,6 +128,13 @@ def test_a_vocabulary_that_cannot_hold_the_characters_is_refused():
         vocabulary(64)
 
 
+def test_demonstrations_show_the_mistake_that_the_task_makes(tokenizer):
+    shown = demonstrations("task:arithmetic?num_rows=200&forms=2+1&forgotten_carries=1", tokenizer)
+    mistaken = {shown_one.prompt: shown_one.answer for shown_one in shown}
+    assert all(int(answer) < 100 for prompt, answer in mistaken.items() if prompt.startswith("<|user|>8"))
+    assert any(int(answer) % 10 < int(prompt.split("=")[0][-1]) for prompt, answer in mistaken.items())
+
+
 def test_demonstrations_end_the_right_answer_with_the_end_of_sequence(tokenizer):
     shown = demonstrations("task:arithmetic?num_rows=20&forms=2+1,2-1", tokenizer)
     assert len(shown) == 20
