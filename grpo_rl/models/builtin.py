@@ -88,7 +88,7 @@ BUILTINS: dict[str, Builtin] = {
         initializer_range=0.08,
         seed=0,
         warm_start=WarmStart(
-            task="task:arithmetic?forgotten_carries=0.75",
+            task="task:arithmetic?forgotten_carries=0.65",
             num_steps=200,
             batch_size=128,
             lr=3e-3,
