@@ -75,7 +75,7 @@ class Builtin:
 BUILTINS: dict[str, Builtin] = {
     "arithmetic": Builtin(
         name="arithmetic",
-        version=2,
+        version=3,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -88,8 +88,8 @@ BUILTINS: dict[str, Builtin] = {
         initializer_range=0.08,
         seed=0,
         warm_start=WarmStart(
-            task="task:arithmetic?forgotten_carries=0.65",
-            num_steps=200,
+            task="task:arithmetic?forgotten_carries=0.6",
+            num_steps=300,
             batch_size=128,
             lr=3e-3,
             lr_warmup_steps=20,

@@ -1,4 +1,4 @@
-"""Procedural arithmetic: problems such as `47+8=`, graded by the work they cost on paper."""
+"""Procedural arithmetic: problems such as `473+58=`, graded by the work they cost on paper."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Form(NamedTuple):
 def arithmetic(
     *,
     num_rows: int = 8192,
-    forms: str = "3+1",
+    forms: str = "3+2",
     forgotten_carries: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
@@ -56,7 +56,7 @@ def arithmetic(
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
     `forms` are the kinds of problem, equally likely, separated by commas: digits of the left operand,
-    operation, digits of the right one; `3+1` is 473+8, `2-2,1*1` is a difference or a product. Differences
+    operation, digits of the right one; `3+2` is 473+58, `2-2,1*1` is a difference or a product. Differences
     are never negative. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
     beside the right one, forgets to carry; it never touches the ground truth. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
@@ -109,7 +109,7 @@ def level(problem: Problem) -> int:
 
 
 def without_carries(problem: Problem) -> int:
-    """The answer of somebody who forgets every carry and borrow: 473+8 is 471, 47+68 is 105. A product is right.
+    """The answer of somebody who forgets every carry and borrow: 473+58 is 421, 47+68 is 105. A product is right.
 
     The last column is written out in full, as one does on paper.
     """
@@ -159,7 +159,7 @@ def _parse_form(text: str) -> Form:
     match = re.fullmatch(r"([1-7])([-+*])([1-7])", text)
     if match is None:
         raise ConfigError(
-            f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 2+1 or 3*2"
+            f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 3+2 or 2*1"
         )
     return Form(int(match[1]), match[2], int(match[3]))
 

@@ -77,6 +77,7 @@ def test_differences_are_never_negative_and_every_form_is_used():
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
+        (Problem(473, "+", 58), 421),
         (Problem(473, "+", 8), 471),
         (Problem(47, "+", 68), 105),
         (Problem(5, "+", 7), 12),
