@@ -215,7 +215,7 @@ class SyncTrainer:
     @contextmanager
     def _bar(self, title: str, total: int) -> Iterator[Callable[[Rollout], None]]:
         """A progress bar over finished rollouts, which go on to the rewarder."""
-        with self.output.console.progress(title, total) as bar:
+        with self.output.console.progress(title, total, keep=False) as bar:
             yield lambda rollout: self._finished(bar, rollout)
 
     def _finished(self, bar: Bar, rollout: Rollout) -> None:
