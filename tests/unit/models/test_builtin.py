@@ -94,12 +94,12 @@ def test_the_content_hash_changes_with_every_setting_of_model_and_warm_start():
     hashes = {spec.content_hash()}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, int):
+        if isinstance(value, (int, float)):
             hashes.add(dataclasses.replace(spec, **{field.name: value + 64}).content_hash())
     changed = [dataclasses.replace(spec.warm_start, lr=1.0), dataclasses.replace(spec.warm_start, num_steps=1)]
     hashes |= {dataclasses.replace(spec, warm_start=warm).content_hash() for warm in changed}
-    num_integers = sum(isinstance(getattr(spec, field.name), int) for field in dataclasses.fields(spec))
-    assert len(hashes) == 1 + num_integers + 2
+    num_numbers = sum(isinstance(getattr(spec, field.name), (int, float)) for field in dataclasses.fields(spec))
+    assert len(hashes) == 1 + num_numbers + 2
     assert dataclasses.replace(spec).content_hash() == spec.content_hash()
 
 
