@@ -92,7 +92,7 @@ BUILTINS: dict[str, Builtin] = {
         seed=0,
         warm_start=WarmStart(
             task="task:arithmetic?forgotten_carries=0.6",
-            num_steps=350,
+            num_steps=500,
             batch_size=64,
             lr=3e-3,
             lr_warmup_steps=20,
