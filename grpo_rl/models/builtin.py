@@ -76,7 +76,7 @@ class Builtin:
 BUILTINS: dict[str, Builtin] = {
     "arithmetic": Builtin(
         name="arithmetic",
-        version=4,
+        version=5,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -91,8 +91,8 @@ BUILTINS: dict[str, Builtin] = {
         rope_theta=100.0,
         seed=0,
         warm_start=WarmStart(
-            task="task:arithmetic?forgotten_carries=0.6",
-            num_steps=500,
+            task="task:arithmetic?carrying=0.7&forgotten_carries=0.6",
+            num_steps=400,
             batch_size=64,
             lr=3e-3,
             lr_warmup_steps=20,
