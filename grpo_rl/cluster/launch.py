@@ -90,7 +90,6 @@ def run(composed: Composed, plan: Plan) -> int:
         if config.trainer.export_at_end and not config.trainer.val_only:
             with console.progress("exporting the policy"):
                 actor.export(run_dir.model)
-                tokenizer.save_pretrained(run_dir.model)
         if trainer.step > 0:
             with console.progress("drawing the curves"):
                 plot_curves(run_dir)

@@ -31,6 +31,7 @@ class ActorGroup:
         train_rule: MicroBatchRule,
         forward_rule: MicroBatchRule,
         always_old: bool,
+        tokenizer: Any = None,
     ) -> None:
         self.group = group
         self.config = config
@@ -38,6 +39,8 @@ class ActorGroup:
         self.forward_rule = forward_rule
         self.always_old = always_old
         """Recompute old log-probs even where one update makes the ratio exactly 1 (a KL in the reward reads them)."""
+        self.tokenizer = tokenizer
+        """Written beside every exported model, if there is one."""
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
@@ -84,6 +87,8 @@ class ActorGroup:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
         self.group.call("export", str(folder))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
     def _mini_batches(self, batch: Batch) -> list[Batch]:
         """Whole prompt groups, `ppo_mini_batch_size` of them each, for every epoch."""

@@ -148,7 +148,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
         step_timeout_s=config.trainer.step_timeout_s,
     )
     pool = ReplicaPool(engines, transfer, decoder(tokenizer), options)
-    actor = make_actor(config, actors)
+    actor = make_actor(config, actors, tokenizer)
     reference = None
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
@@ -156,7 +156,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     return actor, reference, pool
 
 
-def make_actor(config: Config, group: WorkerGroup) -> ActorGroup:
+def make_actor(config: Config, group: WorkerGroup, tokenizer: Any) -> ActorGroup:
     """The actor's role over its group."""
     return ActorGroup(
         group,
@@ -164,6 +164,7 @@ def make_actor(config: Config, group: WorkerGroup) -> ActorGroup:
         train_rule=derived.update_rule(config),
         forward_rule=derived.logprob_rule(config, "rollout"),
         always_old=derived.has_kl_in_reward(config),
+        tokenizer=tokenizer,
     )
 
 

@@ -59,7 +59,7 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
                 )
             ]
         )
-        actor = make_actor(cluster.config, group)
+        actor = make_actor(cluster.config, group, tokenizer)
         pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 
@@ -70,7 +70,6 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
         warm.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{warm.name}-", dir=warm.parent))
         actor.export(fresh)
-        tokenizer.save_pretrained(fresh)
         (fresh / COMPLETE).write_text("{}")
     finally:
         cluster.shutdown()
