@@ -19,7 +19,8 @@ class Advantage:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
-        self.options: dict[str, Any] = {"norm_by_std": config.norm_adv_by_std_in_grpo} if config.adv_estimator == "grpo" else {}
+        plain = config.adv_estimator == "grpo" and not config.norm_adv_by_std_in_grpo
+        self.options: dict[str, Any] = {"std": "none"} if plain else {}
         control = config.kl_ctrl
         self.kl_controller = (
             AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
@@ -37,7 +38,7 @@ class Advantage:
         inputs = AdvantageInput(
             token_rewards_T=rewards_T, lengths_N=batch.response_lengths_N, group_N=batch.group_N, rewards_N=batch.rewards_N
         )
-        advantages_T = self.estimate(inputs, **self.options)
+        advantages_T = self.estimate(inputs, **self.options).advantages_T
         batch = batch.replace(advantages_T=advantages_T)
         return batch, metrics | _advantage_metrics(batch, advantages_T)
 
