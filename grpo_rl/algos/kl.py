@@ -105,7 +105,7 @@ def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprobs_
     two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.
     """
     ratio_T = k1(policy_logprobs_T.detach(), old_logprobs_T.detach()).clamp(-20.0, 20.0).exp()
-    x_T = -k1(policy_logprobs_T, ref_logprobs_T).detach().clamp(max=20.0)
+    x_T = (-k1(policy_logprobs_T.detach(), ref_logprobs_T)).clamp(max=20.0)
     k2_T = k2(policy_logprobs_T, ref_logprobs_T)
     return ratio_T * (torch.expm1(x_T) - x_T + (k2_T - k2_T.detach()))
 
