@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ def main() -> int:
     print(f"{arguments.rollouts:,} rollouts, {num_tokens:,} trained tokens ({arguments.lengths} lengths), one thread\n")
     print(f"{'':30} {'wall':>8} {'processor':>10} {'bytes/token':>12}  bar {BAR_SECONDS:g} s")
     for name in arguments.only or sorted(ADVANTAGES):
-        report(name, lambda name=name: ADVANTAGES.get(name)(inp), num_tokens, arguments.repeats)
-    report("token_rewards", lambda: token_rewards(inp.rewards_N, inp.lengths_N), num_tokens, arguments.repeats)
+        report(name, partial(ADVANTAGES.get(name), inp), num_tokens, arguments.repeats)
+    report("token_rewards", partial(token_rewards, inp.rewards_N, inp.lengths_N), num_tokens, arguments.repeats)
     report("(one float32 column)", lambda: torch.empty(num_tokens).fill_(1.0), num_tokens, arguments.repeats)
     return 0
 
