@@ -101,11 +101,17 @@ class Objective:
         """Whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts in a whole mini-batch."""
         return takes(AGGREGATIONS.get(self.loss_agg_mode), "group_tokens_N")
 
-    def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        """The tokens of a mini-batch that the loss treats otherwise. Only where `needs_selection`."""
+    def select(
+        self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, keep_T: Tensor | None = None
+    ) -> Tensor:
+        """The tokens of a mini-batch that the loss treats otherwise, all of them kept ones. Only where `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
         assert selection is not None, f"{self.loss_mode} treats all tokens alike"
-        return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
+        options = own_options(selection, dict(self.loss_options))
+        if keep_T is None:
+            return selection(advantages_T, old_logprobs_T, generator, **options)
+        chosen = selection(advantages_T[keep_T], old_logprobs_T[keep_T], generator, **options)
+        return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
 
     def __call__(
         self,

@@ -116,6 +116,14 @@ def test_options_reach_the_loss_the_choice_of_tokens_and_the_formula() -> None:
     advantages_T, logprobs_T = torch.tensor([2.0, 0.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -3.0, -4.0])
     assert every.select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, True, True]
     assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, False, False]
+    keep_T = torch.tensor([False, True, True, True])
+    # Of the three that are left, means -2/3 and -3: shares 2/3, 0 and 1/3.
+    assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator(), keep_T).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert pickle.loads(pickle.dumps(every)) == every and hash(every) == hash(pickle.loads(pickle.dumps(every)))
 
 
