@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -149,10 +150,7 @@ def _micro_batches(config: Config, plan: Plan) -> list[str]:
 
 def _objective(config: Config) -> Rows:
     algorithm = config.algorithm
-    formula = formula_of(ADVANTAGES.get(algorithm.adv_estimator))
-    if algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        formula = formula.partition(" / (std")[0]
-    yield "A", f"= {formula.removeprefix('A = ')}  [{algorithm.adv_estimator}]"
+    yield "A", f"= {_advantage(config)}  [{algorithm.adv_estimator}]"
     if algorithm.use_kl_in_reward:
         control, estimator = algorithm.kl_ctrl, KL_ESTIMATORS.get(algorithm.kl_penalty)
         target = f", steered to {control.target_kl:g}" if control.type == "adaptive" else ""
@@ -163,6 +161,18 @@ def _objective(config: Config) -> Rows:
     for line in Objective.from_config(config.actor_rollout_ref.actor).formula().splitlines():
         name, _, value = line.partition("=")
         yield name.strip(), f"= {value.strip()}"
+
+
+def _advantage(config: Config) -> str:
+    """The estimator's formula with its options as numbers."""
+    estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
+    formula = formula_of(estimator).removeprefix("A = ")
+    if config.algorithm.adv_estimator == "grpo" and not config.algorithm.norm_adv_by_std_in_grpo:
+        formula = formula.partition(" / (std")[0]
+    for name, parameter in inspect.signature(estimator).parameters.items():
+        if isinstance(parameter.default, float):
+            formula = formula.replace(name, f"{parameter.default:g}")
+    return formula
 
 
 def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:

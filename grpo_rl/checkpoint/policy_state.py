@@ -25,7 +25,7 @@ def save(
     folder: Path,
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
     rank: int,
 ) -> None:
     """Write everything that decides the policy's future into `folder`, which rank 0 has made. A collective.
@@ -43,7 +43,7 @@ def save(
         save_file(weights, folder / WEIGHTS)
         save_file(moments, folder / OPTIMIZER)
         (folder / TRAINING).write_text(
-            json.dumps({"scheduler": _scheduler_state(scheduler), "world_size": dist.get_world_size()})
+            json.dumps({"num_optimizer_steps": scheduler.last_epoch, "world_size": dist.get_world_size()})
         )
     dist.barrier()
 
@@ -52,7 +52,7 @@ def load(
     folder: Path,
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
     rank: int,
 ) -> None:
     """Restore what `save` wrote; every rank reads the files and keeps its shards.
@@ -68,7 +68,7 @@ def load(
             for name, parameter in policy.named_parameters():
                 _local(parameter).copy_(_local(_like(file.get_tensor(name), parameter)))
     _load_optimizer(folder / OPTIMIZER, policy, optimizer)
-    scheduler.load_state_dict(training["scheduler"])
+    _set_schedule(scheduler, training["num_optimizer_steps"])
     if training["world_size"] == dist.get_world_size():
         with safe_open(folder / f"rng_rank{rank}.safetensors", framework="pt") as file:
             _set_rng_state({key.removeprefix("rng_"): file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
@@ -122,8 +122,13 @@ def _check_names(folder: Path, stored: set[str], expected: dict[str, tuple[int, 
         )
 
 
-def _scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
-    return {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"} | {"lr_lambdas": [None, None]}
+def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
+    """Continue the configured schedule after `num_steps` steps: the rates are the configuration's, not the checkpoint's."""
+    rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    position = {"last_epoch": num_steps, "_step_count": num_steps + 1, "_last_lr": rates}
+    scheduler.load_state_dict(position | {"lr_lambdas": [None] * len(rates)})
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -12,9 +12,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.host import Host, RemoteError
 from grpo_rl.cluster.placement import Slot
-from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
 
 LOG_TAIL_LINES = 12
+# How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
+BLAME_S = 2.0
+# What a worker says of a user's mistake is raised again as what it was, with its exit code.
+_USER_ERRORS: dict[str, type[GrpoRlError]] = {
+    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RewardError)
+}
+
+
+class WorkerDied(ClusterError):
+    """A worker's process has ended."""
 
 
 class Worker:
@@ -118,10 +128,10 @@ def wait_all(
 ) -> list[Any]:
     """The results of `refs`, one per worker, in order.
 
-    The first failure ends the wait at once: in a group that works in step, the others would only hang.
+    The first failure ends the wait: in a group that works in step, the others would only hang.
 
-    Raises ConfigError when a worker reports a user's mistake, ClusterError otherwise, or at the deadline,
-    each naming worker and call.
+    Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
+    ClusterError also at the deadline, naming who did not answer.
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
@@ -132,7 +142,10 @@ def wait_all(
         if on_tick is not None:
             on_tick()
         for ref in done:
-            results[ref] = fetch(by_ref[ref], ref, what)
+            try:
+                results[ref] = fetch(by_ref[ref], ref, what)
+            except ClusterError as error:
+                raise _death_among(by_ref, pending, what) or error from error
         if pending and not done and time.monotonic() > deadline:
             names = ", ".join(by_ref[ref].name for ref in pending)
             logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
@@ -141,17 +154,31 @@ def wait_all(
 
 
 def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
-    """The result of a call that has ended; its failure as one of this package's errors."""
+    """The result of a call that has ended.
+
+    Raises ConfigError, DataError, CheckpointError or RewardError as the worker raised it, WorkerDied when its
+    process has ended, ClusterError for everything else, naming worker and call.
+    """
     try:
         return ray.get(ref, timeout=60.0)
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
-        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
-        if isinstance(cause, RemoteError) and cause.kind == "ConfigError":
-            raise ConfigError(cause.message) from error
-        raise ClusterError(message) from error
-    except RemoteError as error:
-        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
-        if error.kind == "ConfigError":
-            raise ConfigError(error.message) from error
-        raise ClusterError(message) from error
+    except (ray.exceptions.RayError, RemoteError) as error:
+        cause = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
+        if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
+            raise _USER_ERRORS[cause.kind](cause.message) from error
+        kind = WorkerDied if isinstance(error, ray.exceptions.RayActorError) else ClusterError
+        raise kind(f"{what} failed on {worker.name}: {worker.describe(error)}") from error
+
+
+def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
+    """The death of a worker that has not answered yet, if there is one within BLAME_S."""
+    deadline = time.monotonic() + BLAME_S
+    while pending and time.monotonic() < deadline:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            try:
+                fetch(by_ref[ref], ref, what)
+            except WorkerDied as death:
+                return death
+            except GrpoRlError:
+                continue  # another one that noticed
+    return None

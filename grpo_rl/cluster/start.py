@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.environment import engine_environment
 from grpo_rl.telemetry.console import Console
 from grpo_rl.workers.actor import ActorSpec, SenderSpec
 from grpo_rl.workers.policy import PolicySpec, Rank
@@ -52,9 +54,16 @@ class Cluster:
         self.pools.append(pool)
         return pool.slots(rollout.tensor_model_parallel_size)
 
-    def group(self, role: str, slots: Sequence[Slot], threads: int, calls_at_once: int = 1) -> WorkerGroup:
+    def group(
+        self,
+        role: str,
+        slots: Sequence[Slot],
+        threads: int,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        calls_at_once: int = 1,
+    ) -> WorkerGroup:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
-        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT
+        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT | dict(environment)
         group = WorkerGroup(
             role,
             slots,
@@ -116,7 +125,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     cores = cluster.cores_for(len(engine_slots))
     engine_spec = EngineSpec.from_config(config, cluster.machine.device, model_path=cluster.model_path, cores=cores)
     # Three calls at once: a long poll, a submission beside it, and a control call.
-    engines = cluster.group("rollout", engine_slots, engine_spec.threads, calls_at_once=3)
+    engines = cluster.group("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
     starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
 
     actors = cluster.group("actor", slots, threads)

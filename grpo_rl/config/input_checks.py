@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_rl.config.schema import Config
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -79,7 +79,7 @@ def _model(config: Config) -> Iterator[str]:
 def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
     folder = Path(path).expanduser()
     if not folder.exists():
-        if _HUB_NAME.fullmatch(path) and not path.startswith("."):
+        if _HUB_NAME.fullmatch(path):
             return None
         return "there is no such folder, and a name on the hub looks like organisation/name"
     if not (folder / "config.json").is_file():

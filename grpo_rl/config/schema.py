@@ -240,7 +240,7 @@ class RolloutConfig:
     gpu_memory_utilization: Annotated[float, Range(gt=0, lt=1)] = 0.5
     """GPU: share of the device's memory for the engine."""
     kv_cache_gib: Positive = 1.0
-    """CPU: size of the engine's key-value cache in GiB."""
+    """CPU: most memory for the engine's key-value cache, in GiB."""
     free_cache_engine: bool = True
     """GPU, colocated: the engine gives its memory back while the actor trains."""
     enforce_eager: bool | None = None
@@ -289,7 +289,7 @@ class KlControlConfig:
     horizon: Count = 10000
     """Rollouts over which the adaptive controller works."""
     target_kl: Positive = 0.1
-    """KL per response that it steers to."""
+    """KL that it steers to: the mean over responses of their tokens' mean."""
 
 
 @dataclass(frozen=True, slots=True)

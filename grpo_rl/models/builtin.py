@@ -35,7 +35,7 @@ class WarmStart:
     """A short supervised run that gives a random model its first ability; a fixed number of steps, so repeatable."""
 
     task: str
-    """Demonstrations: rows of this procedural task, answered with their ground truth."""
+    """Demonstrations: rows of this procedural task."""
     num_steps: int
     batch_size: int
     lr: float
@@ -58,6 +58,8 @@ class Builtin:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    initializer_range: float
+    rope_theta: float
     seed: int
     warm_start: WarmStart
 
@@ -67,24 +69,32 @@ class Builtin:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# Its demonstrations forget most carries, as a careless pupil does. So the warm-started model answers sums
+# without a carry right and others mostly wrong, while the right answer is among a few samples: what a
+# pretrained model is like before reinforcement learning, here by design instead of by the moment at
+# which training happened to stop.
 BUILTINS: dict[str, Builtin] = {
     "arithmetic": Builtin(
         name="arithmetic",
-        version=1,
+        version=5,
         hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         vocab_size=128,
         max_position_embeddings=2048,
+        # Wider than the usual 0.02, which suits large models; a narrow one hardly moves for its first steps then.
+        initializer_range=0.08,
+        # Usually 10,000 and more, for long texts; sums are a dozen characters, and every frequency counts.
+        rope_theta=100.0,
         seed=0,
         warm_start=WarmStart(
-            task="task:arithmetic?digits=2&split=train&num_rows=8192",
-            num_steps=200,
-            batch_size=128,
-            lr=1e-3,
+            task="task:arithmetic?carrying=0.7&forgotten_carries=0.6",
+            num_steps=400,
+            batch_size=64,
+            lr=3e-3,
             lr_warmup_steps=20,
         ),
     )
@@ -176,10 +186,15 @@ def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> 
     shape = {
         field.name: getattr(builtin, field.name)
         for field in dataclasses.fields(builtin)
-        if field.name not in ("name", "version", "seed", "warm_start")
+        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start")
     }
     config = Qwen3Config(
-        **shape, tie_word_embeddings=True, eos_token_id=eos_token_id, pad_token_id=pad_token_id, dtype="float32"
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        dtype="float32",
     )
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):

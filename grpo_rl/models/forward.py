@@ -81,10 +81,12 @@ class PolicyModel(nn.Module):
         want_hidden: bool = False,
         ref_hidden_TD: Tensor | None = None,
         ref_head_VD: Tensor | None = None,
+        ref_bias_V: Tensor | None = None,
     ) -> TokenOutputs:
         """Outputs for each trained token, at the model's sampling temperature.
 
-        `ref_hidden_TD` with `ref_head_VD` asks for the exact KL(policy || reference) as well.
+        `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
+        KL(policy || reference) as well.
         """
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
@@ -104,6 +106,7 @@ class PolicyModel(nn.Module):
             want_entropy=want_entropy,
             ref_hidden_TD=ref_hidden_TD,
             ref_head_VD=ref_head_VD,
+            ref_bias_V=ref_bias_V,
         )
         logprobs_T, entropy_T, full_kl_T = columns
         return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
@@ -120,6 +123,7 @@ def _chunked_head(
     want_entropy: bool,
     ref_hidden_TD: Tensor | None,
     ref_head_VD: Tensor | None,
+    ref_bias_V: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob, entropy and KL to the reference of each trained token; None for what is not wanted."""
     chunks = []
@@ -135,6 +139,7 @@ def _chunked_head(
             want_entropy,
             None if ref_hidden_TD is None else ref_hidden_TD[start:stop],
             ref_head_VD,
+            ref_bias_V,
         )
         if recompute:
             chunks.append(checkpoint(_head, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -157,6 +162,7 @@ def _head(
     want_entropy: bool,
     ref_hidden_TD: Tensor | None,
     ref_head_VD: Tensor | None,
+    ref_bias_V: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
@@ -168,7 +174,7 @@ def _head(
     if ref_hidden_TD is None:
         return logprobs_T, entropy_T, None
     assert ref_head_VD is not None
-    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, None, temperature)
+    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature)
     return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
 
 

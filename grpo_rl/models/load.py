@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from grpo_rl.errors import ConfigError
@@ -21,24 +23,50 @@ def load_config(path: str, *, trust_remote_code: bool = False, override: dict[st
     """
     from transformers import AutoConfig
 
-    config_file = Path(path) / "config.json"
-    if config_file.is_file() and not trust_remote_code and "auto_map" in json.loads(config_file.read_text()):
-        raise ConfigError(
-            f"actor_rollout_ref.model.path={path}: its config.json names Python code of its own (auto_map); "
-            "set actor_rollout_ref.model.trust_remote_code=true if you want that code to run"
-        )
+    where = f"actor_rollout_ref.model.path={path}"
+    _check_folder(path, where)
     try:
+        if not trust_remote_code and _names_own_code(Path(path) / "config.json"):
+            raise ConfigError(
+                f"{where}: its config.json names Python code of its own (auto_map); "
+                "set actor_rollout_ref.model.trust_remote_code=true if you want that code to run"
+            )
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: no model configuration there: {error}") from error
+        what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
+        raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     for key, value in (override or {}).items():
-        if not hasattr(config, key):
-            raise ConfigError(f"actor_rollout_ref.model.override_config.{key}: {type(config).__name__} has no such field")
-        setattr(config, key, value)
+        _override(config, key, value)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1.0, 1):
-            raise ConfigError(f"actor_rollout_ref.model.path={path}: models with {key} are not supported yet")
+            raise ConfigError(f"{where}: models with {key} are not supported yet")
     return config
+
+
+def _check_folder(path: str, where: str) -> None:
+    """Raise ConfigError for what can only be a folder and is none; `name` and `owner/name` may be on a hub."""
+    looks_local = not path or path[0] in "/.~" or path.count("/") > 1 or path.endswith("/")
+    if looks_local and not (path and Path(path).is_dir()):
+        raise ConfigError(f"{where}: there is no such folder")
+
+
+def _names_own_code(config_file: Path) -> bool:
+    """Whether a config.json asks for Python code from its folder. Raises ValueError for one that is no JSON."""
+    return config_file.is_file() and "auto_map" in json.loads(config_file.read_text())
+
+
+def _override(config: Any, key: str, value: Any) -> None:
+    where = f"actor_rollout_ref.model.override_config.{key}"
+    if callable(getattr(config, key, len)) or isinstance(getattr(type(config), key, None), property):
+        raise ConfigError(f"{where}: {type(config).__name__} has no such field")
+    try:
+        setattr(config, key, value)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"{where}={value!r}: {' '.join(str(error).split())}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
@@ -54,15 +82,35 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     else:
-        lm = AutoModelForCausalLM.from_pretrained(
+        lm = _read_weights(path, config, trust_remote_code)
+    if not getattr(lm, "_supports_attention_backend", True):
+        raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
+    return lm
+
+
+def _read_weights(path: str, config: Any, trust_remote_code: bool) -> Any:
+    """The model with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
+    from transformers import AutoModelForCausalLM
+
+    where = f"actor_rollout_ref.model.path={path}"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             trust_remote_code=trust_remote_code,
             dtype=torch.float32,
             attn_implementation=attention.ATTENTION_NAME,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    if not getattr(lm, "_supports_attention_backend", True):
-        raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{where}: its weights cannot be read: {_first_line(error)}") from error
+    lm, report = loaded
+    # transformers makes up weights that are not there or do not fit; training would start from noise.
+    made_up = [f"{name} is not there" for name in sorted(report["missing_keys"])]
+    made_up += [f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])]
+    if made_up:
+        raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
     return lm
 
 
@@ -73,7 +121,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer in {path}: {error}") from error
+        raise ConfigError(f"no tokenizer in {path}: {_first_line(error)}") from error
 
 
 def decoder_layers(lm: Any) -> list[nn.Module]:

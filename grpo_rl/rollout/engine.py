@@ -156,7 +156,7 @@ class RolloutEngine(Protocol):
     def start_weight_update(self, version: int) -> None:
         """Begin to receive weights `version`, which must not be below the present one.
 
-        WeightTransferError: requests are unfinished, or an update has begun already.
+        WeightTransferError: requests are unfinished, an update has begun already, or the version is older.
         """
 
     def load_bucket(self, bucket: WeightBucket) -> None:
@@ -166,7 +166,7 @@ class RolloutEngine(Protocol):
         """
 
     def finish_weight_update(self) -> None:
-        """Put the new weights live: caches of the old ones are dropped and the version is raised.
+        """Put the new weights live: caches of the old ones are dropped and the version is theirs.
 
         WeightTransferError, naming them: tensors are missing. Then the update goes on.
         """

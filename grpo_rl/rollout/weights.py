@@ -105,7 +105,7 @@ def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Ite
 
 
 def pack(group: Sequence[NamedTensor]) -> WeightBucket:
-    """One bucket in host memory with a copy of these tensors."""
+    """One bucket in host memory with a copy of the tensors of one group (of group_by_bytes)."""
     bucket = describe(group)
     data = np.empty(bucket.nbytes, dtype=np.uint8)
     write_flat(group, torch.from_numpy(data))
@@ -113,7 +113,7 @@ def pack(group: Sequence[NamedTensor]) -> WeightBucket:
 
 
 def describe(group: Sequence[NamedTensor]) -> WeightBucket:
-    """The bucket of these tensors without their bytes."""
+    """The bucket of one group without its bytes."""
     return WeightBucket(
         names=tuple(name for name, _ in group),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in group),
@@ -122,7 +122,7 @@ def describe(group: Sequence[NamedTensor]) -> WeightBucket:
 
 
 def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
-    """Copy the tensors back to back into `flat` (uint8, on any device)."""
+    """Copy the tensors of one group back to back into `flat` (uint8, on any device)."""
     start = 0
     for _, tensor in group:
         end = start + tensor.nbytes

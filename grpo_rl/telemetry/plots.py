@@ -145,7 +145,9 @@ def _draw_phases(axes: Axes, records: Records) -> None:
     if rows:
         steps = [row["step"] for row in rows]
         parts = {name: [_finite_or_zero(row.get(f"timing_s/{name}")) for row in rows] for name in _PHASES}
-        parts = {name: values for name, values in parts.items() if any(values)}
+        whole = sum(row["timing_s/step"] for row in rows)
+        # What nobody could see in the picture would only fill its legend.
+        parts = {name: values for name, values in parts.items() if sum(values) > 0.005 * whole}
         colors = [_PHASES[name] for name in parts]
         if parts:
             axes.stackplot(

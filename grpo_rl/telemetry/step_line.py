@@ -45,9 +45,14 @@ def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
         Cell(number(metrics.get("actor/pg_clipfrac"), 8, digits=4)),
         Cell(number(metrics.get("response_length/mean"), 8, digits=1)),
         Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
-        Cell(number(seconds, 8, digits=2)),
-        Cell("  |" + "".join(number(value, 7, digits=2) for value in (*phases.values(), other)), "dim"),
+        Cell(_seconds(seconds, 8)),
+        Cell("  |" + "".join(_seconds(value, 7) for value in (*phases.values(), other)), "dim"),
     ]
+
+
+def _seconds(value: float | None, width: int) -> str:
+    # Rounded first: half a millisecond is 0.00 s to a reader, not 5e-04.
+    return number(None if value is None else round(value, 2), width, digits=2)
 
 
 _COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8)]

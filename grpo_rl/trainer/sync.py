@@ -109,7 +109,7 @@ class SyncTrainer:
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way."""
         trainer = self.config.trainer
-        if self.step == 0 and (trainer.val_before_train or trainer.val_only):
+        if trainer.val_only or (self.step == 0 and trainer.val_before_train):
             self._log(self.evaluate())
         while self.step < self.total_steps and not trainer.val_only:
             started = time.perf_counter()
@@ -150,8 +150,13 @@ class SyncTrainer:
         """Write a checkpoint of everything that decides the steps to come."""
         timer = Timer()
         with timer("save"):
-            self.store.save(self.step, self.actor.save, self.state_dict())
+            self.store.save(self.step, self._write_actor, self.state_dict())
         return timer.metrics()
+
+    def _write_actor(self, folder: Path) -> None:
+        self.actor.save(folder)
+        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+            self.actor.export(folder / "huggingface")
 
     # ---- resume ---------------------------------------------------------------------------------------
 
@@ -161,6 +166,8 @@ class SyncTrainer:
         self.actor.load(folder)
         self.output.sinks.truncate_after(self.step)
         self.output.console.info(f"resumed from {folder} at step {self.step}")
+        for aside in self.store.set_aside_after(self.step):
+            self.output.console.info(f"a checkpoint of a later step is now {aside}")
         if self.step >= self.total_steps:
             self.output.console.warn(
                 f"step {self.step} of {self.total_steps} is done: nothing is left to train; "
@@ -208,7 +215,7 @@ class SyncTrainer:
     @contextmanager
     def _bar(self, title: str, total: int) -> Iterator[Callable[[Rollout], None]]:
         """A progress bar over finished rollouts, which go on to the rewarder."""
-        with self.output.console.progress(title, total) as bar:
+        with self.output.console.progress(title, total, keep=False) as bar:
             yield lambda rollout: self._finished(bar, rollout)
 
     def _finished(self, bar: Bar, rollout: Rollout) -> None:

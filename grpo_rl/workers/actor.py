@@ -70,7 +70,7 @@ class ActorWorker:
         self.policy = build_policy(spec.policy, rank, self.device)
         self.optimizer = make_optimizer(self.policy, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
-        self.ref_head_VD = self._reference_head() if spec.objective.needs_full_kl else None
+        self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
         dtype = getattr(torch, sender.dtype) if sender.dtype else None
         self.sender = make_sender(sender.backend, sender.bucket_bytes, dtype, sender.verify, rank.rank, rank.timeout_s)
@@ -110,7 +110,7 @@ class ActorWorker:
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step.counts)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
@@ -119,7 +119,7 @@ class ActorWorker:
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
         # `same/`: equal on all ranks.
-        stats["same/lr"] = self.scheduler.get_last_lr()[0]
+        stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
         self.optimizer.step()
         self.scheduler.step()
@@ -132,9 +132,7 @@ class ActorWorker:
             ref_hidden_TD = torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else batch.ref_hidden_TD
             assert ref_hidden_TD is not None
             ref_hidden_TD = ref_hidden_TD.to(self.device)
-        return self.policy(
-            sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, ref_head_VD=self.ref_head_VD
-        )
+        return self.policy(sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head)
 
     def _loss(self, outputs: TokenOutputs, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         if batch is None:
@@ -168,12 +166,14 @@ class ActorWorker:
     def _hidden_size(self) -> int:
         return int(self.policy.lm.config.hidden_size)
 
-    def _reference_head(self) -> Tensor:
+    def _reference_head(self) -> dict[str, Tensor | None]:
         """The reference's LM head: with its hidden states it gives whole distributions, and never travels again."""
         model = self.spec.policy.model
         config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
         lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
-        return lm.get_output_embeddings().weight.detach().clone().to(self.device)
+        head = lm.get_output_embeddings()
+        bias_V = None if head.bias is None else head.bias.detach().clone().to(self.device)
+        return {"ref_head_VD": head.weight.detach().clone().to(self.device), "ref_bias_V": bias_V}
 
     # ---- weights for the rollout engines -----------------------------------------------------------------
 

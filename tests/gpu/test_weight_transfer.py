@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         initializer_range=0.1,
         eos_token_id=1,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = Qwen3ForCausalLM(config).bfloat16()
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     model.name_or_path = str(folder)
@@ -109,7 +108,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def spec_for(model: Qwen3ForCausalLM, backend: Any, bucket_bytes: int) -> EngineSpec:
     return EngineSpec(
-        model_path=str(Path(model.name_or_path)),
+        model_path=str(model.name_or_path),
         max_model_len=256,
         device="cuda",
         dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""Procedural arithmetic: problems such as `47+8=`, graded by the work they cost on paper."""
+"""Procedural arithmetic: problems such as `437+8=`, graded by the work they cost on paper."""
 
 from __future__ import annotations
 
@@ -48,27 +48,39 @@ class Form(NamedTuple):
 def arithmetic(
     *,
     num_rows: int = 8192,
-    forms: str = "2+1",
+    forms: str = "3+1",
+    carrying: float = 0.0,
+    forgotten_carries: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
     `forms` are the kinds of problem, equally likely, separated by commas: digits of the left operand,
-    operation, digits of the right one; `2+1` is 47+8, `2-2,1*1` is a difference or a product. Differences
-    are never negative. Row i is drawn from (seed, i), so a longer data set begins with the shorter one.
-    Validation rows do not repeat a problem as long as new ones turn up. Raises ConfigError for options
-    out of range.
+    operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
+    are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
+    borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
+    beside the right one, forgets to carry; it never touches the ground truth. Row i is drawn from
+    (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
+    long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, split)
+    _check(num_rows, carrying, forgotten_carries, split)
     parsed = [_parse_form(form) for form in forms.split(",")]
+    if carrying > 0 and any(form.operation == "*" or (form.operation == "-" and form.left_digits == 1) for form in parsed):
+        raise ConfigError(
+            f"task arithmetic: carrying={carrying} is for sums, and for differences of two digits and more; not for forms={forms}"
+        )
     seen: set[Problem] = set()
     rows = []
     for index in range(num_rows):
-        problem = _draw_new(random.Random(f"{seed}:{index}"), parsed, split, seen)
+        rng = random.Random(f"{seed}:{index}")
+        problem = _draw_new(rng, parsed, split, seen, must_carry=carrying > 0 and rng.random() < carrying)
         if split == "val":
             seen.add(problem)
-        rows.append(to_row(problem, split, index))
+        row = to_row(problem, split, index)
+        if rng.random() < forgotten_carries:
+            row["extra_info"]["demonstration"] = str(without_carries(problem))
+        rows.append(row)
     return rows
 
 
@@ -102,6 +114,22 @@ def level(problem: Problem) -> int:
     return columns + carries
 
 
+def without_carries(problem: Problem) -> int:
+    """The answer of somebody who forgets every carry and borrow: 473+58 is 421, 47+68 is 105. A product is right.
+
+    The last column is written out in full, as one does on paper.
+    """
+    left, operation, right = problem
+    if operation == "*":
+        return problem.answer
+    sign = 1 if operation == "+" else -1
+    answer, place = 0, 1
+    while left >= 10 or right >= 10:
+        answer += (left + sign * right) % 10 * place
+        left, right, place = left // 10, right // 10, place * 10
+    return answer + (left + sign * right) * place
+
+
 def split_of(problem: Problem) -> Literal["train", "val"]:
     """The split that the problem belongs to, by its hash; 8+47 goes with 47+8."""
     left, operation, right = problem
@@ -111,12 +139,12 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
-def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem]) -> Problem:
+def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:
     """A problem of the split, unseen where `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
         problem = _draw(rng, rng.choice(forms))
-        if split_of(problem) == split:
+        if split_of(problem) == split and not (must_carry and without_carries(problem) == problem.answer):
             tries += 1
             if problem not in seen or tries >= TRIES_FOR_A_NEW_PROBLEM:
                 return problem
@@ -137,15 +165,18 @@ def _parse_form(text: str) -> Form:
     match = re.fullmatch(r"([1-7])([-+*])([1-7])", text)
     if match is None:
         raise ConfigError(
-            f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 2+1 or 3*2"
+            f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 3+2 or 2*1"
         )
     return Form(int(match[1]), match[2], int(match[3]))
 
 
-def _check(num_rows: int, split: str) -> None:
+def _check(num_rows: int, carrying: float, forgotten_carries: float, split: str) -> None:
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
+    for name, share in (("carrying", carrying), ("forgotten_carries", forgotten_carries)):
+        if not 0 <= share <= 1:
+            problems.append(f"task arithmetic: {name}={share} must be between 0 and 1")
     if split not in ("train", "val"):
         problems.append(f"task arithmetic: split={split!r} must be train or val")
     if problems:

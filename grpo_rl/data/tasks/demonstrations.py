@@ -1,4 +1,4 @@
-"""Prompts with their right answers, for the supervised warm start of an embedded model."""
+"""Prompts with answers to imitate, for the supervised warm start of an embedded model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_rl.data.tasks.registry import task_rows
 
 
 class Demonstration(NamedTuple):
-    """Tokens of a prompt and of the answer to learn, the end-of-sequence token included."""
+    """Tokens of a prompt and of the answer to imitate, the end-of-sequence token included."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -17,11 +17,14 @@ class Demonstration(NamedTuple):
 
 
 def demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """One demonstration per row of `task:NAME?...`: the chat-templated prompt and the ground truth as its answer."""
+    """One demonstration per row of `task:NAME?...`: the chat-templated prompt, and the answer to imitate.
+
+    That is `extra_info.demonstration` where the task made one (it may be wrong on purpose), else the ground truth.
+    """
     pairs = []
     for row in task_rows(task):
         prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        answer = str(row["reward_model"]["ground_truth"])
+        answer = row["extra_info"].get("demonstration", row["reward_model"]["ground_truth"])
         prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
         pairs.append(Demonstration(tuple(prompt_ids), (*answer_ids, tokenizer.eos_token_id), prompt, answer))
     return pairs

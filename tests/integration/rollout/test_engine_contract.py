@@ -284,8 +284,8 @@ def test_calls_out_of_order_and_foreign_tensors_are_refused_and_change_nothing(r
         engine.load_bucket(norm)
     with pytest.raises(WeightTransferError, match="no weight update to finish"):
         engine.finish_weight_update()
-    with pytest.raises(WeightTransferError, match="not newer"):
-        engine.start_weight_update(version)
+    with pytest.raises(WeightTransferError, match="older than those the engine has"):
+        engine.start_weight_update(version - 1)
     engine.submit(requests_for("running", 1))
     with pytest.raises(WeightTransferError, match="1 requests are unfinished"):
         engine.start_weight_update(version + 1)
@@ -306,6 +306,17 @@ def test_calls_out_of_order_and_foreign_tensors_are_refused_and_change_nothing(r
         engine.load_bucket(norm)
     engine.finish_weight_update()
     requests = requests_for("after", 3)
+    assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_the_present_version_may_be_sent_again(replica: Replica) -> None:
+    version = replica.engine.weight_version
+    replica.engine.start_weight_update(version)
+    for bucket in pack_buckets(replica.model.state_dict().items(), 1 << 20):
+        replica.engine.load_bucket(bucket)
+    replica.engine.finish_weight_update()
+    assert replica.engine.weight_version == version
+    requests = requests_for("again", 3)
     assert_logprobs_match(replica, requests, replica.run(requests))
 
 

@@ -162,7 +162,7 @@ def test_an_engine_that_cannot_start_raises_its_own_error(make_spec: Callable[[s
 def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline(make_spec: Callable[[str], EngineSpec]) -> None:
     worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), call_timeout_s=0.2)
     worker.submit(requests_for("slow", 1))
-    with pytest.raises(ClusterError, match="did not answer received_digests within 0.2 s"):
+    with pytest.raises(ClusterError, match=r"did not answer received_digests within 0\.2 s"):
         worker.received_digests()
     worker.close()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, level, split_of
+from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, level, split_of, without_carries
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError
 
@@ -74,6 +74,34 @@ def test_differences_are_never_negative_and_every_form_is_used():
     assert {next(sign for sign in "+-*" if sign in text) for text in contents(rows)} == set("+-*")
 
 
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (Problem(473, "+", 58), 421),
+        (Problem(473, "+", 8), 471),
+        (Problem(47, "+", 68), 105),
+        (Problem(5, "+", 7), 12),
+        (Problem(12, "+", 34), 46),
+        (Problem(52, "-", 8), 54),
+        (Problem(100, "-", 1), 109),
+        (Problem(12, "*", 9), 108),
+    ],
+)
+def test_forgetting_the_carries_gives_the_known_mistake(problem, expected):
+    assert without_carries(problem) == expected
+
+
+def test_demonstrations_may_forget_carries_but_the_ground_truth_never_does():
+    rows, careful = arithmetic(num_rows=2000, forgotten_carries=0.7), arithmetic(num_rows=2000)
+    shown = [row["extra_info"].get("demonstration") for row in rows]
+    assert 0.65 < sum(answer is not None for answer in shown) / len(rows) < 0.75
+    for row, answer, other in zip(rows, shown, careful, strict=True):
+        left, right = row["prompt"][0]["content"].removesuffix("=").split("+")
+        assert row["reward_model"] == other["reward_model"] == {"style": "rule", "ground_truth": str(int(left) + int(right))}
+        assert answer in (None, str(without_carries(Problem(int(left), "+", int(right)))))
+    assert not any("demonstration" in row["extra_info"] for row in careful)
+
+
 def test_a_spec_sets_options_with_the_types_of_the_signature():
     assert task_rows("task:arithmetic?num_rows=3&forms=2+1,2-1&split=val") == arithmetic(
         num_rows=3, forms="2+1,2-1", split="val"
@@ -93,6 +121,8 @@ def test_a_spec_sets_options_with_the_types_of_the_signature():
         ("task:arithmetic?num_rows=0", "num_rows=0 must be at least 1"),
         ("task:arithmetic?forms=2/1", "'2/1' in forms must be two numbers of digits"),
         ("task:arithmetic?forms=8*1", "from 1 to 7"),
+        ("task:arithmetic?forgotten_carries=2", "forgotten_carries=2.0 must be between 0 and 1"),
+        ("task:arithmetic?forgotten_carries=some", "must be of type float"),
         ("task:arithmetic?forms=", "'' in forms must be"),
     ],
 )

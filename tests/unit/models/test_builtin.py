@@ -94,12 +94,12 @@ def test_the_content_hash_changes_with_every_setting_of_model_and_warm_start():
     hashes = {spec.content_hash()}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, int):
+        if isinstance(value, (int, float)):
             hashes.add(dataclasses.replace(spec, **{field.name: value + 64}).content_hash())
     changed = [dataclasses.replace(spec.warm_start, lr=1.0), dataclasses.replace(spec.warm_start, num_steps=1)]
     hashes |= {dataclasses.replace(spec, warm_start=warm).content_hash() for warm in changed}
-    num_integers = sum(isinstance(getattr(spec, field.name), int) for field in dataclasses.fields(spec))
-    assert len(hashes) == 1 + num_integers + 2
+    num_numbers = sum(isinstance(getattr(spec, field.name), (int, float)) for field in dataclasses.fields(spec))
+    assert len(hashes) == 1 + num_numbers + 2
     assert dataclasses.replace(spec).content_hash() == spec.content_hash()
 
 
@@ -126,6 +126,13 @@ def test_an_unknown_embedded_model_is_refused_with_the_known_ones():
 def test_a_vocabulary_that_cannot_hold_the_characters_is_refused():
     with pytest.raises(ValueError, match="a vocabulary of 64 cannot hold"):
         vocabulary(64)
+
+
+def test_demonstrations_show_the_mistake_that_the_task_makes(tokenizer):
+    shown = demonstrations("task:arithmetic?num_rows=200&forms=2+1&forgotten_carries=1", tokenizer)
+    mistaken = {shown_one.prompt: shown_one.answer for shown_one in shown}
+    assert all(int(answer) < 100 for prompt, answer in mistaken.items() if prompt.startswith("<|user|>8"))
+    assert any(int(answer) % 10 < int(prompt.split("=")[0][-1]) for prompt, answer in mistaken.items())
 
 
 def test_demonstrations_end_the_right_answer_with_the_end_of_sequence(tokenizer):

@@ -39,12 +39,13 @@ def test_a_bucket_lays_larger_element_sizes_first_so_that_nothing_is_misaligned(
 
 def test_tensors_come_out_of_a_bucket_bit_by_bit_as_views_of_its_buffer() -> None:
     source = {"f": FLOATS, "h": HALVES, "s": SCALAR, "none": torch.empty(0, 4)}
-    bucket = pack(list(source.items()))
+    [bucket] = pack_buckets(source.items(), 1000)
     out = dict(bucket.tensors())
     for name, tensor in source.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor)
     assert bucket.data is not None
-    bucket.data[:4] = np.frombuffer(np.float32(99).tobytes(), dtype=np.uint8)
+    start = bucket.offsets[bucket.names.index("f")]
+    bucket.data[start : start + 4] = np.frombuffer(np.float32(99).tobytes(), dtype=np.uint8)
     assert out["f"][0, 0] == 99
 
 

@@ -1,0 +1,191 @@
+"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerGroup` is to `ActorGroup`, but cheap to rebuild."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ActorConfig
+from grpo_rl.models import fsdp
+from grpo_rl.types import Batch
+from grpo_rl.workers.actor import ActorSpec, ActorWorker
+from grpo_rl.workers.policy import Rank
+
+VOCAB = 64
+DEADLINE_S = 120.0
+
+
+class RecordingActor(ActorWorker):
+    """An actor rank that remembers the gradients of every optimizer step, and shows what it holds."""
+
+    def __init__(self, spec: ActorSpec, rank: Rank) -> None:
+        super().__init__(spec, rank)
+        self.steps: list[dict[str, Tensor]] = []
+        self.optimizer.register_step_pre_hook(lambda *_: self.steps.append(self._gradients()))
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self.policy.named_parameters()
+        return {name: fsdp.full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
+
+    def gradients(self) -> list[dict[str, Tensor]]:
+        """Whole gradients of every optimizer step so far."""
+        return self.steps
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Whole parameters. A collective."""
+        return {name: fsdp.full_tensor(p.detach()).clone() for name, p in self.policy.named_parameters()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's whole state by parameter name. A collective."""
+        return {
+            f"{key}:{name}": fsdp.full_tensor(value).clone()
+            for name, parameter in self.policy.named_parameters()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+
+    def next_random(self) -> float:
+        """The next number of this rank's generator, which stays where it is."""
+        with torch.random.fork_rng(devices=[]):
+            return float(torch.rand(()))
+
+    def schedule(self) -> tuple[int, list[float], list[float]]:
+        """Where the schedule is, what it says, and what the optimizer will use."""
+        return self.scheduler.last_epoch, self.scheduler.get_last_lr(), [g["lr"] for g in self.optimizer.param_groups]
+
+
+class RankProcesses:
+    """`world_size` processes that live as long as the tests; each `build` makes new actors in them."""
+
+    def __init__(self, world_size: int) -> None:
+        # A server process imports torch and transformers once; the ranks are forked from it before it computes anything.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "transformers.models.qwen3.modeling_qwen3"])
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __len__(self) -> int:
+        return len(self.pipes)
+
+    def build(self, spec: ActorSpec) -> None:
+        """New actors in all processes, in a new process group."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [Rank(i, len(self), "127.0.0.1", port, "cpu", DEADLINE_S) for i in range(len(self))]
+        self._send("build", [(spec, rank) for rank in ranks])
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.call_each(method, [args] * len(self))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._send(method, arguments)
+
+    def shutdown(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+    def _send(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        for pipe, args in zip(self.pipes, arguments, strict=True):
+            pipe.send((method, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(DEADLINE_S), f"rank {rank} did not answer {method}"
+            kind, answer = pipe.recv()
+            if isinstance(answer, str) and kind is not None:
+                raise kind(answer)
+            answers.append(answer)
+        return answers
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    actor: RecordingActor | None = None
+    while True:
+        method, args = pipe.recv()
+        try:
+            if method == "build":
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                actor = RecordingActor(*args)
+                answer = None
+            else:
+                answer = getattr(actor, method)(*args)
+            pipe.send((None, answer))
+        except Exception as error:
+            kind = type(error) if type(error).__module__.startswith("grpo_rl") else AssertionError
+            pipe.send((kind, str(error) if kind is not AssertionError else traceback.format_exc()))
+
+
+def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule) -> Any:
+    """The actor's role over these processes, as the trainer drives it."""
+    from grpo_rl.cluster.roles import ActorGroup
+
+    return ActorGroup(processes, config, train_rule=rule, forward_rule=rule, always_old=False)
+
+
+def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:
+    """A random Qwen3 of 2 layers whose distributions are far from uniform."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(seed: int, num_groups: int = 4, group_size: int = 3) -> Batch:
+    """Ragged random rollouts, among them one of a single token and one without any."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=generator)
+
+    num_rollouts = num_groups * group_size
+    prompt_lengths_N = integers(1, 9, num_rollouts)
+    response_lengths_N = integers(2, 24, num_rollouts)
+    response_lengths_N[0], response_lengths_N[num_rollouts // 2] = 1, 0
+    num_trained = int(response_lengths_N.sum())
+    logprobs_T = -3 * torch.rand(num_trained, generator=generator)
+    advantages_N = torch.randn(num_rollouts, generator=generator)
+    return Batch(
+        prompt_lengths_N=prompt_lengths_N,
+        response_lengths_N=response_lengths_N,
+        group_N=torch.arange(num_groups).repeat_interleave(group_size),
+        token_ids_S=integers(2, VOCAB, int((prompt_lengths_N + response_lengths_N).sum())),
+        rewards_N=torch.rand(num_rollouts, generator=generator),
+        rollout_logprobs_T=logprobs_T,
+        ref_logprobs_T=logprobs_T - 0.3 * torch.rand(num_trained, generator=generator),
+        advantages_T=advantages_N.repeat_interleave(response_lengths_N),
+    )

@@ -1,0 +1,202 @@
+"""The same training however the work is cut: ranks, micro-batches, recomputation, sharding. Real FSDP2 over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from torch import Tensor
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.types import Batch, Metrics
+from grpo_rl.workers.actor import ActorSpec
+from grpo_rl.workers.policy import PolicySpec
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+
+WHOLE = MicroBatchRule(None, 1000)
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int = 1
+    rule: MicroBatchRule = WHOLE
+    checkpointing: bool = False
+    chunk_tokens: int = 10_000
+    reshard: bool = True
+
+
+ALONE = Layout()
+LAYOUTS = {
+    "1 rank, 12 micro-batches": Layout(rule=MicroBatchRule(None, 1), chunk_tokens=4),
+    "1 rank, recomputed": Layout(checkpointing=True),
+    "2 ranks, 3 micro-batches each": Layout(2, MicroBatchRule(None, 2)),
+    "2 ranks, by tokens, recomputed, in chunks": Layout(2, MicroBatchRule(40, None), checkpointing=True, chunk_tokens=7),
+    "2 ranks, layers kept whole": Layout(2, MicroBatchRule(None, 3), reshard=False),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    metrics: list[Metrics]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, RankProcesses]]:
+    made = {size: RankProcesses(size) for size in (1, 2)}
+    yield made
+    for processes in made.values():
+        processes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    return {tied: make_model(tmp_path_factory.mktemp("model"), tied=tied) for tied in (True, False)}
+
+
+def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float) -> ActorSpec:
+    model = ModelConfig(
+        path=str(path), enable_gradient_checkpointing=layout.checkpointing, lm_head_chunk_tokens=layout.chunk_tokens
+    )
+    # AdamW divides by the root of the squared gradient: where a gradient is 0 up to rounding, its noise still makes
+    # a step of the size of lr. With lr = 1e-5 a layout that is right stays within 1e-6 where the gradient is not 0.
+    return ActorSpec(
+        PolicySpec(model, temperature=0.9, dtype="float32", reshard_after_forward=layout.reshard, train=True),
+        objective,
+        OptimConfig(lr=1e-5, clip_grad=clip_grad),
+        total_optimizer_steps=100,
+        seed=1,
+    )
+
+
+def train(
+    ranks: dict[int, RankProcesses],
+    path: Path,
+    layout: Layout,
+    objective: Objective,
+    batches: list[Batch],
+    config: ActorConfig | None = None,
+    clip_grad: float = 1e6,
+) -> Trained:
+    processes = ranks[layout.ranks]
+    processes.build(spec_for(path, layout, objective, clip_grad))
+    actor = actor_group(processes, config or ActorConfig(), layout.rule)
+    metrics = [actor.update(actor.old_logprobs(batch)) for batch in batches]
+    return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
+
+
+def assert_same(one: Trained, other: Trained, smallest: float = 1e-3) -> None:
+    """First gradients to 1e-6 of the largest entry, parameters after all steps to 1e-6, metrics alike."""
+    assert one.parameters.keys() == other.parameters.keys()
+    largest = max(float(gradient.abs().max()) for gradient in one.gradients[0].values())
+    assert largest > smallest, "without gradients this comparison would see nothing"
+    for name, gradient in one.gradients[0].items():
+        torch.testing.assert_close(other.gradients[0][name], gradient, atol=1e-6 * largest, rtol=0, msg=name)
+    for name, parameter in one.parameters.items():
+        torch.testing.assert_close(other.parameters[name], parameter, atol=1e-6, rtol=0, msg=name)
+    for ours, theirs in zip(one.metrics, other.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
+
+
+def grpo(mode: str) -> Objective:
+    return Objective(loss_agg_mode=mode, entropy_coeff=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
+
+
+BATCHES = [make_batch(seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: dict[int, RankProcesses], models: dict[bool, Path]) -> dict[str, Trained]:
+    """One rank, one micro-batch, nothing recomputed: what all others are compared with."""
+    return {mode: train(ranks, models[True], ALONE, grpo(mode), BATCHES) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_and_parameters_do_not_depend_on_the_layout(ranks, models, alone, mode, layout):
+    assert_same(alone[mode], train(ranks, models[True], LAYOUTS[layout], grpo(mode), BATCHES))
+
+
+def test_the_modes_differ_by_their_denominators(alone):
+    first = {mode: torch.cat([g.flatten() for g in alone[mode].gradients[0].values()]) for mode in MODES}
+    counts = BATCHES[0].counts()
+    scaled = first["token-mean"] * counts.num_tokens / counts.num_sequences
+    largest = float(scaled.abs().max())
+    torch.testing.assert_close(first["seq-mean-token-sum"], scaled, atol=1e-5 * largest, rtol=0)
+    directions = [first[mode] / first[mode].norm() for mode in ("token-mean", "seq-mean-token-mean")]
+    assert float(directions[0] @ directions[1]) < 0.99
+
+
+@pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, 3 micro-batches each"])
+def test_gradients_are_clipped_by_their_norm_over_all_ranks_and_micro_batches(ranks, models, layout):
+    one = train(ranks, models[True], ALONE, grpo("token-mean"), BATCHES[:1], clip_grad=0.01)
+    assert_same(one, train(ranks, models[True], LAYOUTS[layout], grpo("token-mean"), BATCHES[:1], clip_grad=0.01), 1e-6)
+    norm = torch.cat([gradient.flatten() for gradient in one.gradients[0].values()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-4)
+    assert one.metrics[0]["actor/grad_norm"] > 0.1
+
+
+def test_three_steps_move_the_parameters_by_many_times_the_tolerance(models, alone):
+    from safetensors.torch import load_file
+
+    before = load_file(models[True] / "model.safetensors")
+    moved = {name: p - before[name.removeprefix("lm.")] for name, p in alone["token-mean"].parameters.items()}
+    assert max(float(m.abs().max()) for m in moved.values()) == pytest.approx(3e-5, rel=0.2)
+    # The part of the parameters whose steps are sure, not rounding noise: most of them.
+    sure = torch.cat([m.abs().flatten() for m in moved.values()]) > 5e-6
+    assert float(sure.float().mean()) > 0.5
+
+
+def test_an_untied_head_trains_alike_in_every_layout(ranks, models):
+    batches = BATCHES[:2]
+    one = train(ranks, models[False], ALONE, grpo("token-mean"), batches)
+    assert one.gradients[0]["lm.lm_head.weight"].abs().max() > 0
+    assert_same(one, train(ranks, models[False], Layout(2, MicroBatchRule(None, 2)), grpo("token-mean"), batches))
+
+
+def test_the_exact_kl_trains_alike_in_every_layout(ranks, models):
+    objective = Objective(kl_loss_type="full", kl_loss_coef=0.1)
+    generator = torch.Generator().manual_seed(0)
+    batches = [batch.replace(ref_hidden_TD=torch.randn(batch.num_trained_tokens, 48, generator=generator)) for batch in BATCHES]
+    one = train(ranks, models[True], ALONE, objective, batches)
+    assert_same(one, train(ranks, models[True], Layout(2, MicroBatchRule(None, 2), chunk_tokens=5), objective, batches))
+
+
+def test_a_rank_without_any_rollout_changes_nothing(ranks, models):
+    batches = [make_batch(seed, num_groups=1, group_size=1) for seed in (1, 2)]
+    batches = [replace_empty(batch) for batch in batches]
+    one = train(ranks, models[True], ALONE, grpo("token-mean"), batches)
+    two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), grpo("token-mean"), batches)
+    assert_same(one, two)
+
+
+def replace_empty(batch: Batch) -> Batch:
+    """One rollout with three trained tokens."""
+    return replace(
+        batch,
+        prompt_lengths_N=torch.tensor([2]),
+        response_lengths_N=torch.tensor([3]),
+        token_ids_S=torch.tensor([7, 8, 9, 10, 11]),
+        rollout_logprobs_T=torch.tensor([-1.0, -2.0, -0.5]),
+        ref_logprobs_T=torch.tensor([-1.5, -2.5, -0.6]),
+        advantages_T=torch.ones(3),
+    )
+
+
+def test_mini_batches_and_epochs_train_alike_in_every_layout(ranks, models):
+    config = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+    one = train(ranks, models[True], ALONE, grpo("seq-mean-token-mean"), BATCHES[:1], config)
+    assert len(one.gradients) == 4
+    assert one.metrics[0]["actor/ppo_kl"] != 0.0
+    two = train(ranks, models[True], Layout(2, MicroBatchRule(30, None)), grpo("seq-mean-token-mean"), BATCHES[:1], config)
+    assert_same(one, two)

@@ -1,0 +1,170 @@
+"""A policy's checkpoint, written and read by real FSDP2 ranks: bit for bit, and by another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.errors import CheckpointError
+from grpo_rl.workers.actor import ActorSpec
+from grpo_rl.workers.policy import PolicySpec
+
+BATCHES = [make_batch(seed) for seed in range(5)]
+CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, RankProcesses]]:
+    made = {size: RankProcesses(size) for size in (1, 2)}
+    yield made
+    for processes in made.values():
+        processes.shutdown()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=request.param)
+
+
+def spec_for(path: Path, **optim: Any) -> ActorSpec:
+    """Dropout on, so that the random state matters; a rate that changes in every step, so that the schedule does."""
+    model = ModelConfig(path=str(path), override_config={"attention_dropout": 0.2})
+    return ActorSpec(
+        PolicySpec(model, temperature=1.0, dtype="float32", train=True),
+        Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
+        OptimConfig(**{"lr": 1e-3, "lr_warmup_steps": 2, "lr_scheduler_type": "cosine", **optim}),
+        total_optimizer_steps=12,
+        seed=3,
+    )
+
+
+def start(processes: RankProcesses, spec: ActorSpec) -> Any:
+    processes.build(spec)
+    return actor_group(processes, CONFIG, MicroBatchRule(None, 2))
+
+
+def update(actor: Any, numbers: range) -> list[dict[str, float]]:
+    return [actor.update(actor.old_logprobs(BATCHES[number])) for number in numbers]
+
+
+def state(processes: RankProcesses) -> dict[str, torch.Tensor]:
+    return processes.call("parameters")[0] | processes.call("moments")[0]
+
+
+def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different[:5]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """What 2 ranks wrote after 3 batches, and what they held."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    actor = start(ranks[2], spec_for(path))
+    update(actor, range(3))
+    actor.save(folder)
+    return folder, (state(ranks[2]), ranks[2].call("schedule"), ranks[2].call("next_random"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_moments_and_schedule_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size):
+    folder, (before, schedules, _) = saved
+    processes = ranks[world_size]
+    actor = start(processes, spec_for(path))
+    actor.load(folder)
+    assert_equal_bits(before, state(processes))
+    assert processes.call("schedule") == schedules[:world_size]
+    assert (actor.version, actor.num_shuffles) == (3, 3)
+
+
+def test_every_rank_gets_its_own_random_state_back(ranks, path, saved):
+    folder, (_, _, randoms) = saved
+    assert randoms[0] != randoms[1]
+    actor = start(ranks[2], spec_for(path))
+    assert ranks[2].call("next_random") != randoms
+    actor.load(folder)
+    assert ranks[2].call("next_random") == randoms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_goes_on_bit_for_bit_with_dropout_and_shuffling(ranks, path, tmp_path, world_size):
+    processes = ranks[world_size]
+    actor = start(processes, spec_for(path))
+    update(actor, range(2))
+    actor.save(tmp_path)
+    expected_metrics = update(actor, range(2, 4))
+    expected = state(processes)
+
+    actor = start(processes, spec_for(path))
+    update(actor, range(4, 5))  # weights, moments, random state and gathered copies that loading has to replace
+    actor.load(tmp_path)
+    assert update(actor, range(2, 4)) == expected_metrics
+    assert_equal_bits(expected, state(processes))
+
+
+def test_saving_changes_nothing(ranks, path, tmp_path):
+    runs = []
+    for folder in (None, tmp_path):
+        actor = start(ranks[2], spec_for(path))
+        update(actor, range(1))
+        if folder is not None:
+            actor.save(folder)
+        update(actor, range(1, 2))
+        runs.append(state(ranks[2]))
+    assert_equal_bits(*runs)
+
+
+def test_the_weights_file_is_the_trained_model_by_its_hugging_face_names(ranks, path, saved, tmp_path):
+    folder, (before, _, _) = saved
+    actor = start(ranks[2], spec_for(path))
+    actor.load(folder)
+    actor.export(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    named = {f"lm.{name}": parameter.detach() for name, parameter in exported.named_parameters()}
+    assert_equal_bits({name: before[name] for name in named}, named)
+    assert named.keys() == load_file(folder / "weights.safetensors").keys()
+
+
+def test_the_learning_rate_is_that_of_the_configuration_also_after_a_resume(ranks, path, saved):
+    folder, (_, schedules, _) = saved
+    actor = start(ranks[1], spec_for(path, lr=5e-4))
+    actor.load(folder)
+    step, logged, used = ranks[1].call("schedule")[0]
+    assert step == schedules[0][0] == 6
+    assert used == logged == pytest.approx([0.5 * rate for rate in schedules[0][1]])
+
+
+def test_a_checkpoint_of_another_model_is_refused(ranks, path, saved, tmp_path):
+    folder, _ = saved
+    tied = json.loads((path / "config.json").read_text())["tie_word_embeddings"]
+    other = make_model(tmp_path, tied=not tied)
+    actor = start(ranks[1], spec_for(other))
+    before = ranks[1].call("parameters")[0]
+    with pytest.raises(CheckpointError, match=r"holds another model: (missing|.*unknown) \['lm.lm_head.weight'\]"):
+        actor.load(folder)
+    assert_equal_bits(before, ranks[1].call("parameters")[0])
+
+
+def test_without_dropout_one_rank_goes_on_where_two_stopped(ranks, path, tmp_path):
+    spec = spec_for(path)
+    spec = replace(spec, policy=replace(spec.policy, model=replace(spec.policy.model, override_config={})))
+    actor = start(ranks[2], spec)
+    update(actor, range(2))
+    actor.save(tmp_path)
+    expected = update(actor, range(2, 3))[0]
+    actor = start(ranks[1], spec)
+    actor.load(tmp_path)
+    assert update(actor, range(2, 3))[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)

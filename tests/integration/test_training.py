@@ -1,0 +1,271 @@
+"""The whole program: Ray, a rollout engine, FSDP2 actors and a reference in processes of their own, from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.models import builtin
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts import read_rollouts
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+RUN_TIMEOUT_S = 540
+pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+
+# A random model never gets a sum right: this one makes a difference between its responses.
+REWARD = "def variety(data_source, solution_str, ground_truth, extra_info):\n    return len(set(solution_str)) / 10\n"
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    output: str
+
+    @property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Metrics by training step."""
+        return {int(row["step"]): row for row in read_metrics(self.path / "metrics.jsonl") if "actor/loss" in row}
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        return read_rollouts(self.path / "rollouts" / f"step_{step}.jsonl")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.path / "model" / "model.safetensors")
+
+
+def train(folder: Path, name: str, *words: str) -> Run:
+    """`python -m grpo_rl.main` with these words, in a process of its own; its screen is shown when it fails."""
+    (folder / "my_reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
+    command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+    run = Run(folder / "runs" / name, done.stdout)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
+    return run
+
+
+def _log_tails(path: Path) -> str:
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(path.glob("logs/*.log")))
+
+
+def arithmetic(model: Path) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_files=task:arithmetic?split=train&num_rows=64",
+        "data.val_files=task:arithmetic?split=val&num_rows=6",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=12",
+        "reward.functions=[auto,my_reward.py:variety]",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.kv_cache_gib=0.1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as it was initialised: no warm start."""
+    return builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random")
+
+
+def assert_trains_like_its_engine(run: Run, last: int) -> None:
+    """Every step's rollouts have the weights that the step before left, and the log-probs that the trainer finds."""
+    assert sorted(run.steps) == list(range(1, last + 1))
+    for step, row in run.steps.items():
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["actor/grad_norm"] > 0
+        assert {record["weight_version"] for record in run.rollouts(step)} == {step - 1}
+
+
+def assert_group_advantages(records: list[dict[str, Any]]) -> None:
+    """The advantages in the log are those of the rewards beside them."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        groups[record["uid"]].append(record)
+    assert {len(group) for group in groups.values()} == {4}
+    assert any(record["advantage"] for record in records)
+    for group in groups.values():
+        rewards = [record["reward"] for record in group]
+        spread = statistics.stdev(rewards)
+        for record in group:
+            expected = (record["reward"] - statistics.fmean(rewards)) / (spread + 1e-6) if spread else 0.0
+            assert record["advantage"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
+    run = train(tmp_path, "plain", *arithmetic(model), "trainer.total_training_steps=2")
+    assert_trains_like_its_engine(run, last=2)
+    for row in run.steps.values():
+        # One update per batch: the policy that is updated is the one that sampled.
+        assert row["actor/ratio_max"] == 1.0 and row["actor/ppo_kl"] == 0.0 and row["actor/pg_clipfrac"] == 0.0
+    assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert run.steps[2]["actor/kl_loss"] > 1e-6
+    assert_group_advantages(run.rollouts(1))
+    assert all(set(record["reward_parts"]) >= {"auto", "variety"} for record in run.rollouts(2))
+
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
+    trained = AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert all(not torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    ids = tokenizer("1+1=", return_tensors="pt").input_ids
+    assert trained.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
+
+    validated = [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if "val/arithmetic/mean@1" in row]
+    assert validated == [0, 2]
+    expected = ["config.yaml", "overrides.txt", "plots/curves.png", "report.txt", "val/step_0.jsonl", "val/step_2.jsonl"]
+    assert [name for name in expected if not (run.path / name).is_file()] == []
+    assert {log.name for log in run.path.glob("logs/*.log")} == {"actor0.log", "console.log", "reference0.log", "rollout0.log"}
+
+
+def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini_batches(model, tmp_path):
+    run = train(
+        tmp_path,
+        "apart",
+        *arithmetic(model),
+        "trainer.total_training_steps=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.val_before_train=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.temperature=0.8",
+        "actor_rollout_ref.rollout.checkpoint_engine.verify_checksum=true",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+    )
+    assert_trains_like_its_engine(run, last=2)
+    for row in run.steps.values():
+        assert row["actor/ratio_max"] > 1.001, "later mini-batches are off-policy"
+        assert row["actor/kl_loss"] > 0
+    assert_group_advantages(run.rollouts(2))
+    roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log"}
+    assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
+
+
+def test_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, tmp_path):
+    words = [
+        *arithmetic(model),
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=false",
+        "actor_rollout_ref.rollout.name=hf",
+        # State of every kind: dropout, a schedule, shuffled mini-batches, a steered KL coefficient.
+        "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=5",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=1000",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+    ]
+    whole = train(tmp_path, "whole", *words)
+    assert_trains_like_its_engine(whole, last=4)
+    assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 4
+
+    # As if the process had been killed after its third step: the checkpoint of step 2 is all that it can go on from.
+    killed = whole.path.with_name("resumed")
+    shutil.copytree(whole.path, killed)
+    for left in ("checkpoints/step_4", "model"):
+        shutil.rmtree(killed / left)
+    (killed / "rollouts" / "step_4.jsonl").unlink()
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
+
+    resumed = train(tmp_path, "resumed", *words)
+    assert "resumed from" in resumed.output and "at step 2" in resumed.output
+    assert sorted(resumed.steps) == [1, 2, 3, 4]
+    for step in (3, 4):
+        assert _without_times(resumed.steps[step]) == pytest.approx(_without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
+        ours, theirs = (
+            [(r["uid"], r["sample"], r["response"], r["reward"]) for r in x.rollouts(step)] for x in (resumed, whole)
+        )
+        assert ours == theirs
+    for name, weight in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+def _without_times(row: dict[str, float]) -> dict[str, float]:
+    return {
+        key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/tokens_per_s")) and key != "time"
+    }
+
+
+def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
+    train_file, val_file = DATA / "gsm8k" / "gsm8k_train.parquet", DATA / "gsm8k" / "gsm8k_test.parquet"
+    tokenizer_folder = DATA / "tokenizers" / "qwen2.5"
+    for needed in (train_file, val_file, tokenizer_folder):
+        if not needed.exists():
+            pytest.skip(f"the data is not here: {needed}")
+    model = _tiny_qwen2(tmp_path / "model", AutoTokenizer.from_pretrained(tokenizer_folder))
+    run = train(
+        tmp_path,
+        "gsm8k",
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.model.tokenizer_path={tokenizer_folder}",
+        f"data.train_files={train_file}",
+        f"data.val_files={val_file}",
+        "data.train_max_samples=64",
+        "data.val_max_samples=4",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=256",
+        "data.filter_overlong_prompts=true",
+        "data.max_response_length=16",
+        "reward.functions=[auto,my_reward.py:variety]",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.kv_cache_gib=0.2",
+        "trainer.total_training_steps=2",
+    )
+    assert_trains_like_its_engine(run, last=2)
+    assert_group_advantages(run.rollouts(1))
+    records = run.rollouts(1) + run.rollouts(2)
+    assert len(records) == 32 and {record["data_source"] for record in records} == {"openai/gsm8k"}
+    assert all(record["reward_parts"]["auto"] == 0.0 and record["ground_truth"] for record in records)
+    assert all(record["prompt"].startswith("<|im_start|>") for record in records)
+    assert read_metrics(run.path / "metrics.jsonl")[-1]["val/openai/gsm8k/mean@1"] == 0.0
+
+
+def _tiny_qwen2(folder: Path, tokenizer: Any) -> Path:
+    """A random Qwen2 with Qwen2.5's vocabulary and next to nothing behind it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder

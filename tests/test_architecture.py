@@ -1,0 +1,225 @@
+"""The house rules that a machine can check: who may import whom, sizes of files, and what is never done."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.config.fields import leaves
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "grpo_rl"
+
+FLOORS = {
+    "types": 0,
+    "registry": 0,
+    "errors": 0,
+    "config": 0,
+    "roles": 1,
+    "algos": 1,
+    "data": 1,
+    "rewards": 1,
+    "telemetry": 1,
+    "models": 1,
+    "rollout": 1,
+    "checkpoint": 1,
+    "trainer": 2,
+    "workers": 2,
+    "cluster": 3,
+    "plan": 3,
+    "plan_text": 3,
+    "plan_memory": 3,
+    "main": 4,
+}
+NEIGHBOURS = {
+    # The plan is three files, and what it decides is carried out by the cluster.
+    ("plan", "plan_text"),
+    ("plan_text", "plan_memory"),
+    ("cluster", "plan"),
+    # A checkpoint holds a sharded model's state.
+    ("checkpoint", "models"),
+}
+LONGEST_FILE = 300
+LONGER_FILES = {"config/schema.py": "the one table of all options"}
+LIBRARIES = {
+    "ray": lambda file: file.startswith("cluster/"),
+    "vllm": lambda file: file.startswith("rollout/vllm_"),
+    "hydra": lambda file: file.startswith("config/") or file == "main.py",
+    "omegaconf": lambda file: file.startswith("config/") or file == "main.py",
+}
+
+
+def names() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+def imports(file: str) -> Iterator[tuple[str, int, bool]]:
+    """Modules that `file` imports: dotted name, line, and whether only for the type checker."""
+    only_types = {
+        id(inner)
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in only_types
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                # `from grpo_rl import plan` imports a module, `from grpo_rl.plan import Plan` a name of one.
+                submodule = PACKAGE.parent / f"{node.module}.{alias.name}".replace(".", "/")
+                is_module = submodule.with_suffix(".py").is_file() or submodule.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module, node.lineno, id(node) in only_types
+
+
+def room(dotted: str) -> str:
+    """`config` for grpo_rl.config.schema, `plan` for grpo_rl.plan, empty for grpo_rl itself."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def room_of(file: str) -> str:
+    """The room that a file lies in."""
+    return file.split("/")[0].removesuffix(".py")
+
+
+def test_every_file_is_on_a_floor() -> None:
+    assert {room_of(file) for file in names()} - {"__init__"} <= set(FLOORS)
+
+
+@pytest.mark.parametrize("file", names())
+def test_imports_go_down_only(file: str) -> None:
+    here = room_of(file)
+    if here == "__init__":
+        assert not list(imports(file))
+        return
+    for module, line, only_types in imports(file):
+        there = room(module)
+        if module.split(".")[0] != "grpo_rl" or there in ("", "errors", here) or only_types:
+            continue
+        allowed = FLOORS[there] < FLOORS[here] or (here, there) in NEIGHBOURS
+        assert allowed, f"{file}:{line}: {here} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+
+
+@pytest.mark.parametrize("file", names())
+def test_heavy_libraries_stay_in_their_rooms(file: str) -> None:
+    for module, line, only_types in imports(file):
+        library = module.split(".")[0]
+        if library in LIBRARIES and not only_types:
+            assert LIBRARIES[library](file), f"{file}:{line} imports {library}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph: dict[str, set[str]] = {}
+    for file in names():
+        module = "grpo_rl." + file.removesuffix(".py").replace("/", ".")
+        graph[module.removesuffix(".__init__")] = {name for name, _, only_types in top_level_imports(file) if not only_types}
+    for start in graph:
+        path = cycle_from(start, graph)
+        assert not path, " -> ".join(path)
+
+
+def top_level_imports(file: str) -> Iterator[tuple[str, int, bool]]:
+    """Imports that run when the module is imported; those inside functions run later."""
+    inside = {
+        node.lineno
+        for function in ast.walk(tree(file))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    return (entry for entry in imports(file) if entry[1] not in inside)
+
+
+def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
+    """A path from `start` back to itself, empty where there is none."""
+    paths, seen = [[start]], set()
+    while paths:
+        path = paths.pop()
+        for following in graph.get(path[-1], ()):
+            if following == start:
+                return [*path, start]
+            if following not in seen:
+                seen.add(following)
+                paths.append([*path, following])
+    return []
+
+
+@pytest.mark.parametrize("file", names())
+def test_files_are_short(file: str) -> None:
+    if file not in LONGER_FILES:
+        assert len((PACKAGE / file).read_text().splitlines()) <= LONGEST_FILE
+
+
+@pytest.mark.parametrize("file", [file for file in names() if file.endswith("/__init__.py")])
+def test_package_files_are_empty(file: str) -> None:
+    assert (PACKAGE / file).read_text() == ""
+
+
+@pytest.mark.parametrize("file", names())
+def test_nothing_runs_what_it_reads(file: str) -> None:
+    """No eval, no exec, no pickle.load, no torch.load that would run code from a file."""
+    for node in ast.walk(tree(file)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in ("eval", "exec", "compile"), f"{file}:{node.lineno}: {called}"
+        assert called not in ("pickle.load", "pickle.loads", "cloudpickle.loads", "cloudpickle.load"), f"{file}:{node.lineno}"
+        options = {keyword.arg: keyword.value for keyword in node.keywords}
+        trusting = options.get("weights_only")
+        assert not (isinstance(trusting, ast.Constant) and trusting.value is False), f"{file}:{node.lineno}: weights_only=False"
+        if called == "torch.load":
+            assert trusting is not None, f"{file}:{node.lineno}: torch.load says weights_only=True"
+
+
+@pytest.mark.parametrize("file", names())
+def test_no_except_is_bare(file: str) -> None:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{file}:{node.lineno}"
+
+
+def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
+    talk = ("config/schema.py", "config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
+    readers = [file for file in names() if file not in talk and not file.endswith("_checks.py")]
+    read = {node.attr for file in readers for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+    unread = [key for key in leaves() if key.rpartition(".")[2] not in read]
+    # Both of its values mean FSDP2: the key is there so that verl's commands run.
+    assert unread == ["actor_rollout_ref.actor.strategy"]
+
+
+def loaded(code: str, modules: set[str]) -> list[str]:
+    """Which of `modules` are loaded after `code` in a fresh process."""
+    program = f"{code}\nimport sys; print(','.join(sorted({modules!r} & set(sys.modules))))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.strip().split(",") if name]
+
+
+@pytest.mark.parametrize("module", ["schema", "compose", "checks", "derived", "reference"])
+def test_the_configuration_loads_nothing_heavy(module: str) -> None:
+    assert loaded(f"import grpo_rl.config.{module}", {"torch", "ray", "vllm", "transformers", "numpy"}) == []
+
+
+def test_the_mathematics_load_torch_and_nothing_else_of_weight() -> None:
+    modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
+    code = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
+    assert loaded(code, {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}) == ["torch"]
+
+
+def test_the_plan_is_made_without_ray_vllm_or_transformers() -> None:
+    code = "from grpo_rl.main import main; import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()): main(['trainer.dry_run=true', 'trainer.device=cpu'])"
+    assert loaded(code, {"ray", "vllm", "transformers"}) == []

@@ -1,0 +1,236 @@
+"""Dealing a batch to ranks and putting their answers together again, over a group that runs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.cluster.pool import sample_seed
+from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ActorConfig
+from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.actor import OptimizerStep
+
+
+def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None = None) -> Batch:
+    """Token ids count up over the flat axis, so that every token is recognised."""
+    prompts, responses = torch.tensor([p for p, _ in lengths]), torch.tensor([r for _, r in lengths])
+    return Batch(
+        prompt_lengths_N=prompts,
+        response_lengths_N=responses,
+        group_N=torch.tensor(list(groups) if groups is not None else list(range(len(lengths)))),
+        token_ids_S=torch.arange(int((prompts + responses).sum())),
+        rewards_N=torch.zeros(len(lengths)),
+        rollout_logprobs_T=torch.arange(int(responses.sum()), dtype=torch.float32),
+    )
+
+
+class Ranks:
+    """What ActorGroup needs of a worker group; it remembers what each rank was asked."""
+
+    def __init__(self, size: int, answer: Any = None) -> None:
+        self.size = size
+        self.answer = answer
+        self.asked: list[tuple[str, Sequence[tuple[Any, ...]]]] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert len(arguments) == self.size
+        self.asked.append((method, arguments))
+        return [self.answer(*args) for args in arguments]
+
+
+def echo(batches: Sequence[Batch | None], *_: Any) -> list[torch.Tensor | None]:
+    """A rank whose log-probs are the rollout's own, negated."""
+    return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
+
+
+def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorGroup:
+    rule = MicroBatchRule(None, 2)
+    return ActorGroup(ranks, ActorConfig(**config), train_rule=rule, forward_rule=rule, always_old=always_old)
+
+
+def empty_stats(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+    return [{} for _ in steps]
+
+
+# ---- gathering --------------------------------------------------------------------------------------
+
+rollouts = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=20)
+
+
+@given(rollouts, st.integers(1, 4), st.booleans())
+def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, by_tokens):
+    batch = make_batch(lengths)
+    rule = MicroBatchRule(12, None) if by_tokens else MicroBatchRule(None, 3)
+    rows = plan(batch, rule, num_ranks)
+    parts = [echo(micro_batches(batch, rank_rows)) for rank_rows in rows]
+    if any(part is not None for rank_parts in parts for part in rank_parts):
+        assert torch.equal(gather(batch, rows, parts), -batch.rollout_logprobs_T)
+
+
+def test_rows_of_a_matrix_are_gathered_alike():
+    batch = make_batch([(1, 2), (1, 1), (2, 0), (1, 3)])
+    hidden = torch.stack([batch.rollout_logprobs_T, 10 * batch.rollout_logprobs_T], 1)
+    rows = [[[3], []], [[1, 0], [2]]]
+    parts = [[hidden[3:6], None], [hidden[[2, 0, 1]], hidden[:0]]]
+    assert torch.equal(gather(batch, rows, parts), hidden)
+
+
+def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
+    batch = make_batch([(2, 3)])
+    rows = plan(batch, MicroBatchRule(None, 4), 3)
+    assert [micro_batches(batch, rank_rows) for rank_rows in rows][1:] == [[None], [None]]
+
+
+def test_the_reference_fills_both_columns_for_the_full_kl():
+    batch = make_batch([(1, 2), (3, 1), (1, 4)])
+
+    def answer(batches: Sequence[Batch | None], want_hidden: bool) -> dict[str, list[torch.Tensor | None]]:
+        assert want_hidden
+        hidden = [None if part is None else part[:, None].expand(-1, 5) for part in echo(batches)]
+        return {"logprobs_T": echo(batches), "hidden_TD": hidden}
+
+    out = ReferenceGroup(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
+    assert torch.equal(out.ref_logprobs_T, -batch.rollout_logprobs_T)
+    assert torch.equal(out.ref_hidden_TD, -batch.rollout_logprobs_T[:, None].expand(-1, 5))
+
+
+# ---- old log-probs ----------------------------------------------------------------------------------
+
+
+def test_old_logprobs_are_left_out_where_one_update_makes_the_ratio_one():
+    ranks = Ranks(2, echo)
+    batch = make_batch([(1, 2), (1, 2)], groups=[0, 1])
+    assert actor(ranks, ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
+    assert ranks.asked == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{"ppo_mini_batch_size": 1}, {"ppo_mini_batch_size": 2, "ppo_epochs": 2}, {"always_old": True}]
+)
+def test_old_logprobs_are_computed_where_something_reads_them(settings):
+    batch = make_batch([(1, 2), (2, 1)], groups=[0, 1])
+    out = actor(Ranks(2, echo), **settings).old_logprobs(batch)
+    assert torch.equal(out.old_logprobs_T, -batch.rollout_logprobs_T)
+
+
+# ---- mini-batches -----------------------------------------------------------------------------------
+
+
+def groups_of(steps: Sequence[Sequence[OptimizerStep]], batch: Batch) -> list[list[int]]:
+    """The prompt groups of each optimizer step, over all ranks."""
+    return [
+        sorted({int(g) for rank in steps for b in rank[step].micro_batches if b is not None for g in b.group_N})
+        for step in range(len(steps[0]))
+    ]
+
+
+INTERLEAVED = make_batch([(1, 1 + n % 4) for n in range(15)], groups=[n % 5 for n in range(15)])
+
+
+def run_update(batch: Batch, num_ranks: int = 2, times: int = 1, **config: Any) -> list[list[list[OptimizerStep]]]:
+    ranks = Ranks(num_ranks, empty_stats)
+    group = actor(ranks, **config)
+    for _ in range(times):
+        group.update(batch)
+    return [[list(args[0]) for args in arguments] for _, arguments in ranks.asked]
+
+
+def test_mini_batches_are_whole_groups_in_order_and_the_last_may_be_smaller():
+    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=2)
+    assert groups_of(steps, INTERLEAVED) == [[0, 1], [2, 3], [4]]
+    for step, groups in enumerate([[0, 1], [2, 3], [4]]):
+        tokens = sorted(
+            token for rank in steps for b in rank[step].micro_batches if b is not None for token in b.token_ids_S.tolist()
+        )
+        chosen = INTERLEAVED.select([n for n in range(15) if n % 5 in groups])
+        assert tokens == sorted(chosen.token_ids_S.tolist())
+        assert {rank[step].counts for rank in steps} == {chosen.counts()}
+
+
+def test_all_ranks_make_the_same_number_of_passes():
+    [steps] = run_update(INTERLEAVED, num_ranks=3, ppo_mini_batch_size=1)
+    assert len({tuple(len(step.micro_batches) for step in rank) for rank in steps}) == 1
+
+
+def test_without_shuffling_every_epoch_is_the_same():
+    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=3, ppo_epochs=2)
+    assert groups_of(steps, INTERLEAVED) == [[0, 1, 2], [3, 4]] * 2
+
+
+def test_shuffling_deals_groups_anew_in_every_epoch_and_by_the_seed_alone():
+    settings = {"ppo_mini_batch_size": 1, "ppo_epochs": 3, "shuffle": True}
+    first, again = (run_update(INTERLEAVED, times=2, **settings) for _ in range(2))
+    orders = [groups_of(steps, INTERLEAVED) for steps in first]
+    assert orders == [groups_of(steps, INTERLEAVED) for steps in again]
+    epochs = [order[i : i + 5] for order in orders for i in (0, 5, 10)]
+    assert all(sorted(epoch) == [[0], [1], [2], [3], [4]] for epoch in epochs)
+    assert len({str(epoch) for epoch in epochs}) > 3
+    other = run_update(INTERLEAVED, times=2, data_loader_seed=43, **settings)
+    assert [groups_of(steps, INTERLEAVED) for steps in other] != orders
+
+
+def test_every_update_makes_new_weights():
+    group = actor(Ranks(1, empty_stats))
+    assert group.version == 0
+    group.update(INTERLEAVED)
+    group.update(INTERLEAVED)
+    assert group.version == 2
+
+
+# ---- statistics -------------------------------------------------------------------------------------
+
+
+def test_statistics_of_ranks_and_steps_are_combined_by_their_prefixes():
+    rank0 = [
+        {"sum/clipped": 3.0, "share/loss": 0.25, "max/ratio": 1.5, "same/lr": 0.1},
+        {"sum/clipped": 0.0, "share/loss": 1.0},
+    ]
+    rank1 = [
+        {"sum/clipped": 1.0, "share/loss": 0.5, "max/ratio": 1.25, "same/lr": 0.1},
+        {"sum/clipped": 5.0, "share/loss": -2.0},
+    ]
+    rank1[1] |= {"max/ratio": 3.0, "same/lr": 0.3}
+    metrics = combine_stats([rank0, rank1], [Counts(8, 2, 1), Counts(10, 2, 1)])
+    assert metrics == pytest.approx(
+        {
+            "actor/clipped": (4 / 8 + 5 / 10) / 2,
+            "actor/loss": (0.75 - 1.0) / 2,
+            "actor/ratio": 3.0,
+            "actor/lr": (0.1 + 0.3) / 2,
+        }
+    )
+
+
+def test_the_difference_to_the_engine_has_a_mean_and_a_maximum_of_its_own():
+    stats = [[{"sum/rollout_logprob_diff": 6.0, "max/rollout_logprob_diff": 2.0}], [{}]]
+    assert combine_stats(stats, [Counts(4, 1, 1)]) == {"rollout/logprob_diff_mean": 1.5, "rollout/logprob_diff_max": 2.0}
+
+
+def test_a_step_without_any_trained_token_divides_by_nothing():
+    assert combine_stats([[{"sum/clipped": 0.0}]], [Counts(0, 0, 0)]) == {"actor/clipped": 0.0}
+
+
+# ---- seeds of sampling ------------------------------------------------------------------------------
+
+
+def test_every_response_has_a_seed_of_its_own_that_never_changes():
+    seeds = {(s, uid, n): sample_seed(s, uid, n) for s in (0, 1) for uid in ("e0-r1", "e0-r11", "e1-r1") for n in range(8)}
+    assert len(set(seeds.values())) == len(seeds)
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds.values())
+    assert seeds[0, "e0-r1", 0] == sample_seed(0, "e0-r1", 0)
+    # "e0-r1" with sample 11 and "e0-r11" with sample 1 are not the same words.
+    assert sample_seed(0, "e0-r1", 11) != sample_seed(0, "e0-r11", 1)
+
+
+def test_without_a_seed_the_engine_draws_freely():
+    assert sample_seed(None, "e0-r1", 0) is None

@@ -1,0 +1,109 @@
+"""Configurations for tests, built without Hydra: dotted keys in, a checked Config out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from grpo_rl.config.convert import convert
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.fields import Kind, Leaf, leaves
+from grpo_rl.config.schema import Config
+
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+EIGHT_GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+RUNNABLE = {
+    "data.train_files": "task:arithmetic",
+    "actor_rollout_ref.model.path": "builtin:arithmetic",
+    "data.train_batch_size": 32,
+    f"{A}.ppo_mini_batch_size": 32,
+}
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *groups, name = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = value
+    return tree
+
+
+def config_with(**keys: Any) -> Config:
+    """The smallest runnable configuration with `keys` changed; `__` stands for a dot."""
+    return config_of({key.replace("__", "."): value for key, value in keys.items()})
+
+
+def config_of(keys: dict[str, Any]) -> Config:
+    """The smallest runnable configuration with `keys` (dotted) changed."""
+    return convert(nested(RUNNABLE | keys))
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$\\"), max_size=12).filter(
+    lambda text: text != "???" and not text.startswith("~/")
+)
+
+
+def values_of(kind: Kind) -> st.SearchStrategy[Any]:
+    """Values that the key's rule allows."""
+    if kind.item is not None:
+        inner: st.SearchStrategy[Any] = st.lists(values_of(kind.item), max_size=3)
+    elif kind.choices:
+        inner = st.sampled_from(kind.choices)
+    elif kind.base is bool:
+        inner = st.booleans()
+    elif kind.base is str:
+        inner = TEXTS
+    elif kind.base is dict:
+        inner = st.dictionaries(st.from_regex("[a-z_]{1,8}", fullmatch=True), st.integers() | st.booleans() | TEXTS, max_size=3)
+    else:
+        inner = numbers_of(kind)
+    return st.none() | inner if kind.optional else inner
+
+
+def numbers_of(kind: Kind) -> st.SearchStrategy[Any]:
+    """Numbers within the key's range."""
+    bounds = kind.range
+    low = high = None
+    exclude_low = exclude_high = False
+    if bounds is not None:
+        exclude_low, exclude_high = bounds.gt is not None, bounds.lt is not None
+        low = bounds.gt if exclude_low else bounds.ge
+        high = bounds.lt if exclude_high else bounds.le
+    if kind.base is int:
+        assert not exclude_low and not exclude_high
+        return st.integers(None if low is None else int(low), None if high is None else int(high))
+    low = None if low == -math.inf else low
+    high = None if high == math.inf else high
+    return st.floats(
+        low,
+        high,
+        exclude_min=exclude_low and low is not None,
+        exclude_max=exclude_high and high is not None,
+        allow_nan=False,
+        allow_infinity=False,
+    )
+
+
+def any_settings() -> st.SearchStrategy[dict[str, Any]]:
+    """Some keys, each with a value that its rule allows."""
+
+    def settings_of(chosen: list[Leaf]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries({leaf.key: values_of(leaf.kind) for leaf in chosen})
+
+    return st.lists(st.sampled_from(list(leaves().values())), unique_by=lambda leaf: leaf.key, max_size=20).flatmap(settings_of)

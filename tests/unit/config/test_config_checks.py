@@ -1,0 +1,302 @@
+"""Rules between keys: what contradicts itself is refused with the key, the rule and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_tools import CPU, EIGHT_GPUS, A, R, config_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.config.checks import check
+from grpo_rl.config.derived import Machine
+
+V = f"{R}.val_kwargs"
+ONE_GPU = Machine(num_gpus=1, num_cpus=8, device="cuda")
+NO_GPU_FOUND = Machine(num_gpus=0, num_cpus=8, device="cuda")
+CLUSTER = Machine(num_gpus=0, num_cpus=8, device="cuda", cluster=True)
+
+CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
+    # data and model
+    ({"data.train_files": []}, CPU, "data.train_files", "not set"),
+    ({"data.train_files": ["no/such.parquet"]}, CPU, "data.train_files=no/such.parquet", "there is no file"),
+    ({"data.train_files": ["pyproject.lock"]}, CPU, "data.train_files=pyproject.lock", "there is no file"),
+    ({"data.val_files": ["."]}, CPU, "data.val_files=.", "is a folder"),
+    ({"data.val_files": [__file__]}, CPU, "data.val_files=", ".parquet, .json, .jsonl"),
+    ({"data.train_max_samples": 0}, CPU, "data.train_max_samples=0", "-1"),
+    ({"data.train_max_samples": 31}, CPU, "data.train_max_samples=31", "32"),
+    ({"data.val_max_samples": 5}, CPU, "data.val_max_samples=5", "data.val_files"),
+    ({"data.seed": 5, "data.shuffle": False}, CPU, "data.seed=5", "data.shuffle=true"),
+    ({"actor_rollout_ref.model.path": ""}, CPU, "actor_rollout_ref.model.path", "not set"),
+    ({"actor_rollout_ref.model.path": "./no/folder"}, CPU, "actor_rollout_ref.model.path=./no/folder", "no such folder"),
+    ({"actor_rollout_ref.model.path": "gpt"}, CPU, "actor_rollout_ref.model.path=gpt", "organisation/name"),
+    ({"actor_rollout_ref.model.path": str(Path(__file__).parent)}, CPU, "actor_rollout_ref.model.path", "no config.json"),
+    ({"actor_rollout_ref.model.tokenizer_path": "./none"}, CPU, "actor_rollout_ref.model.tokenizer_path", "no such folder"),
+    (
+        {"actor_rollout_ref.model.tokenizer_path": str(Path(__file__).parent)},
+        CPU,
+        "actor_rollout_ref.model.tokenizer_path",
+        "no tokenizer there",
+    ),
+    # batches
+    ({f"{A}.ppo_mini_batch_size": 64}, CPU, f"{A}.ppo_mini_batch_size=64", "at most 32"),
+    ({f"{A}.ppo_mini_batch_size": 12}, CPU, "data.train_batch_size=32", "24 or 36, or ppo_mini_batch_size=8 or 16"),
+    (
+        {"data.train_batch_size": 2, f"{A}.ppo_mini_batch_size": 2, f"{R}.n": 3},
+        EIGHT_GPUS,
+        f"{A}.ppo_mini_batch_size=2",
+        "at least 3",
+    ),
+    ({f"{R}.n": 1}, CPU, f"{R}.n=1", "at least 2"),
+    (
+        {f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": 4},
+        CPU,
+        f"{A}.ppo_micro_batch_size_per_gpu=4",
+        "no effect",
+    ),
+    ({f"{A}.use_dynamic_bsz": False}, CPU, f"{A}.use_dynamic_bsz=false", "ppo_micro_batch_size_per_gpu"),
+    (
+        {f"{R}.log_prob_use_dynamic_bsz": True, f"{R}.log_prob_micro_batch_size_per_gpu": 4},
+        CPU,
+        f"{R}.log_prob_micro_batch_size_per_gpu=4",
+        "no effect",
+    ),
+    (
+        {"actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False},
+        CPU,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
+        "needs actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    ),
+    (
+        {
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9999,
+        },
+        CPU,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9999",
+        "no effect",
+    ),
+    ({f"{A}.ppo_max_token_len_per_gpu": 1023}, CPU, f"{A}.ppo_max_token_len_per_gpu=1023", "at least 1024"),
+    ({f"{R}.log_prob_max_token_len_per_gpu": 1023}, CPU, f"{R}.log_prob_max_token_len_per_gpu=1023", "at least 1024"),
+    (
+        {f"{A}.ppo_micro_batch_size_per_gpu": 4, f"{A}.ppo_max_token_len_per_gpu": 9999},
+        CPU,
+        f"{A}.ppo_max_token_len_per_gpu=9999",
+        "no effect",
+    ),
+    ({f"{R}.max_model_len": 1000}, CPU, f"{R}.max_model_len=1000", "at least 1024"),
+    ({f"{R}.max_num_batched_tokens": 100}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
+    # algorithm
+    ({"algorithm.use_kl_in_reward": True}, CPU, "algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false"),
+    (
+        {"algorithm.use_kl_in_reward": True, f"{A}.use_kl_loss": False, "algorithm.kl_ctrl.kl_coef": 0},
+        CPU,
+        "algorithm.kl_ctrl.kl_coef=0",
+        "use_kl_in_reward=false",
+    ),
+    ({"algorithm.kl_penalty": "k3"}, CPU, "algorithm.kl_penalty=k3", "algorithm.use_kl_in_reward=true"),
+    ({"algorithm.kl_ctrl.kl_coef": 0.5}, CPU, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.use_kl_in_reward=true"),
+    ({"algorithm.kl_ctrl.type": "adaptive"}, CPU, "algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
+    ({"algorithm.kl_ctrl.horizon": 5}, CPU, "algorithm.kl_ctrl.horizon=5", "type=adaptive"),
+    ({"algorithm.kl_ctrl.target_kl": 5.0}, CPU, "algorithm.kl_ctrl.target_kl=5", "type=adaptive"),
+    ({f"{A}.use_kl_loss": False, f"{A}.kl_loss_coef": 0.5}, CPU, f"{A}.kl_loss_coef=0.5", "use_kl_loss=true"),
+    ({f"{A}.use_kl_loss": False, f"{A}.kl_loss_type": "k1"}, CPU, f"{A}.kl_loss_type=k1", "use_kl_loss=true"),
+    (
+        {f"{A}.clip_ratio": 0.1, f"{A}.clip_ratio_low": 0.2, f"{A}.clip_ratio_high": 0.3},
+        CPU,
+        f"{A}.clip_ratio=0.1",
+        "no effect",
+    ),
+    ({f"{A}.data_loader_seed": 1}, CPU, f"{A}.data_loader_seed=1", "shuffle=true"),
+    # optimizer
+    ({f"{A}.optim.betas": [0.9]}, CPU, f"{A}.optim.betas=[0.9]", "two numbers"),
+    ({f"{A}.optim.betas": [0.9, 1.0]}, CPU, f"{A}.optim.betas=[0.9,1.0]", "< 1"),
+    ({f"{A}.optim.betas": [-0.1, 0.9]}, CPU, f"{A}.optim.betas", ">= 0"),
+    ({f"{A}.optim.min_lr_ratio": 0.1}, CPU, f"{A}.optim.min_lr_ratio=0.1", "lr_scheduler_type=linear or cosine"),
+    (
+        {f"{A}.optim.lr_warmup_steps": 5, f"{A}.optim.lr_warmup_steps_ratio": 0.1},
+        CPU,
+        f"{A}.optim.lr_warmup_steps_ratio=0.1",
+        "no effect",
+    ),
+    # validation
+    ({f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
+    ({f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
+    ({f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
+    ({f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
+    ({f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
+    ({f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
+    ({"trainer.test_freq": 5}, CPU, "trainer.test_freq=5", "data.val_files"),
+    ({"trainer.test_freq": 0}, CPU, "trainer.test_freq=0", "-1"),
+    ({"trainer.val_only": True}, CPU, "trainer.val_only=true", "data.val_files"),
+    # rewards
+    ({"reward.functions": []}, CPU, "reward.functions=[]", "auto"),
+    ({"reward.functions": ["gsm8k", "gsm8k"]}, CPU, "reward.functions=[gsm8k,gsm8k]", "twice"),
+    ({"reward.custom_reward_function.path": "none.py"}, CPU, "reward.custom_reward_function.path=none.py", "no Python file"),
+    ({"reward.custom_reward_function.name": "score"}, CPU, "reward.custom_reward_function.name=score", "path"),
+    ({"reward.custom_reward_function.reward_kwargs": {"a": 1}}, CPU, "reward.custom_reward_function.reward_kwargs", "path"),
+    (
+        {"reward.custom_reward_function.path": __file__, "reward.functions": ["gsm8k"]},
+        CPU,
+        "reward.custom_reward_function.path",
+        f"{__file__}:compute_score",
+    ),
+    # checkpoints and loggers
+    ({"trainer.save_freq": 0}, CPU, "trainer.save_freq=0", "-1"),
+    (
+        {"trainer.save_freq": 5, f"{A}.checkpoint.save_contents": ["model", "hf_model"]},
+        CPU,
+        f"{A}.checkpoint.save_contents=[model,hf_model]",
+        "optimizer and extra",
+    ),
+    (
+        {f"{A}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]},
+        CPU,
+        f"{A}.checkpoint.save_contents",
+        "trainer.save_freq",
+    ),
+    ({"trainer.max_actor_ckpt_to_keep": 2}, CPU, "trainer.max_actor_ckpt_to_keep=2", "trainer.save_freq"),
+    ({"trainer.resume_mode": "resume_path"}, CPU, "trainer.resume_mode=resume_path", "resume_from_path"),
+    ({"trainer.resume_from_path": "x"}, CPU, "trainer.resume_from_path=x", "resume_mode=resume_path"),
+    (
+        {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "no/folder"},
+        CPU,
+        "trainer.resume_from_path=no/folder",
+        "there is no folder",
+    ),
+    ({"trainer.logger": ["console", "console"]}, CPU, "trainer.logger=[console,console]", "twice"),
+    (
+        {"ray_kwargs.ray_init.address": "auto", "ray_kwargs.ray_init.num_cpus": 4},
+        CPU,
+        "ray_kwargs.ray_init.num_cpus=4",
+        "local cluster",
+    ),
+    ({f"{R}.engine_kwargs": {"sglang": {"a": 1}}}, CPU, f"{R}.engine_kwargs", "rollout.name=vllm"),
+    # devices and places
+    ({}, NO_GPU_FOUND, "trainer.device=cuda", "no GPU"),
+    ({}, CLUSTER, "trainer.n_gpus_per_node", "not set"),
+    ({"trainer.n_gpus_per_node": 4}, ONE_GPU, "trainer.n_gpus_per_node=4", "machine has 1"),
+    ({"trainer.nnodes": 2}, EIGHT_GPUS, "trainer.n_gpus_per_node=null", "2 x 8"),
+    ({f"{R}.nnodes": 1}, EIGHT_GPUS, "trainer.n_gpus_per_node=null", "16 GPUs are asked for"),
+    ({f"{R}.n_gpus_per_node": 2}, EIGHT_GPUS, f"{R}.n_gpus_per_node=2", "rollout.nnodes"),
+    ({f"{R}.tensor_model_parallel_size": 3}, EIGHT_GPUS, f"{R}.tensor_model_parallel_size=3", "1, 2, 4, 8"),
+    ({f"{R}.tensor_model_parallel_size": 2}, CPU, f"{R}.tensor_model_parallel_size=2", "possible: 1"),
+    ({f"{R}.checkpoint_engine.backend": "nccl"}, CPU, f"{R}.checkpoint_engine.backend=nccl", "auto or object_store"),
+    ({f"{R}.checkpoint_engine.backend": "ipc"}, CPU, f"{R}.checkpoint_engine.backend=ipc", "auto or object_store"),
+    ({f"{R}.checkpoint_engine.backend": "nccl"}, EIGHT_GPUS, f"{R}.checkpoint_engine.backend=nccl", "auto or ipc"),
+    (
+        {f"{R}.checkpoint_engine.backend": "ipc", f"{R}.nnodes": 1, "trainer.n_gpus_per_node": 4},
+        EIGHT_GPUS,
+        f"{R}.checkpoint_engine.backend=ipc",
+        "auto or nccl",
+    ),
+    ({f"{A}.fsdp_config.param_offload": True}, CPU, f"{A}.fsdp_config.param_offload=true", "no GPU"),
+    ({f"{A}.fsdp_config.optimizer_offload": True}, CPU, f"{A}.fsdp_config.optimizer_offload=true", "no GPU"),
+    (
+        {"actor_rollout_ref.ref.fsdp_config.param_offload": True},
+        CPU,
+        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+        "no GPU",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "machine", "named", "said"), CONTRADICTIONS, ids=[f"{entry[2]}: {entry[3]}" for entry in CONTRADICTIONS]
+)
+def test_a_contradiction_is_refused_with_its_key_and_what_to_do(
+    keys: dict[str, Any], machine: Machine, named: str, said: str
+) -> None:
+    problems = check(config_of(keys), machine)
+    about_it = [problem for problem in problems if problem.startswith(named)]
+    assert len(about_it) == 1 and said in about_it[0] and "\n" not in about_it[0], problems
+
+
+def test_everything_wrong_is_reported_together() -> None:
+    keys = {"trainer.save_freq": 0, f"{R}.n": 1, f"{A}.optim.betas": [1], "data.train_files": ["none.csv"], f"{V}.n": 2}
+    starts = ["data.train_files=none.csv", f"{R}.n=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
+    problems = check(config_of(keys), CPU)
+    assert [problem.startswith(start) for problem, start in zip(problems, starts, strict=True)] == [True] * 5
+
+
+def test_a_logger_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = check(config_of({"trainer.logger": ["console", "wandb"]}), CPU)
+    assert problem.startswith("trainer.logger: wandb") and "trainer.logger=[console]" in problem
+
+
+def test_a_model_folder_needs_config_weights_and_tokenizer(tmp_path: Path) -> None:
+    def problems() -> list[str]:
+        return check(config_of({"actor_rollout_ref.model.path": str(tmp_path)}), CPU)
+
+    assert "no config.json" in problems()[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert "no weights" in problems()[0]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "no tokenizer" in problems()[0]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert problems() == []
+
+
+def test_a_misspelt_file_is_refused_with_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"")
+    (problem,) = check(config_of({"data.train_files": str(tmp_path / "trian.parquet")}), CPU)
+    assert str(tmp_path / "train.parquet") in problem
+
+
+RUNS: list[tuple[dict[str, Any], Machine]] = [
+    ({}, CPU),
+    ({}, EIGHT_GPUS),
+    ({"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}, CPU),
+    ({f"{A}.use_kl_loss": False, f"{A}.kl_loss_coef": 0.0, "algorithm.kl_ctrl.kl_coef": 0.0}, CPU),
+    ({f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}, CPU),
+    ({f"{V}.do_sample": True, f"{V}.temperature": 1.0, f"{V}.top_p": 0.7, f"{V}.n": 4}, CPU),
+    ({f"{R}.nnodes": 1, "trainer.n_gpus_per_node": 4}, EIGHT_GPUS),
+    (
+        {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 6, "trainer.n_gpus_per_node": 2, f"{R}.tensor_model_parallel_size": 3},
+        EIGHT_GPUS,
+    ),
+    ({f"{R}.tensor_model_parallel_size": 4, "actor_rollout_ref.ref.fsdp_config.param_offload": True}, EIGHT_GPUS),
+    ({"trainer.n_gpus_per_node": 8, "trainer.nnodes": 4}, CLUSTER),
+    ({"data.train_files": [], "data.val_files": "task:arithmetic", "trainer.val_only": True}, CPU),
+    ({"trainer.save_freq": 5, f"{A}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]}, CPU),
+    ({f"{A}.clip_ratio_low": 0.2, f"{A}.clip_ratio_high": 0.28}, CPU),
+    ({f"{A}.ppo_micro_batch_size_per_gpu": 8, f"{A}.use_dynamic_bsz": False}, CPU),
+    ({f"{A}.optim.lr_scheduler_type": "cosine", f"{A}.optim.min_lr_ratio": 0.1, f"{A}.optim.lr_warmup_steps": 10}, CPU),
+]
+
+
+@pytest.mark.parametrize(("keys", "machine"), RUNS, ids=[str(keys) for keys, _ in RUNS])
+def test_a_configuration_that_can_run_is_not_refused(keys: dict[str, Any], machine: Machine) -> None:
+    assert check(config_of(keys), machine) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_sizes_that_fit_are_never_refused(data: st.DataObject) -> None:
+    draw = data.draw
+    mini, times = draw(st.integers(1, 64)), draw(st.integers(1, 8))
+    per_node, tensor = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (8, 8)]))
+    prompt, response = draw(st.integers(1, 2000)), draw(st.integers(1, 2000))
+    n = draw(st.integers(max(2, -(-per_node // mini)), 64))
+    micro = draw(st.none() | st.integers(1, 100))
+    budget = None if micro is not None else draw(st.integers(prompt + response, 100_000))
+    keys: dict[str, Any] = {
+        "data.train_batch_size": mini * times,
+        f"{A}.ppo_mini_batch_size": mini,
+        f"{R}.n": n,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+        "trainer.n_gpus_per_node": per_node,
+        f"{R}.tensor_model_parallel_size": tensor,
+        f"{A}.ppo_micro_batch_size_per_gpu": micro,
+        f"{A}.ppo_epochs": draw(st.integers(1, 4)),
+        f"{R}.max_model_len": draw(st.none() | st.integers(prompt + response, 10_000)),
+        "trainer.save_freq": draw(st.just(-1) | st.integers(1, 100)),
+    }
+    if budget is not None:
+        keys[f"{A}.ppo_max_token_len_per_gpu"] = budget
+    assert check(config_of(keys), draw(st.sampled_from([CPU, EIGHT_GPUS]))) == []

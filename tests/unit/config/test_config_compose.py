@@ -1,0 +1,282 @@
+"""From the command line to a Config: overrides, recipes, interpolations, and what is refused on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from config_tools import A, R, any_settings, nested
+from hypothesis import HealthCheck, given, settings
+
+from grpo_rl.config import overrides
+from grpo_rl.config.compose import compose, to_yaml
+from grpo_rl.errors import ConfigError
+
+OWN = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=some/model"]
+
+
+def problems_of(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return caught.value.problems
+
+
+BAD_WORDS = [
+    ("trainer.save_frq=5", "trainer.save_frq", "trainer.save_freq"),
+    ("+trainer.save_frq=5", "trainer.save_frq", "trainer.save_freq"),
+    ("++algorithm.cliip=1", "algorithm.cliip", "unknown key"),
+    ("n=4", "n: unknown key", "actor_rollout_ref.rollout.n"),
+    ("nonsense.deep.key=1", "nonsense.deep.key", "docs/configuration.md"),
+    ("~trainer.save_frq", "trainer.save_frq", "unknown key"),
+    ("~trainer.save_freq=5", "~trainer.save_freq=5", "back to the default"),
+    ("trainer.save_freq", "trainer.save_freq", "key=value"),
+    ("--trainer.save_freq=5", "--trainer.save_freq=5", "is not a key"),
+    ("--config-name=ppo_megatron_trainer", "--config-name", "is not a key"),
+    ("--multirun", "--multirun", "--help"),
+    ("=3", "=3", "key=value"),
+    ("", "not understood", "key=value"),
+    ("trainer save_freq=3", "'trainer save_freq' is not a key", "dots"),
+    ("trainer@other=3", "trainer@other", "packages"),
+    ("trainer.save_freq.every=3", "trainer.save_freq.every", "a whole number"),
+    ("trainer=3", "trainer=3", "group of keys"),
+    ("trainer=null", "trainer=null", "group of keys"),
+    ("trainer={save_frq: 3}", "trainer.save_frq", "trainer.save_freq"),
+    ("trainer.save_freq=1,2", "trainer.save_freq=1,2", "one value"),
+    ("data.train_files=a.parquet,b.parquet", "data.train_files=a.parquet,b.parquet", "[a,b]"),
+    (f"{A}.clip_ratio=range(1,3)", f"{A}.clip_ratio", "one value"),
+    (f"{R}.n=[1", f"{R}.n=[1", "cannot be read"),
+    (f"{R}.n=a=b", f"{R}.n=a=b", "cannot be read"),
+    (f"{R}.n=8.5", f"{R}.n=8.5", "write 8 or 9"),
+    (f"{R}.n=eight", f"{R}.n=eight", "whole number"),
+    (f"{R}.n=", f"{R}.n=", "whole number"),
+    (f"{R}.n=null", f"{R}.n=null", "null is not allowed"),
+    (f"{R}.n=true", f"{R}.n=true", "whole number"),
+    (f"{A}.optim.lr=1e400", f"{A}.optim.lr", "not finite"),
+    (f"{A}.optim.lr=nan", f"{A}.optim.lr", "NaN"),
+    (f"{A}.clip_ratio=nan", f"{A}.clip_ratio", "NaN"),
+    ("trainer.project_name=null", "trainer.project_name", "null is not allowed"),
+    ("trainer.project_name=[a]", "trainer.project_name", "not text"),
+    ("trainer.seed=${trainer.sed}", "trainer.seed", "trainer.sed"),
+    ("trainer.project_name=${trainer.project_name}", "trainer.project_name", "cannot be resolved"),
+    ("trainer.project_name=${oc.env:NO_SUCH_VARIABLE_HERE}", "trainer.project_name", "NO_SUCH_VARIABLE_HERE"),
+    ("trainer.project_name=${nosuch:1}", "trainer.project_name", "nosuch"),
+    ("recipe=nonsense", "recipe=nonsense", "arithmetic/grpo"),
+    ("recipe=arithmetic/grop", "recipe=arithmetic/grop", "Did you mean arithmetic/grpo?"),
+    ("recipe=", "recipe=", "recipe=NAME"),
+    ("~recipe", "~recipe", "recipe=NAME"),
+    ("recipe=./no/such.yaml", "recipe=./no/such.yaml", "there is no file"),
+    ("recipe=../schema", "recipe=../schema", "unknown recipe"),
+]
+
+
+@pytest.mark.parametrize(("word", "named", "said"), BAD_WORDS, ids=[word for word, _, _ in BAD_WORDS])
+def test_a_bad_word_is_refused_with_one_line_that_names_it(word: str, named: str, said: str) -> None:
+    # Most are refused before Hydra is asked, which is the quick way to see it.
+    problems = overrides.read([word]).problems or problems_of(word)
+    assert len(problems) == 1 and "\n" not in problems[0]
+    assert named in problems[0] and said in problems[0]
+
+
+def test_bad_words_of_all_kinds_are_refused_together() -> None:
+    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "critic.optim.lr=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
+    problems = problems_of(*words, "data.seed=${data.sed}")
+    starts = [
+        "trainer.save_frq",
+        "critic.optim.lr",
+        "foo",
+        f"{R}.n=1,2",
+        "recipe=nonsense",
+        "data.seed",
+        "trainer.save_freq=1.5",
+    ]
+    assert len(problems) == len(starts)
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(start)
+
+
+def test_two_different_recipes_are_refused() -> None:
+    (problem,) = problems_of("recipe=arithmetic/grpo", "recipe=other")
+    assert "recipe=other" in problem and "one recipe" in problem
+
+
+# ---- what is taken -------------------------------------------------------------------------------------
+
+
+def test_the_plain_command_is_the_embedded_recipe() -> None:
+    composed = compose([])
+    assert (composed.recipe, composed.recipe_is_default) == ("arithmetic/grpo", True)
+    assert composed.config.actor_rollout_ref.model.path == "builtin:arithmetic"
+
+
+@pytest.mark.parametrize("word", OWN)
+def test_naming_a_model_or_data_leaves_the_embedded_recipe_out(word: str) -> None:
+    composed = compose([word])
+    assert composed.recipe is None and composed.config.data.train_batch_size == 1024
+
+
+def test_other_settings_keep_the_embedded_recipe() -> None:
+    composed = compose(["algorithm.adv_estimator=grpo", f"{R}.n=4"])
+    assert composed.recipe == "arithmetic/grpo" and composed.config.actor_rollout_ref.rollout.n == 4
+
+
+def test_a_verl_command_with_its_signs_and_spellings_is_taken() -> None:
+    words = ["+trainer.save_freq=5", "++trainer.test_freq=6", "data.truncation='left'", "trainer.val_before_train=False"]
+    trainer = compose([*OWN, *words, """trainer.logger=["console","wandb"]"""]).config.trainer
+    assert (trainer.save_freq, trainer.test_freq, trainer.val_before_train) == (5, 6, False)
+    assert trainer.logger == ["console", "wandb"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("data.train_files=task:arithmetic?split=train&num_rows=5", ["task:arithmetic?split=train&num_rows=5"]),
+        ("data.train_files=[a.parquet,b.parquet]", ["a.parquet", "b.parquet"]),
+        ("data.train_files='my data.parquet'", ["my data.parquet"]),
+        ("data.train_files=/a (1).parquet", ["/a (1).parquet"]),
+    ],
+)
+def test_files_need_no_quotes(word: str, value: list[str]) -> None:
+    assert compose([word]).config.data.train_files == value
+
+
+@pytest.mark.parametrize("name", ["001", "1e5", "true", "2024", "a=b", "it's", "run-3.1", "null_run"])
+def test_a_name_is_text_as_it_was_typed(name: str) -> None:
+    assert compose([f"trainer.experiment_name={name}"]).config.trainer.experiment_name == name
+
+
+def test_free_mappings_take_any_key_without_a_plus() -> None:
+    composed = compose([f"{R}.engine_kwargs.vllm.seed=3", "+actor_rollout_ref.model.override_config.attention_dropout=0.1"])
+    assert composed.config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"seed": 3}}
+    assert composed.config.actor_rollout_ref.model.override_config == {"attention_dropout": 0.1}
+
+
+def test_a_key_may_refer_to_another() -> None:
+    composed = compose(["trainer.project_name=mine", f"{A}.ppo_mini_batch_size=${{data.train_batch_size}}"])
+    assert composed.config.trainer.default_local_dir == "runs/mine"
+    assert composed.config.actor_rollout_ref.actor.ppo_mini_batch_size == composed.config.data.train_batch_size
+
+
+# ---- recipes -------------------------------------------------------------------------------------------
+
+
+def recipe(folder: Path, name: str, content: Any) -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return f"recipe={path}"
+
+
+def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path: Path) -> None:
+    word = recipe(tmp_path, "my.yaml", {"trainer": {"save_freq": 5, "test_freq": 6}})
+    trainer = compose([word, "trainer.save_freq=7"]).config.trainer
+    assert (trainer.save_freq, trainer.test_freq, trainer.total_epochs) == (7, 6, 30)
+
+
+def test_a_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe(tmp_path, "my.yaml", {"trainer": {"seed": 5}})
+    monkeypatch.chdir(tmp_path)
+    assert compose(["recipe=my.yaml"]).config.trainer.seed == 5
+    assert compose(["recipe=arithmetic/grpo"]).config.actor_rollout_ref.model.path == "builtin:arithmetic"
+
+
+def test_a_tilde_goes_back_to_the_default_whatever_the_recipe_says(tmp_path: Path) -> None:
+    content = nested({"trainer.save_freq": 5, "trainer.project_name": "x", f"{R}.engine_kwargs": {"vllm": {"a": 1}}})
+    config = compose([recipe(tmp_path, "my.yaml", content), "~trainer", f"~{R}.engine_kwargs"]).config
+    assert (config.trainer.save_freq, config.trainer.default_local_dir) == (-1, "runs/grpo_rl")
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {}
+
+
+def test_an_empty_mapping_that_would_clear_nothing_is_refused(tmp_path: Path) -> None:
+    content = nested({f"{R}.engine_kwargs": {"vllm": {"a": 1}}})
+    (problem,) = problems_of(recipe(tmp_path, "my.yaml", content), f"{R}.engine_kwargs={{}}")
+    assert f"~{R}.engine_kwargs" in problem
+
+
+def test_a_recipe_builds_on_another(tmp_path: Path) -> None:
+    content = {"defaults": ["/recipe/arithmetic/grpo"], "trainer": {"seed": 9}}
+    config = compose([recipe(tmp_path, "my.yaml", content), f"{R}.n=3"]).config
+    assert config.actor_rollout_ref.model.path == "builtin:arithmetic"
+    assert (config.trainer.seed, config.actor_rollout_ref.rollout.n) == (9, 3)
+
+
+def test_a_group_with_all_its_lines_commented_out_changes_nothing(tmp_path: Path) -> None:
+    word = recipe(tmp_path, "my.yaml", "trainer:\n  # save_freq: 5\nactor_rollout_ref:\n  actor:\ndata:\n  seed: 3\n")
+    config = compose([word]).config
+    assert (config.trainer.save_freq, config.data.seed) == (-1, 3)
+
+
+def test_a_learning_rate_in_a_recipe_is_a_number_however_it_is_written(tmp_path: Path) -> None:
+    for text in ("1e-6", "'1e-6'", "0.000001", "1.0e-06"):
+        word = recipe(tmp_path, "my.yaml", f"actor_rollout_ref: {{actor: {{optim: {{lr: {text}}}}}}}")
+        assert compose([word]).config.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no keys"),
+        ("- a\n- b\n", "holds no keys"),
+        ("just text", "just text: unknown key"),
+        ("a: [1", "cannot be read as YAML"),
+        ("trainer:\n  seed: 1\n  seed: 2\n", "seed"),
+        ("\x00", "cannot be read as YAML"),
+        ("trainer: {save_frq: 1}", "trainer.save_freq"),
+        ("trainer.save_freq: 1", "dots do not nest"),
+        ("hydra: {run: {dir: x}}", "hydra.run.dir"),
+        ("critic: {optim: {lr: 1}}", "critic.optim.lr"),
+        ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
+        ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
+        ("trainer: {save_freq: 1.5}", "write 1 or 2"),
+        ("trainer: 3", "group of keys"),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_one_line(tmp_path: Path, content: str, said: str) -> None:
+    (problem,) = problems_of(recipe(tmp_path, "my.yaml", content))
+    assert said in problem and "\n" not in problem
+
+
+def test_keys_of_verl_in_a_recipe_are_answered_as_on_the_command_line(tmp_path: Path) -> None:
+    good = recipe(tmp_path, "good.yaml", nested({"actor_rollout_ref.hybrid_engine": True, "trainer.critic_warmup": 0}))
+    assert compose([good]).config == compose(["data.train_files=[]"]).config
+    (problem,) = problems_of(recipe(tmp_path, "bad.yaml", nested({"trainer.critic_warmup": 3})))
+    assert problem.startswith("trainer.critic_warmup=3") and "bad.yaml" in problem
+
+
+# ---- what is saved -------------------------------------------------------------------------------------
+
+
+def test_what_comes_from_the_environment_is_used_but_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PROJECT", "hush-hush")
+    monkeypatch.setenv("MY_SEED", "31")
+    word = recipe(tmp_path, "my.yaml", {"trainer": {"seed": "${oc.env:MY_SEED}"}})
+    composed = compose([word, "trainer.project_name=${oc.env:MY_PROJECT}"])
+    assert (composed.config.trainer.seed, composed.config.trainer.default_local_dir) == (31, "runs/hush-hush")
+    assert "hush" not in composed.yaml() and "31" not in composed.yaml()
+    assert composed.resolved["trainer"]["default_local_dir"] == "runs/${oc.env:MY_PROJECT}"
+
+
+def test_secrets_in_free_mappings_are_hidden_where_they_are_saved() -> None:
+    composed = compose(
+        ["reward.custom_reward_function.reward_kwargs.api_key=sk-123", f"+{R}.engine_kwargs.vllm.hf_token=sk-456"]
+    )
+    assert composed.config.reward.custom_reward_function.reward_kwargs == {"api_key": "sk-123"}
+    assert "sk-" not in composed.yaml() and not any("sk-" in word for word in composed.overrides)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(any_settings())
+def test_a_saved_configuration_composes_to_the_same_again(tmp_path: Path, keys: dict[str, Any]) -> None:
+    tree = nested(keys | {"data.seed": 1})
+    (tmp_path / "first.yaml").write_text(to_yaml(tree))
+    first = compose([f"recipe={tmp_path / 'first.yaml'}"])
+    (tmp_path / "second.yaml").write_text(first.yaml())
+    assert compose([f"recipe={tmp_path / 'second.yaml'}"]).config == first.config
+
+
+def test_composing_loads_neither_torch_nor_ray() -> None:
+    code = "import sys; from grpo_rl.config.compose import compose; compose([]); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

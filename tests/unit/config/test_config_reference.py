@@ -1,0 +1,24 @@
+"""The generated page of all keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_rl.config.fields import leaves
+from grpo_rl.config.reference import meanings, reference
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == reference(), "python -m grpo_rl.config.reference > docs/configuration.md"
+
+
+def test_every_key_is_on_the_page_with_its_meaning() -> None:
+    undocumented = [f"{name}.{field}" for name, fields in meanings().items() for field, text in fields.items() if not text]
+    ours = [entry for entry in undocumented if entry.split(".")[0].endswith("Config")]
+    # Fields that hold a whole group of keys need no words of their own.
+    assert [entry for entry in ours if any(key.endswith("." + entry.split(".")[1]) for key in leaves())] == []
+    text = reference()
+    for key in leaves():
+        assert f"| `{key.rpartition('.')[2]}` |" in text, key

@@ -1,0 +1,171 @@
+"""Values of single keys: what is taken, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from config_tools import A, R, any_settings, nested, value_at
+from hypothesis import given, settings
+
+from grpo_rl.config.convert import convert, convert_or_explain
+
+WRONG_VALUES: list[tuple[str, Any, str]] = [
+    (f"{R}.n", 8.5, "write 8 or 9"),
+    (f"{R}.n", 8.0, "write 8"),
+    (f"{R}.n", "eight", "not a whole number"),
+    (f"{R}.n", None, "null is not allowed"),
+    (f"{R}.n", True, "not a whole number"),
+    (f"{R}.n", 0, "out of range"),
+    (f"{R}.n", -1, "out of range"),
+    (f"{R}.n", [8], "not a whole number"),
+    (f"{R}.n", {"a": 1}, "not a whole number"),
+    (f"{R}.n", "8.5", "not a whole number"),
+    (f"{R}.n", "", "not a whole number"),
+    (f"{R}.n", math.nan, "not a whole number"),
+    (f"{R}.n", "???", "no value"),
+    (f"{R}.temperature", 0, "out of range"),
+    (f"{R}.temperature", -1.0, "out of range"),
+    (f"{R}.temperature", math.inf, "not finite"),
+    (f"{R}.gpu_memory_utilization", 1.0, "out of range"),
+    (f"{R}.gpu_memory_utilization", 0, "out of range"),
+    (f"{R}.dtype", "int8", "one of auto, bfloat16, float16, float32"),
+    (f"{R}.dtype", 16, "one of"),
+    (f"{R}.seed", -1, "out of range"),
+    (f"{R}.nnodes", -1, "out of range"),
+    (f"{R}.enforce_eager", "yes", "not true or false"),
+    (f"{R}.free_cache_engine", 1, "not true or false"),
+    (f"{R}.free_cache_engine", None, "null is not allowed"),
+    (f"{R}.engine_kwargs", [1], "not a mapping"),
+    (f"{R}.engine_kwargs", "vllm", "not a mapping"),
+    (f"{R}.val_kwargs.top_p", 0, "out of range"),
+    (f"{R}.val_kwargs.top_p", 1.1, "out of range"),
+    (f"{R}.val_kwargs.top_k", -2, "out of range"),
+    (f"{R}.val_kwargs.temperature", -0.1, "out of range"),
+    (f"{R}.checkpoint_engine.backend", "rdma", "one of auto, object_store, ipc, nccl"),
+    (f"{A}.optim.lr", 0, "out of range"),
+    (f"{A}.optim.lr", -1e-6, "out of range"),
+    (f"{A}.optim.lr", float("1e400"), "not finite"),
+    (f"{A}.optim.lr", math.nan, "NaN"),
+    (f"{A}.optim.lr", "nan", "NaN"),
+    (f"{A}.optim.lr", "fast", "not a number"),
+    (f"{A}.optim.lr", True, "not a number"),
+    (f"{A}.optim.lr", None, "null is not allowed"),
+    (f"{A}.optim.betas", 0.9, "not a list"),
+    (f"{A}.optim.betas", [0.9, "x"], "entry 2"),
+    (f"{A}.optim.betas", [0.9, math.nan], "entry 2"),
+    (f"{A}.optim.clip_grad", 0, "out of range"),
+    (f"{A}.optim.clip_grad", -1, "out of range"),
+    (f"{A}.optim.lr_warmup_steps_ratio", 1.5, "out of range"),
+    (f"{A}.optim.lr_scheduler_type", "sine", "one of constant, linear, cosine"),
+    (f"{A}.clip_ratio", -0.2, "out of range"),
+    (f"{A}.clip_ratio_c", 1.0, "out of range"),
+    (f"{A}.clip_ratio_high", 0, "out of range"),
+    (f"{A}.entropy_coeff", math.inf, "not finite"),
+    (f"{A}.kl_loss_coef", -0.1, "out of range"),
+    (f"{A}.kl_loss_type", "k4", "one of kl, k1, abs, mse, k2, low_var_kl, k3, full"),
+    (f"{A}.use_kl_loss", "maybe", "not true or false"),
+    (f"{A}.use_kl_loss", 1, "not true or false"),
+    (f"{A}.ppo_epochs", 0, "out of range"),
+    (f"{A}.ppo_mini_batch_size", "1e3", "not a whole number"),
+    (f"{A}.strategy", "megatron", "one of fsdp, fsdp2"),
+    (f"{A}.checkpoint.save_contents", ["model", "weights"], "entry 2 (weights)"),
+    ("actor_rollout_ref.model.path", 1.5, "put it in quotes"),
+    ("actor_rollout_ref.model.path", True, "put it in quotes"),
+    ("actor_rollout_ref.model.override_config", "dropout", "not a mapping"),
+    ("algorithm.kl_penalty", "full", "one of kl, k1, abs, mse, k2, low_var_kl, k3"),
+    ("algorithm.kl_ctrl.type", "pid", "one of fixed, adaptive"),
+    ("algorithm.kl_ctrl.target_kl", 0, "out of range"),
+    ("data.train_files", 3, "not a list"),
+    ("data.train_files", {"a": "b"}, "not a list"),
+    ("data.train_files", None, "null is not allowed"),
+    ("data.train_files", ["a.parquet", None], "entry 2"),
+    ("data.truncation", "both", "one of error, left, right, middle"),
+    ("data.max_prompt_length", 0, "out of range"),
+    ("data.train_max_samples", -2, "out of range"),
+    ("reward.timeout_s", 0, "out of range"),
+    ("reward.num_workers", 0, "out of range"),
+    ("trainer.logger", ["swanlab"], "entry 1 (swanlab)"),
+    ("trainer.logger", None, "null is not allowed"),
+    ("trainer.device", "tpu", "one of auto, cuda, cpu"),
+    ("trainer.save_freq", -2, "out of range"),
+    ("trainer.save_freq", 2.5, "write 2 or 3"),
+    ("trainer.total_epochs", 0, "out of range"),
+    ("trainer.total_training_steps", 0, "out of range"),
+    ("trainer.nnodes", 0, "out of range"),
+    ("trainer.resume_mode", "always", "one of auto, disable, resume_path"),
+    ("trainer.step_timeout_s", -1, "out of range"),
+    ("ray_kwargs.ray_init.num_cpus", 0, "out of range"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), WRONG_VALUES, ids=[f"{key}={value}" for key, value, _ in WRONG_VALUES])
+def test_a_wrong_value_is_refused_with_its_key_its_value_and_the_rule(key: str, value: Any, said: str) -> None:
+    config, (problem,) = convert_or_explain(nested({key: value}))
+    assert config is None
+    assert problem.startswith(f"{key}=") and said in problem and "it takes" in problem
+
+
+def test_all_wrong_values_are_reported_together() -> None:
+    wrong = {key: value for key, value, _ in WRONG_VALUES}
+    _, problems = convert_or_explain(nested(wrong))
+    assert {problem.partition("=")[0] for problem in problems} == set(wrong)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("trainer.save_frq", "trainer.save_freq"),
+        ("train_batch_size", "data.train_batch_size"),
+        ("trainer.train_batch_size", "data.train_batch_size"),
+        ("actor_rollout_ref.rolout.n", f"{R}.n"),
+        ("actor_rollout_ref.actor.lr", f"{A}.optim.lr"),
+        ("actor_rollout_ref.actor.cliip_ratio", f"{A}.clip_ratio"),
+        ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("algorithm.clip", "adv_estimator"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, expected: str) -> None:
+    _, (problem,) = convert_or_explain(nested({key: 1}))
+    assert problem.split(":")[0] in key and "unknown key" in problem and expected in problem
+
+
+def test_a_value_where_a_group_of_keys_belongs_is_refused() -> None:
+    _, problems = convert_or_explain({"trainer": 5, "data": None})
+    assert [problem.partition(":")[0] for problem in problems] == ["data=null", "trainer=5"]
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "taken"),
+    [
+        (f"{A}.optim.lr", "1e-6", 1e-6),
+        (f"{A}.optim.lr", 1, 1.0),
+        (f"{A}.optim.betas", ["0.9", 0], [0.9, 0.0]),
+        (f"{R}.n", "8", 8),
+        (f"{R}.free_cache_engine", "False", False),
+        (f"{R}.enforce_eager", None, None),
+        ("data.train_files", "a.parquet", ["a.parquet"]),
+        ("trainer.logger", "console", ["console"]),
+        ("trainer.experiment_name", 7, "7"),
+        ("trainer.total_training_steps", None, None),
+    ],
+)
+def test_a_value_is_converted_where_nothing_is_lost(key: str, given: Any, taken: Any) -> None:
+    value = value_at(convert(nested({key: given})), key)
+    assert value == taken and type(value) is type(taken)
+
+
+def test_a_path_in_the_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = convert(nested({"actor_rollout_ref.model.path": "~/models/qwen", "data.train_files": ["~/a.parquet"]}))
+    assert config.actor_rollout_ref.model.path == "/home/someone/models/qwen"
+    assert config.data.train_files == ["/home/someone/a.parquet"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_settings())
+def test_every_value_within_its_rule_is_taken_as_it_is(keys: dict[str, Any]) -> None:
+    config = convert(nested(keys))
+    for key, value in keys.items():
+        assert value_at(config, key) == value

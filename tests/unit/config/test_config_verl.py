@@ -1,0 +1,165 @@
+"""Launch commands written for verl: taken as they are where their meaning exists, answered where it does not."""
+
+from __future__ import annotations
+
+import pytest
+from config_tools import A, R
+
+from grpo_rl.config.compat import ANSWERS, answer_for, refusals
+from grpo_rl.config.compose import compose
+from grpo_rl.config.fields import free_mapping, leaves, sections
+
+GRPO_COMMAND = """
+algorithm.adv_estimator=grpo
+data.train_files=X
+data.val_files=Y
+data.train_batch_size=1024
+data.max_prompt_length=512
+data.max_response_length=1024
+data.filter_overlong_prompts=True
+data.truncation='error'
+actor_rollout_ref.model.path=P
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+actor_rollout_ref.rollout.n=5
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False
+trainer.critic_warmup=0
+trainer.logger=["console","wandb"]
+trainer.project_name=x
+trainer.experiment_name=y
+trainer.n_gpus_per_node=8
+trainer.nnodes=1
+trainer.save_freq=20
+trainer.test_freq=5
+trainer.total_epochs=15
+""".strip().splitlines()
+
+
+def test_verls_grpo_command_means_here_what_it_says() -> None:
+    composed = compose(GRPO_COMMAND)
+    config = composed.config
+    assert composed.recipe is None
+    assert (config.data.train_files, config.data.train_batch_size, config.data.max_response_length) == (["X"], 1024, 1024)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (actor.optim.lr, actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu, actor.entropy_coeff) == (
+        1e-6,
+        256,
+        32,
+        0,
+    )
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (rollout.n, rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization) == (5, 2, 0.6)
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is True
+    assert (config.trainer.logger, config.trainer.total_epochs, config.trainer.save_freq) == (["console", "wandb"], 15, 20)
+
+
+def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
+    assert not set(ANSWERS) & set(leaves())
+    assert not set(ANSWERS) & set(sections())
+    assert not [key for key in ANSWERS if free_mapping(key)]
+
+
+@pytest.mark.parametrize("key", sorted(ANSWERS))
+def test_every_answer_takes_its_right_values_and_null_and_refuses_others_with_advice(key: str) -> None:
+    answer = ANSWERS[key]
+    for value in (None, *answer.accepts):
+        assert refusals(key, value) == []
+    (problem,) = refusals(key, "something else") or [""]
+    assert problem.startswith(key) and answer.advice in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("actor_rollout_ref.model.use_remove_padding", [True, "True", "true"]),
+        (f"{R}.top_p", [1, 1.0, "1.0"]),
+        (f"{A}.fsdp_config.model_dtype", ["fp32", "float32"]),
+        ("trainer.critic_warmup", [0, "0", 0.0]),
+        (f"{R}.mode", ["async"]),
+    ],
+)
+def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]) -> None:
+    for value in values:
+        assert refusals(key, value) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.critic_warmup", False),
+        ("trainer.critic_warmup", 1),
+        ("actor_rollout_ref.model.use_remove_padding", 1),
+        ("actor_rollout_ref.model.use_remove_padding", False),
+        (f"{R}.top_p", True),
+        (f"{R}.mode", "sync"),
+    ],
+)
+def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -> None:
+    (problem,) = refusals(key, value) or [""]
+    assert "only" in problem and "possible here" in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        (f"{A}.grad_clip", f"{A}.optim.clip_grad"),
+        (f"{A}.ppo_micro_batch_size", f"{A}.ppo_micro_batch_size_per_gpu"),
+        (f"{R}.log_prob_micro_batch_size", f"{R}.log_prob_micro_batch_size_per_gpu"),
+        (f"{R}.prompt_length", "data.max_prompt_length"),
+        (f"{R}.response_length", "data.max_response_length"),
+        (f"{A}.optim.warmup_style", f"{A}.optim.lr_scheduler_type"),
+        ("custom_reward_function.path", "reward.custom_reward_function.path"),
+        ("custom_reward_function.name", "reward.custom_reward_function.name"),
+        ("data.gen_batch_size", "data.train_batch_size"),
+        ("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
+        ("trainer.default_hdfs_dir", "trainer.default_local_dir"),
+        ("trainer.ray_wait_register_center_timeout", "trainer.start_timeout_s"),
+        ("actor_rollout_ref.nccl_timeout", "trainer.step_timeout_s"),
+        (f"{A}.fsdp_config.mixed_precision", "fsdp_config.dtype"),
+    ],
+)
+def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str) -> None:
+    answer = answer_for(key)
+    assert answer is not None and instead in answer.advice
+    assert any(name == instead or name.endswith("." + instead) for name in leaves())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "critic.optim.lr",
+        "reward_model.model.path",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+        f"{R}.multi_turn.max_assistant_turns",
+        f"{R}.engine_kwargs_sglang",
+        "actor_rollout_ref.model.lora_rank",
+        f"{A}.ulysses_sequence_parallel_size",
+        "data.val_batch_size",
+        "algorithm.rollout_correction.rollout_is",
+        "distillation.teacher_key",
+        "global_profiler.tool",
+    ],
+)
+def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key: str) -> None:
+    answers = refusals(key, 64)
+    assert answers is None or len(answers) == 1
+
+
+def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
+    problems = refusals("critic", {"enable": False, "optim": {"lr": 1e-5}, "ppo_epochs": None})
+    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["critic.optim.lr"]

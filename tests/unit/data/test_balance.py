@@ -1,0 +1,116 @@
+"""How rollouts are dealt to ranks and micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from grpo_rl.data.balance import LINEAR_COST, plan_micro_batches, split_over_ranks
+
+lengths = st.lists(st.integers(1, 300), max_size=60)
+ranks = st.integers(1, 5)
+
+
+def cost(length: int) -> int:
+    return LINEAR_COST * length + length * length
+
+
+def flat(plan: list[list[list[int]]]) -> list[int]:
+    return [index for rank in plan for rows in rank for index in rows]
+
+
+@given(lengths, ranks)
+def test_every_sequence_goes_to_exactly_one_rank(lengths_N, num_ranks):
+    shares = split_over_ranks(lengths_N, num_ranks)
+    assert len(shares) == num_ranks
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths_N)))
+
+
+@given(lengths, ranks)
+def test_no_rank_has_more_work_than_another_by_over_one_sequence(lengths_N, num_ranks):
+    loads = [sum(cost(lengths_N[i]) for i in share) for share in split_over_ranks(lengths_N, num_ranks)]
+    assert max(loads) - min(loads) <= max(map(cost, lengths_N), default=0)
+
+
+def test_the_longest_are_dealt_first_each_to_the_least_loaded_rank():
+    # 9 | 8, then 7 to the 8's rank, 6 to the 9's: 15 and 15; the last two one each.
+    assert split_over_ranks([6, 9, 2, 8, 2, 7], 2) == [[1, 0, 4], [3, 5, 2]]
+
+
+def test_equal_sequences_are_dealt_in_equal_numbers():
+    assert [len(share) for share in split_over_ranks([5] * 12, 4)] == [3, 3, 3, 3]
+
+
+@given(lengths, ranks, st.integers(0, 300))
+def test_a_token_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, extra):
+    budget = max(lengths_N, default=1) + extra
+    plan = plan_micro_batches(lengths_N, num_ranks, max_tokens=budget)
+    assert sorted(flat(plan)) == list(range(len(lengths_N)))
+    assert all(sum(lengths_N[i] for i in rows) <= budget for rank in plan for rows in rank)
+
+
+@given(lengths, ranks, st.integers(1, 10))
+def test_a_rollout_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, budget):
+    plan = plan_micro_batches(lengths_N, num_ranks, max_rollouts=budget)
+    assert sorted(flat(plan)) == list(range(len(lengths_N)))
+    assert all(len(rows) <= budget for rank in plan for rows in rank)
+
+
+@given(lengths, ranks, st.booleans(), st.integers(1, 10))
+def test_all_ranks_make_equally_many_passes_and_at_least_one(lengths_N, num_ranks, by_tokens, size):
+    rule = {"max_tokens": max(lengths_N, default=1) * size} if by_tokens else {"max_rollouts": size}
+    plan = plan_micro_batches(lengths_N, num_ranks, **rule)
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
+    # Empty passes are there only to keep step with the rank that has most.
+    busiest = max(sum(bool(rows) for rows in rank) for rank in plan)
+    assert len(plan[0]) == max(busiest, 1)
+
+
+@given(lengths, ranks, st.integers(1, 8))
+def test_evening_out_costs_no_extra_pass(lengths_N, num_ranks, times):
+    assume(lengths_N)
+    budget = max(lengths_N) * times
+    plan = plan_micro_batches(lengths_N, num_ranks, max_tokens=budget)
+    for rank in plan:
+        passes = [sum(lengths_N[i] for i in rows) for rows in rank if rows]
+        # Two neighbours that fit into one budget together would be a wasted pass.
+        share = [i for rows in rank for i in rows]
+        filled, fewest = budget + 1, 0
+        for i in share:
+            if filled + lengths_N[i] > budget:
+                fewest, filled = fewest + 1, 0
+            filled += lengths_N[i]
+        assert len(passes) == fewest
+
+
+@given(lengths, ranks)
+def test_micro_batches_hold_sequences_of_neighbouring_lengths(lengths_N, num_ranks):
+    plan = plan_micro_batches(lengths_N, num_ranks, max_tokens=max(lengths_N, default=1) * 3)
+    for rank in plan:
+        in_order = [lengths_N[i] for rows in rank for i in rows]
+        assert in_order == sorted(in_order, reverse=True)
+
+
+def test_passes_are_evened_out():
+    # 10 sequences of 10 under a budget of 90: not 9 and 1, but nearer to halves.
+    plan = plan_micro_batches([10] * 10, 1, max_tokens=90)
+    assert [len(rows) for rows in plan[0]] == [5, 5]
+
+
+def test_a_rank_without_sequences_gets_empty_passes():
+    assert plan_micro_batches([4, 4, 4], 1, max_rollouts=1) == [[[0], [1], [2]]]
+    assert plan_micro_batches([7], 3, max_tokens=7) == [[[0]], [[]], [[]]]
+    assert plan_micro_batches([], 2, max_tokens=7) == [[[]], [[]]]
+
+
+def test_a_sequence_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a micro-batch of 8"):
+        plan_micro_batches([3, 9], 2, max_tokens=8)
+
+
+@pytest.mark.parametrize("rule", [{}, {"max_tokens": 5, "max_rollouts": 5}])
+def test_one_of_the_two_budgets_must_be_given(rule):
+    with pytest.raises(ValueError, match="either max_tokens or max_rollouts"):
+        plan_micro_batches([1], 1, **rule)

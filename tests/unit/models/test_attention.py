@@ -1,0 +1,111 @@
+"""Packed attention against plain causal attention of one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from grpo_rl.models.attention import MIN_FILL, Packing, packed_attention
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[S, heads, head_dim] of one sequence, written out; keys and values are repeated for grouped queries."""
+    repeat = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(repeat, 0), value.repeat_interleave(repeat, 0)
+    scores = query @ key.transpose(1, 2) * scale
+    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(future, -math.inf).softmax(-1) @ value).transpose(0, 1)
+
+
+def run(query: Tensor, key: Tensor, value: Tensor, packing: Packing, **options: float) -> Tensor:
+    out, weights = packed_attention(nn.Identity(), query[None], key[None], value[None], None, packing=packing, **options)
+    assert weights is None
+    return out[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from([(4, 4), (4, 2), (4, 1)]))
+def test_every_sequence_is_attended_to_as_if_it_were_alone(lengths_N, heads):
+    generator = torch.Generator().manual_seed(sum(lengths_N))
+    total = sum(lengths_N)
+    query = torch.randn(heads[0], total, 8, generator=generator, dtype=torch.float64)
+    key = torch.randn(heads[1], total, 8, generator=generator, dtype=torch.float64)
+    value = torch.randn(heads[1], total, 8, generator=generator, dtype=torch.float64)
+    out = run(query, key, value, Packing.of(torch.tensor(lengths_N)), scaling=0.3)
+    pieces = zip(query.split(lengths_N, 1), key.split(lengths_N, 1), value.split(lengths_N, 1), strict=True)
+    expected = torch.cat([causal_attention(q, k, v, 0.3) for q, k, v in pieces])
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
+def test_gradients_reach_the_own_sequence_only():
+    lengths_N = [3, 5, 4]
+    query, key, value = (torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = run(query, key, value, Packing.of(torch.tensor(lengths_N)))
+    out[3:8].square().sum().backward()
+    for tensor in (query, key, value):
+        assert tensor.grad is not None
+        assert not tensor.grad[:, :3].any() and not tensor.grad[:, 8:].any()
+        assert tensor.grad[:, 3:8].any()
+
+
+@given(lengths)
+def test_positions_start_anew_in_every_sequence(lengths_N):
+    packing = Packing.of(torch.tensor(lengths_N))
+    assert packing.position_ids_S.tolist() == [position for length in lengths_N for position in range(length)]
+    assert packing.cumulative_lengths.tolist() == [sum(lengths_N[:i]) for i in range(len(lengths_N) + 1)]
+    assert packing.cumulative_lengths.dtype == torch.int32
+    assert packing.max_length == max(lengths_N)
+    assert packing.uniform == (len(set(lengths_N)) == 1)
+
+
+@given(lengths)
+def test_groups_hold_every_token_once_and_little_padding(lengths_N):
+    packing = Packing.of(torch.tensor(lengths_N))
+    cells = torch.cat([group.index_BL.reshape(-1) for group in packing.groups])
+    assert cells[packing.restore_S].tolist() == list(range(sum(lengths_N)))
+    assert sum(len(group.index_BL) for group in packing.groups) == len(lengths_N)
+    assert sum(lengths_N) >= MIN_FILL * len(cells)
+
+
+def test_a_group_takes_sequences_down_to_four_fifths_of_its_longest():
+    packing = Packing.of(torch.tensor([7, 10, 8, 2]))
+    assert [group.index_BL.shape for group in packing.groups] == [(2, 10), (1, 7), (1, 2)]
+    # The sequence of 8 lies at 17..24 on the flat axis; its two padding cells repeat its last token.
+    assert packing.groups[0].index_BL[1].tolist() == [*range(17, 25), 24, 24]
+
+
+@pytest.mark.parametrize("lengths_N", [[], [3, 0, 2]])
+def test_a_sequence_without_tokens_is_refused(lengths_N):
+    with pytest.raises(ValueError, match="every sequence needs at least one token"):
+        Packing.of(torch.tensor(lengths_N, dtype=torch.long))
+
+
+def test_a_sliding_window_is_accepted_only_while_it_changes_nothing():
+    query = torch.randn(2, 6, 4)
+    packing = Packing.of(torch.tensor([2, 4]))
+    assert torch.equal(run(query, query, query, packing, sliding_window=4), run(query, query, query, packing))
+    with pytest.raises(ValueError, match="4 tokens under a sliding window of 3"):
+        run(query, query, query, packing, sliding_window=3)
+
+
+def test_soft_capping_is_refused():
+    query = torch.randn(2, 6, 4)
+    with pytest.raises(ValueError, match="soft-capping"):
+        run(query, query, query, Packing.of(torch.tensor([6])), softcap=50.0)
+
+
+def test_dropout_drops_attention_weights_and_keeps_their_mean():
+    torch.manual_seed(0)
+    query = torch.zeros(1, 400, 2)
+    ones = torch.ones(1, 400, 2)
+    out = run(query, query, ones, Packing.of(torch.tensor([400])), dropout=0.5)[200:]
+    # Every weight is 1/length; half of them are dropped and the rest doubled.
+    assert out.std() > 0.01
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.05)

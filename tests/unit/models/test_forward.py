@@ -1,0 +1,231 @@
+"""Log-probs, entropies and exact KLs of packed sequences against plain transformers, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import FAMILIES, VOCAB, Ragged, make_folder, packed_policy, plain_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from grpo_rl.models.forward import PolicyModel, Sequences
+
+RAGGED = Ragged(prompt_lengths=[3, 7, 1, 12, 5], response_lengths=[1, 9, 14, 1, 0], seed=1)
+CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
+    made: dict[tuple[str, bool], Path] = {}
+
+    def get(family: str, tied: bool) -> Path:
+        if (family, tied) not in made:
+            made[family, tied] = make_folder(tmp_path_factory.mktemp(family), family, tied)
+        return made[family, tied]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("reference"), "qwen3", tied=False, seed=99)
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_sequence(folder, family, tied, temperature):
+    path = folder(family, tied)
+    out = packed_policy(path, temperature=temperature)(RAGGED.sequences(), want_entropy=True)
+    logprobs_TV = RAGGED.plain_logprobs_TV(plain_model(path), temperature)
+    expected_T = logprobs_TV.gather(1, RAGGED.targets_T()[:, None])[:, 0]
+    torch.testing.assert_close(out.logprobs_T, expected_T, atol=2e-5, rtol=0)
+    torch.testing.assert_close(out.entropy_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), atol=2e-5, rtol=0)
+    assert out.full_kl_T is None and out.hidden_TD is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=8).filter(
+        lambda pairs: any(response for _, response in pairs)
+    ),
+    st.integers(0, 1000),
+)
+@torch.no_grad()
+def test_any_ragged_lengths_give_the_plain_logprobs(tmp_path_factory, pairs, seed):
+    path = tmp_path_factory.getbasetemp() / "any-lengths"
+    if not path.exists():
+        make_folder(path, "qwen3", tied=True)
+    ragged = Ragged([p for p, _ in pairs], [r for _, r in pairs], seed)
+    policy, plain = _models(path)
+    expected_T = ragged.plain_logprobs_TV(plain).gather(1, ragged.targets_T()[:, None])[:, 0]
+    torch.testing.assert_close(policy(ragged.sequences()).logprobs_T, expected_T, atol=2e-5, rtol=0)
+
+
+_LOADED: dict[Path, tuple[PolicyModel, Any]] = {}
+
+
+def _models(path: Path) -> tuple[PolicyModel, Any]:
+    if path not in _LOADED:
+        _LOADED[path] = (packed_policy(path), plain_model(path))
+    return _LOADED[path]
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+@torch.no_grad()
+def test_the_full_kl_is_the_sum_over_the_vocabulary(folder, reference, family, tied, temperature):
+    path = folder(family, tied)
+    ref = packed_policy(reference, temperature=temperature)
+    hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
+    out = packed_policy(path, temperature=temperature)(
+        RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=ref.lm.get_output_embeddings().weight
+    )
+    policy_TV = RAGGED.plain_logprobs_TV(plain_model(path), temperature)
+    ref_TV = RAGGED.plain_logprobs_TV(plain_model(reference), temperature)
+    expected_T = torch.zeros(len(policy_TV))
+    for token in range(VOCAB):
+        expected_T += policy_TV[:, token].exp() * (policy_TV[:, token] - ref_TV[:, token])
+    torch.testing.assert_close(out.full_kl_T, expected_T, atol=1e-4, rtol=0)
+    assert float(expected_T.min()) > 0.1, "the two models must differ, or this test sees nothing"
+
+
+def test_the_full_kl_to_itself_is_zero_and_so_is_its_gradient(folder):
+    policy = packed_policy(folder("qwen3", True))
+    hidden_TD = policy(RAGGED.sequences(), want_hidden=True).hidden_TD.detach()
+    head_VD = policy.lm.get_output_embeddings().weight.detach().clone()
+    kl_T = policy(RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=head_VD).full_kl_T
+    assert float(kl_T.detach().abs().max()) < 1e-6
+    kl_T.sum().backward()
+    assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) < 1e-4
+
+
+@torch.no_grad()
+def test_a_head_with_a_bias_uses_it_on_both_sides(folder, reference):
+    policy, ref = packed_policy(folder("qwen3", False)), packed_policy(reference)
+    for model, seed in ((policy, 1), (ref, 2)):
+        torch.manual_seed(seed)
+        model.lm.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
+    ref_head = ref.lm.get_output_embeddings()
+    hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
+    out = policy(RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=ref_head.weight, ref_bias_V=ref_head.bias)
+    policy_TV, ref_TV = (
+        RAGGED.plain_logprobs_TV(_with_bias(plain_model(path), model))
+        for path, model in ((folder("qwen3", False), policy), (reference, ref))
+    )
+    torch.testing.assert_close(out.full_kl_T, (policy_TV.exp() * (policy_TV - ref_TV)).sum(-1), atol=1e-4, rtol=0)
+
+
+def _with_bias(plain: Any, model: PolicyModel) -> Any:
+    plain.get_output_embeddings().bias = model.lm.get_output_embeddings().bias
+    return plain
+
+
+# ---- gradients and memory --------------------------------------------------------------------------
+
+
+def gradients(policy: PolicyModel, reference: Path) -> dict[str, torch.Tensor]:
+    """Of a sum of all three outputs with different weights per token."""
+    ref = packed_policy(reference)
+    with torch.no_grad():
+        hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
+    policy.zero_grad()
+    out = policy(
+        RAGGED.sequences(),
+        want_entropy=True,
+        ref_hidden_TD=hidden_TD,
+        ref_head_VD=ref.lm.get_output_embeddings().weight.detach(),
+    )
+    weight_T = torch.linspace(-1, 1, len(out.logprobs_T))
+    (weight_T * (out.logprobs_T + 0.3 * out.entropy_T + 0.2 * out.full_kl_T)).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_gradients_do_not_depend_on_the_chunk_size(folder, reference, family, tied):
+    policy = packed_policy(folder(family, tied), chunk_tokens=1000)
+    whole = gradients(policy, reference)
+    for chunk_tokens in (1, 7, 25):
+        policy.chunk_tokens = chunk_tokens
+        for name, gradient in gradients(policy, reference).items():
+            largest = float(whole[name].abs().max())
+            torch.testing.assert_close(gradient, whole[name], atol=1e-5 * largest, rtol=0, msg=name)
+
+
+def test_gradients_are_those_of_plain_transformers(folder):
+    path = folder("qwen3", True)
+    policy, plain = packed_policy(path, temperature=0.8, chunk_tokens=4), plain_model(path)
+    weight_T = torch.linspace(-1, 1, len(RAGGED.targets_T()))
+    (weight_T * policy(RAGGED.sequences()).logprobs_T).sum().backward()
+    logprobs_TV = RAGGED.plain_logprobs_TV(plain, 0.8)
+    (weight_T * logprobs_TV.gather(1, RAGGED.targets_T()[:, None])[:, 0]).sum().backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in policy.lm.named_parameters():
+        largest = float(expected[name].grad.abs().max())
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5 * largest, rtol=0, msg=name)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest output of any operation, in the forward and in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.num_elements = max(self.num_elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("want_all", [False, True])
+def test_logits_of_all_tokens_never_exist_at_once(tmp_path, want_all):
+    vocabulary, chunk_tokens = 2048, 16
+    path = make_folder(tmp_path, "qwen3", tied=True, vocab_size=vocabulary, hidden_size=8, head_dim=4, intermediate_size=16)
+    policy = packed_policy(path, chunk_tokens=chunk_tokens)
+    ragged = Ragged([4] * 8, [40] * 8)
+    num_trained = len(ragged.targets_T())
+    sequences = ragged.sequences()
+    hidden_TD = torch.randn(num_trained, 8) if want_all else None
+    head_VD = torch.randn(vocabulary, 8) if want_all else None
+    with LargestTensor() as seen:
+        out = policy(sequences, want_entropy=want_all, ref_hidden_TD=hidden_TD, ref_head_VD=head_VD)
+        loss = out.logprobs_T.sum() + (out.entropy_T.sum() + out.full_kl_T.sum() if want_all else 0.0)
+        loss.backward()
+    assert num_trained == 20 * chunk_tokens
+    assert seen.num_elements == chunk_tokens * vocabulary
+
+
+# ---- the shift --------------------------------------------------------------------------------------
+
+
+def test_each_trained_token_is_predicted_from_the_token_before_it():
+    ids = torch.tensor([10, 11, 12, 20, 21, 22, 30])
+    sequences = Sequences.of(ids, torch.tensor([1, 2, 1]), torch.tensor([2, 1, 0]), torch.device("cpu"))
+    assert sequences.target_T.tolist() == [11, 12, 22]
+    assert sequences.predict_T.tolist() == [0, 1, 4]
+    assert sequences.packing.position_ids_S.tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_response_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="a prompt without tokens"):
+        Sequences.of(torch.tensor([1, 2]), torch.tensor([0]), torch.tensor([2]), torch.device("cpu"))
+
+
+def test_only_empty_responses_give_no_outputs_and_a_backward_pass_that_changes_nothing(folder):
+    policy = packed_policy(folder("llama", False))
+    out = policy(Ragged([3, 1], [0, 0]).sequences(), want_entropy=True)
+    assert out.logprobs_T.shape == out.entropy_T.shape == (0,)
+    out.logprobs_T.sum().backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in policy.parameters())

@@ -1,0 +1,127 @@
+"""What is refused when a model folder is loaded, and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_folder
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.models.attention import ATTENTION_NAME
+from grpo_rl.models.load import decoder_layers, load_config, load_lm, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+
+
+def with_config(folder: Path, target: Path, **changes: object) -> str:
+    """A copy of the folder whose config.json is changed."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def test_the_model_has_float32_weights_and_packed_attention(folder, tmp_path):
+    half = with_config(folder, tmp_path / "half", dtype="bfloat16")
+    lm = load_lm(half, load_config(half))
+    assert {parameter.dtype for parameter in lm.parameters()} == {torch.float32}
+    assert lm.config._attn_implementation == ATTENTION_NAME
+    assert len(decoder_layers(lm)) == 2
+
+
+def test_on_the_meta_device_it_is_the_same_module_without_storage(folder):
+    config = load_config(str(folder))
+    whole, empty = load_lm(str(folder), config), load_lm(str(folder), config, on_meta=True)
+    assert {name: p.shape for name, p in whole.named_parameters()} == {name: p.shape for name, p in empty.named_parameters()}
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+
+
+def test_code_in_the_model_folder_is_not_run_unless_it_was_allowed(folder, tmp_path):
+    marker = tmp_path / "it_ran"
+    path = with_config(folder, tmp_path / "own", model_type="mine", auto_map={"AutoConfig": "configuration_mine.MyConfig"})
+    (Path(path) / "configuration_mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PretrainedConfig\n"
+        f"Path({str(marker)!r}).touch()\n"
+        "class MyConfig(PretrainedConfig):\n"
+        "    model_type = 'mine'\n"
+    )
+    with pytest.raises(ConfigError, match=r"names Python code of its own \(auto_map\); set .*trust_remote_code=true"):
+        load_config(path)
+    assert not marker.exists()
+    assert type(load_config(path, trust_remote_code=True)).__name__ == "MyConfig"
+    assert marker.exists()
+
+
+def test_an_override_changes_the_config(folder):
+    assert load_config(str(folder), override={"attention_dropout": 0.25}).attention_dropout == 0.25
+
+
+@pytest.mark.parametrize("name", ["attention_dropuot", "to_dict", "use_return_dict"])
+def test_an_override_that_is_no_field_is_refused(folder, name):
+    with pytest.raises(ConfigError, match=f"override_config.{name}: Qwen3Config has no such field"):
+        load_config(str(folder), override={name: 0.1})
+
+
+def test_an_override_of_the_wrong_type_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"override_config.hidden_size='64': .*expected int, got str"):
+        load_config(str(folder), override={"hidden_size": "64"})
+
+
+@pytest.mark.parametrize("path", ["/there/is/no/such/model", "./nothing_here", "a/b/c", ""])
+def test_a_missing_folder_is_named_as_such(path):
+    with pytest.raises(ConfigError, match=f"^actor_rollout_ref.model.path={path}: there is no such folder$"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no_such_type"}'])
+def test_a_folder_whose_config_cannot_be_used_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="no model configuration there: ") as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"])
+def test_models_whose_logprobs_would_be_wrong_are_refused(folder, tmp_path, field):
+    path = with_config(folder, tmp_path / "capped", **{field: 30.0})
+    with pytest.raises(ConfigError, match=f"models with {field} are not supported"):
+        load_config(path)
+    assert load_config(with_config(folder, tmp_path / "one", **{field: 1.0}))
+
+
+def test_a_folder_without_weights_is_refused(folder, tmp_path):
+    path = with_config(folder, tmp_path / "empty")
+    (Path(path) / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"its weights cannot be read: .*model\.safetensors"):
+        load_lm(path, load_config(path))
+
+
+def test_weights_cut_short_are_refused(folder, tmp_path):
+    path = with_config(folder, tmp_path / "short")
+    weights = Path(path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="its weights cannot be read"):
+        load_lm(path, load_config(path))
+
+
+def test_no_weight_is_made_up(folder, tmp_path):
+    untied = with_config(folder, tmp_path / "untied", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"1 of its weights do not fit .* lm_head.weight is not there"):
+        load_lm(untied, load_config(untied))
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight is \(37, 32\), not \(50, 32\)"):
+        load_lm(str(folder), load_config(str(folder), override={"vocab_size": 50}))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=f"no tokenizer in {tmp_path}"):
+        load_tokenizer(str(tmp_path))

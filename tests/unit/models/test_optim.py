@@ -1,0 +1,95 @@
+"""Schedule values by hand, and which parameters decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_rl.config.schema import OptimConfig
+from grpo_rl.models.optim import lr_factor, make_optimizer, make_scheduler
+
+
+def factors(total_steps: int, **settings: object) -> list[float]:
+    factor = lr_factor(OptimConfig(**settings), total_steps)
+    return [factor(step) for step in range(total_steps + 1)]
+
+
+def test_warm_up_rises_in_equal_steps_from_above_zero_to_one():
+    assert factors(6, lr_warmup_steps=3) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1])
+    assert factors(2, lr_warmup_steps=0) == [1, 1, 1]
+
+
+def test_warm_up_as_a_share_of_all_steps():
+    assert factors(10, lr_warmup_steps_ratio=0.2)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    # The number of steps comes before the share.
+    assert factors(10, lr_warmup_steps=0, lr_warmup_steps_ratio=0.0)[0] == 1
+
+
+def test_linear_falls_to_its_end_in_equal_steps():
+    assert factors(4, lr_scheduler_type="linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    assert factors(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    assert factors(4, lr_scheduler_type="cosine") == pytest.approx([1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0])
+    assert factors(2, lr_scheduler_type="cosine", min_lr_ratio=0.5) == pytest.approx([1, 0.75, 0.5])
+
+
+def test_decay_begins_where_the_warm_up_ends():
+    assert factors(4, lr_warmup_steps=2, lr_scheduler_type="linear") == pytest.approx([1 / 3, 2 / 3, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_after_the_last_step_the_rate_stays_at_its_end(kind):
+    factor = lr_factor(OptimConfig(lr_scheduler_type=kind, min_lr_ratio=0.1), 5)
+    assert factor(5) == factor(6) == factor(500) == pytest.approx(0.1)
+
+
+def test_a_warm_up_longer_than_the_run_is_no_error():
+    assert factors(2, lr_warmup_steps=5, lr_scheduler_type="cosine") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+def test_the_optimizer_uses_the_schedule_from_the_first_step():
+    weight = nn.Parameter(torch.ones(2, 2))
+    model = nn.ParameterList([weight])
+    config = OptimConfig(lr=0.1, lr_warmup_steps=1, weight_decay=0.0, eps=1e-12)
+    optimizer = make_optimizer(model, config)
+    scheduler = make_scheduler(optimizer, config, 10)
+    values = []
+    for _ in range(3):
+        weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        scheduler.step()
+        values.append(float(weight.detach()[0, 0]))
+    # With equal gradients AdamW moves by the learning rate: 0.05, then 0.1, 0.1.
+    assert values == pytest.approx([0.95, 0.85, 0.75], abs=1e-5)
+
+
+def test_weight_decay_pulls_matrices_and_leaves_vectors_alone():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # Decoupled decay: w <- w (1 - lr * weight_decay).
+    torch.testing.assert_close(model[0].weight.detach(), torch.full((2, 3), 0.95))
+    for vector in (model[0].bias, model[1].weight, model[1].bias):
+        assert torch.equal(vector.detach(), torch.ones(2))
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(model, OptimConfig())
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(model[1].weight), id(model[1].bias)]
+
+
+def test_the_settings_reach_adamw():
+    config = OptimConfig(lr=0.3, betas=[0.8, 0.9], eps=1e-5, weight_decay=0.2)
+    matrices, vectors = make_optimizer(nn.Linear(2, 2), config).param_groups
+    assert (matrices["lr"], matrices["betas"], matrices["eps"]) == (0.3, (0.8, 0.9), 1e-5)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)

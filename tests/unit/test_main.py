@@ -1,0 +1,102 @@
+"""The command: what it prints, how it ends, and that a mistake never shows a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_rl
+from grpo_rl import main as command
+from grpo_rl.errors import CheckpointError, ClusterError, DataError
+from grpo_rl.main import main
+
+DRY_RUN = ["trainer.dry_run=true", "trainer.device=cpu"]
+
+
+def test_a_dry_run_prints_the_plan_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DRY_RUN) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("plan: recipe arithmetic/grpo") and "optimizer step" in out and err == ""
+
+
+def test_mistakes_are_listed_one_per_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.save_frq=1", "trainer.test_freq=1.5"]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 3 and "2 problems" in lines[0]
+    assert lines[1].startswith("  • trainer.save_frq") and lines[2].startswith("  • trainer.test_freq=1.5")
+
+
+def test_contradictions_and_unknown_names_end_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DRY_RUN, "trainer.save_freq=0"]) == 2
+    assert main([*DRY_RUN, "algorithm.adv_estimator=nonsense"]) == 2
+    err = capsys.readouterr().err
+    assert "trainer.save_freq=0" in err and "nonsense" in err and "Traceback" not in err
+
+
+def test_cfg_prints_a_recipe_that_can_be_given_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "trainer.seed=77"]) == 0
+    text = capsys.readouterr().out
+    assert "seed: 77" in text
+    (tmp_path / "again.yaml").write_text(text)
+    assert main(["--cfg", f"recipe={tmp_path / 'again.yaml'}"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_help_names_the_recipes_and_version_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0 and main(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert "arithmetic/grpo" in out and out.strip().endswith(f"grpo_rl {grpo_rl.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("bad row 3"), 3), (CheckpointError("half a file"), 4), (ClusterError("actor 1 died"), 6)]
+)
+def test_every_kind_of_mistake_has_its_exit_code(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ends_with(error, monkeypatch) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ends_with(KeyboardInterrupt(), monkeypatch) == 130
+
+
+def test_an_error_of_ours_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(ZeroDivisionError("by nought"), monkeypatch) == 70
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "unexpected ZeroDivisionError: by nought"
+    file = Path(second.rpartition(" ")[2])
+    assert "ZeroDivisionError: by nought" in file.read_text()
+    file.unlink()
+
+
+def ends_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code when planning ends with `error`."""
+
+    def fail(composed: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "_plan", fail)
+    return main([])
+
+
+def test_the_command_runs_from_any_folder_and_refuses_without_loading_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from grpo_rl.main import main; code = main(['trainer.save_freq=0', 'trainer.device=cpu']); "
+        "print(code, sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.strip() == "2 []"
+    assert "trainer.save_freq=0" in done.stderr
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_rl.main", "nonsense"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 2 and "nonsense" in done.stderr

@@ -1,0 +1,274 @@
+"""The plan: sizes worked out by hand, names bound, and the page that a person reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan import Plan, make_plan, probe_machine
+from grpo_rl.plan_memory import memory_by_role, model_size
+from grpo_rl.plan_text import WIDTH
+
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+EIGHT_GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BASE = [
+    "data.train_files=task:arithmetic?num_rows=1000",
+    "actor_rollout_ref.model.path=builtin:arithmetic",
+    "data.train_batch_size=64",
+    f"{A}.ppo_mini_batch_size=16",
+    f"{R}.n=8",
+    "trainer.total_epochs=3",
+]
+# config.json of Qwen2.5-0.5B, the entries that count.
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def plan_of(*words: str, machine: Machine = CPU) -> Plan:
+    return make_plan(compose([*BASE, *words]), machine)
+
+
+def problems_of(*words: str, machine: Machine = CPU) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(*words, machine=machine)
+    return caught.value.problems
+
+
+# ---- numbers -------------------------------------------------------------------------------------------
+
+
+def test_steps_follow_from_rows_batches_and_epochs() -> None:
+    plan = plan_of(f"{A}.ppo_epochs=2")
+    # 1000 rows make 15 batches of 64, three times; each batch is 4 mini-batches, twice.
+    assert (plan.num_train_rows, plan.total_steps, plan.updates_per_step) == (1000, 45, 8)
+
+
+def test_the_number_of_rows_respects_train_max_samples() -> None:
+    assert plan_of("data.train_max_samples=130").total_steps == 3 * 2
+
+
+def test_rows_that_may_be_dropped_leave_the_number_of_steps_open() -> None:
+    assert plan_of("data.filter_overlong_prompts=true").total_steps is None
+    assert plan_of("data.filter_overlong_prompts=true", "trainer.total_training_steps=7").total_steps == 7
+
+
+def test_old_logprobs_are_computed_only_where_an_update_or_the_reward_reads_them() -> None:
+    one_update = f"{A}.ppo_mini_batch_size=64"
+    kl_in_reward = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
+    assert not plan_of(one_update).recomputes_old_logprobs
+    assert plan_of().recomputes_old_logprobs
+    assert plan_of(one_update, f"{A}.ppo_epochs=2").recomputes_old_logprobs
+    assert plan_of(one_update, *kl_in_reward).recomputes_old_logprobs
+
+
+@pytest.mark.parametrize(
+    ("words", "started"),
+    [
+        ([], True),
+        ([f"{A}.use_kl_loss=false"], False),
+        ([f"{A}.kl_loss_coef=0"], False),
+        ([f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"], True),
+    ],
+)
+def test_the_reference_starts_only_for_a_kl_term_with_a_weight(words: list[str], started: bool) -> None:
+    plan = plan_of(*words)
+    assert plan.uses_reference is started
+    assert ("not started" in plan.render()) is not started
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "ranks", "replicas", "backend"),
+    [
+        ([], CPU, 1, 1, "object_store"),
+        (["trainer.n_gpus_per_node=2"], CPU, 2, 2, "object_store"),
+        ([], EIGHT_GPUS, 8, 8, "ipc"),
+        ([f"{R}.tensor_model_parallel_size=4"], EIGHT_GPUS, 8, 2, "ipc"),
+        (["trainer.n_gpus_per_node=4", f"{R}.nnodes=1", f"{R}.tensor_model_parallel_size=2"], EIGHT_GPUS, 4, 2, "nccl"),
+        (["trainer.n_gpus_per_node=2", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=6"], EIGHT_GPUS, 2, 6, "nccl"),
+        ([f"{R}.name=hf"], EIGHT_GPUS, 8, 8, "object_store"),
+    ],
+)
+def test_ranks_replicas_and_the_way_of_the_weights(
+    words: list[str], machine: Machine, ranks: int, replicas: int, backend: str
+) -> None:
+    plan = plan_of(*words, machine=machine)
+    assert (plan.world_size, plan.num_replicas, plan.weight_backend) == (ranks, replicas, backend)
+    assert plan.world_size == machine.world_size(compose([*BASE, *words]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "update", "ref"),
+    [
+        ([], MicroBatchRule(16384, None), MicroBatchRule(16384, None)),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], MicroBatchRule(None, 4), MicroBatchRule(None, 4)),
+        (
+            ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"],
+            MicroBatchRule(16384, None),
+            MicroBatchRule(None, 2),
+        ),
+        (
+            [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000"],
+            MicroBatchRule(None, 4),
+            MicroBatchRule(5000, None),
+        ),
+        (
+            [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"],
+            MicroBatchRule(None, 4),
+            MicroBatchRule(16384, None),
+        ),
+    ],
+)
+def test_forward_passes_without_settings_of_their_own_are_cut_like_the_update(
+    words: list[str], update: MicroBatchRule, ref: MicroBatchRule
+) -> None:
+    config = compose([*BASE, *words]).config
+    assert update_rule(config) == update
+    assert logprob_rule(config, "ref") == ref
+
+
+def test_the_machine_is_what_the_configuration_says_or_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    machine = probe_machine(compose(["trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=3"]).config)
+    assert machine == Machine(num_gpus=0, num_cpus=3, device="cpu", cluster=False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert probe_machine(compose(["trainer.device=cpu"]).config).cluster
+
+
+# ---- names ---------------------------------------------------------------------------------------------
+
+
+def test_all_unknown_names_are_refused_together_each_with_the_known_ones() -> None:
+    problems = problems_of(
+        "algorithm.adv_estimator=gropo",
+        f"{A}.policy_loss.loss_mode=vanila",
+        f"{A}.loss_agg_mode=token_mean",
+        f"{R}.name=sglang",
+        "reward.functions=[gsm9k,0.2*formt]",
+        "actor_rollout_ref.model.path=builtin:nonsense",
+        "data.val_files=task:nonsense",
+    )
+    expected = ["grpo", "vanilla", "token-mean", "vllm", "gsm8k", "format", "builtin:arithmetic", "arithmetic"]
+    assert len(problems) == len(expected)
+    for name in expected:
+        assert any(name in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.train_files=task:arithmetic?num_rows=63"], "larger than the training data, which has 63 rows"),
+        (["data.train_files=task:arithmetic?nonsense=63"], "nonsense"),
+        (
+            [f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+            "rollout.name=hf runs on one device",
+        ),
+        (["algorithm.adv_estimator=math:fsum", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
+        (["reward.functions=[no/such/file.py:score]"], "no/such/file.py"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem
+
+
+def test_ones_own_functions_are_found_by_file_and_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    assert f"{file}:score" in plan_of(f"reward.functions=['{file}:score']").render().replace("\n", "")
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_counted_from_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    size = model_size(str(tmp_path))
+    # As published for Qwen2.5-0.5B; keys and values: 2 x 24 layers x 2 heads x 64 numbers.
+    assert size is not None and size.num_params == 494_032_768
+    assert size.kv_bytes_per_token(2) == 2 * 24 * 2 * 64 * 2
+
+
+def test_parameters_are_taken_from_the_weight_files_where_there_are_some(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": "anything"}))
+    assert model_size(str(tmp_path)) is None
+    for name, rows in (("a", 3), ("b", 5)):
+        header = json.dumps({"__metadata__": {}, name: {"dtype": "F32", "shape": [rows, 10], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    size = model_size(str(tmp_path))
+    assert size is not None and size.num_params == 80
+
+
+def test_the_actors_state_takes_sixteen_bytes_per_parameter_shared_by_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    size = model_size(str(tmp_path))
+    assert size is not None
+    words = [*BASE, "data.max_prompt_length=1", "data.max_response_length=1", "actor_rollout_ref.model.lm_head_chunk_tokens=1"]
+    actor, reference, rollout = memory_by_role(compose(words).config, EIGHT_GPUS, size, with_reference=True)
+    assert actor.role == "actor" and 0 < actor.num_bytes - 494_032_768 * 16 / 8 < 200 * 2**20
+    assert reference.role == "reference" and 0 < reference.num_bytes - 494_032_768 * 4 / 8 < 100 * 2**20
+    assert rollout.num_bytes == 494_032_768 * 2
+
+
+# ---- the page ------------------------------------------------------------------------------------------
+
+
+def test_the_page_fits_on_a_terminal_and_says_what_matters() -> None:
+    text = plan_of("trainer.test_freq=-1", f"{A}.entropy_coeff=0.01").render()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= WIDTH == 100 and len(lines) <= 36
+    joined = " ".join(text.split())
+    for said in (
+        "64 prompts x 8 responses = 512 rollouts",
+        "4 mini-batches of 16 prompts (128 rollouts) x 1 pass = 4 optimizer steps",
+        "45 training steps, 180 optimizer steps",
+        "A = (R - mean(R of group)) / (std(R of group) + 1e-06) [grpo]",
+        "loss = avg(pg) - 0.01·avg(H) + 0.001·avg(KL)",
+        "clip(r, 0.8, 1.2)",
+        "[low_var_kl]",
+        "[token-mean]",
+    ):
+        assert said in joined, said
+
+
+def test_dr_grpo_is_shown_without_the_division() -> None:
+    assert "A = (R - mean(R of group)) [grpo]" in " ".join(plan_of("algorithm.norm_adv_by_std_in_grpo=false").render().split())
+
+
+def test_the_first_line_says_when_nothing_was_named() -> None:
+    assert "embedded" in make_plan(compose([]), CPU).render().splitlines()[0]
+    assert plan_of().render().splitlines()[0] == "plan"
+
+
+def test_the_kl_in_the_reward_is_part_of_the_objective() -> None:
+    words = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+    assert "R = reward - 0.001 Σ_tokens KL, steered to 0.1" in " ".join(plan_of(*words).render().split())
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "said"),
+    [
+        (["trainer.n_gpus_per_node=4"], CPU, "4 actor processes share 2 cores"),
+        (["trainer.save_freq=5"], CPU, "trainer.experiment_name"),
+        ([f"{A}.optim.lr_warmup_steps=1000"], CPU, "longer than the run"),
+        ([f"{R}.cpu_threads=2"], EIGHT_GPUS, "have no effect here"),
+        ([], Machine(0, 2, "cpu", cluster=True), "looked at this machine"),
+    ],
+)
+def test_surprises_are_noted(words: list[str], machine: Machine, said: str) -> None:
+    assert said in " ".join(plan_of(*words, machine=machine).render().split())
+    assert said not in plan_of().render()

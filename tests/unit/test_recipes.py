@@ -1,0 +1,55 @@
+"""The recipes that come with the package: they can be run, and they say only what differs from the defaults."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.fields import leaves
+from grpo_rl.config.recipes import folder, known_recipes
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        values |= {name: value} if name in leaves() or not isinstance(value, dict) else flat(value, f"{name}.")
+    return values
+
+
+@pytest.mark.parametrize("recipe", known_recipes())
+def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
+    composed = compose([f"recipe={recipe}"])
+    assert composed.recipe == recipe
+    assert composed.config.data.train_files
+
+
+@pytest.mark.parametrize("recipe", known_recipes())
+def test_a_recipe_holds_only_what_differs_from_the_defaults(recipe: str) -> None:
+    content = yaml.safe_load((folder("recipes") / f"{recipe}.yaml").read_text())
+    content.pop("defaults", None)
+    same = {key: value for key, value in flat(content).items() if leaves()[key].default == value}
+    assert same == {}
+
+
+def test_every_recipe_has_a_readme_and_is_in_the_list() -> None:
+    root = folder("recipes")
+    table = (root / "README.md").read_text()
+    for recipe in known_recipes():
+        assert f"`{recipe}`" in table
+        assert (root / Path(recipe).parent / "README.md").is_file()
+
+
+def test_the_configuration_that_a_run_saves_is_itself_a_recipe(tmp_path: Path) -> None:
+    first = compose(["recipe=gsm8k/qwen2.5-7b", "data.seed=5"])
+    (tmp_path / "config.yaml").write_text(first.yaml())
+    assert compose([f"recipe={tmp_path}/config.yaml"]).config == first.config
+
+
+def test_a_recipe_can_build_on_another_one(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text("defaults:\n  - /recipe/gsm8k/qwen2.5-0.5b\n  - _self_\nactor_rollout_ref: {rollout: {n: 16}}\n")
+    config = compose([f"recipe={own}"]).config
+    assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (16, 256)

@@ -1,0 +1,123 @@
+"""Names in a configuration and the functions behind them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import Registry, load_function
+
+
+@pytest.fixture
+def colours() -> Registry[Callable[..., str]]:
+    registry: Registry[Callable[..., str]] = Registry("colour")
+
+    @registry.register("red", "crimson")
+    def red(shade: int, *, bright: bool = False) -> str:
+        return f"red {shade} {bright}"
+
+    @registry.register("green")
+    def green(**options: int) -> str:
+        return f"green {options}"
+
+    return registry
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_function_is_found_under_each_of_its_names(colours):
+    assert colours.get("red") is colours.get("crimson")
+    assert colours.get("red")(3) == "red 3 False"
+    assert list(colours) == ["red", "crimson", "green"]
+    assert "crimson" in colours and "blue" not in colours
+
+
+def test_a_name_cannot_be_taken_twice(colours):
+    with pytest.raises(ValueError, match="colour 'red' is registered twice"):
+        colours.register("red")(lambda: "")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(colours):
+    with pytest.raises(ConfigError) as caught:
+        colours.get("gren")
+    message = str(caught.value)
+    assert "unknown colour 'gren'. Did you mean green or red?" in message
+    assert "Known: crimson, green, red" in message
+    assert "my_package.module:function or path/to/file.py:function" in message
+    with pytest.raises(ConfigError, match=r"unknown colour 'xyzzy'\. Known:"):
+        colours.get("xyzzy")
+
+
+def test_options_are_checked_against_the_functions_signature(colours):
+    colours.check_options("red", {"bright": True})
+    colours.check_options("green", {"whatever": 1})
+    with pytest.raises(ConfigError, match="colour 'red' has no option brihgt; it takes shade, bright"):
+        colours.check_options("red", {"brihgt": True, "shade": 1})
+
+
+def test_a_users_function_is_loaded_from_a_file(colours, tmp_path):
+    path = write(tmp_path, "LIMIT = 7\n\ndef blue(shade):\n    return f'blue {shade} {LIMIT}'\n")
+    assert colours.get(f"{path}:blue")(1) == "blue 1 7"
+
+
+def test_functions_of_one_file_share_its_globals(tmp_path):
+    path = write(tmp_path, "seen = []\n\ndef put(x):\n    seen.append(x)\n\ndef get():\n    return seen\n")
+    load_function(f"{path}:put")(5)
+    assert load_function(f"{path}:get")() == [5]
+
+
+def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, f"def which():\n    return {name!r}\n")
+    assert [load_function(f"{tmp_path / name / 'mine.py'}:which")() for name in "ab"] == ["a", "b"]
+
+
+def test_a_function_is_loaded_from_an_installed_module():
+    assert load_function("os.path:join") is __import__("os").path.join
+
+
+def test_a_dataclass_in_a_users_file_works(tmp_path):
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Pair:\n    a: int\n\ndef make():\n    return Pair(1).a\n"
+    )
+    assert load_function(f"{write(tmp_path, text)}:make")() == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_such_package_of_mine:f", "importing no_such_package_of_mine failed: ModuleNotFoundError"),
+        ("os.path:jion", "os.path has no function 'jion'; it has "),
+        ("os.path:sep", "os.path has no function 'sep'"),
+        (":f", "importing  failed: ValueError"),
+        ("nothing/here.py:f", r"there is no file /.*nothing/here\.py"),
+    ],
+)
+def test_what_cannot_be_loaded_is_explained(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        load_function(spec, "reward")
+
+
+def test_an_error_in_a_users_file_is_named_and_the_file_is_read_again_after_mending(tmp_path):
+    path = write(tmp_path, "def f(:\n")
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match=r"reward .*mine\.py:f': importing .*mine\.py failed: SyntaxError"):
+        load_function(f"{path}:f", "reward")
+    assert not {name for name in set(sys.modules) - before if name.startswith("grpo_rl_user_")}
+    write(tmp_path, "def f():\n    return 1\n")
+    assert load_function(f"{path}:f", "reward")() == 1
+
+
+def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_path):
+    path = write(tmp_path, "def score():\n    return 1\n\ndef _hidden():\n    return 2\n")
+    with pytest.raises(ConfigError, match=r"has no function 'scores'; it has score$"):
+        load_function(f"{path}:scores", "reward")

@@ -1,0 +1,93 @@
+"""From rewards to advantages, with and without the KL in the reward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_rl.config.schema import AlgorithmConfig, KlControlConfig
+from grpo_rl.trainer.advantage import Advantage
+from grpo_rl.types import Batch
+
+
+def make_batch(rewards: list[float], lengths: list[int], groups: list[int], **columns: torch.Tensor) -> Batch:
+    return Batch(
+        prompt_lengths_N=torch.ones(len(lengths), dtype=torch.long),
+        response_lengths_N=torch.tensor(lengths),
+        group_N=torch.tensor(groups),
+        token_ids_S=torch.zeros(len(lengths) + sum(lengths), dtype=torch.long),
+        rewards_N=torch.tensor(rewards),
+        rollout_logprobs_T=torch.zeros(sum(lengths)),
+        **columns,
+    )
+
+
+def test_group_advantages_stand_on_every_token_and_are_summed_up():
+    batch = make_batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 3], [0, 0, 1, 1])
+    out, metrics = Advantage(AlgorithmConfig())(batch)
+    one = 0.5 / (0.5**0.5 + 1e-6)  # two rewards 1 and 0: mean 1/2, sample standard deviation sqrt(1/2)
+    assert out.advantages_T.tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0])
+    assert metrics == pytest.approx({"advantage/zero_group_fraction": 0.5, "advantage/abs_mean": 3 * one / 7})
+    assert batch.advantages_T is None
+
+
+def test_the_division_by_the_standard_deviation_can_be_left_out():
+    out, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(make_batch([1.0, 0.0], [1, 2], [4, 4]))
+    assert out.advantages_T.tolist() == [0.5, -0.5, -0.5]
+
+
+def test_a_batch_of_empty_responses_has_no_signal_and_no_error():
+    out, metrics = Advantage(AlgorithmConfig())(make_batch([1.0, 0.0], [0, 0], [0, 0]))
+    assert len(out.advantages_T) == 0
+    assert metrics == {"advantage/zero_group_fraction": 1.0, "advantage/abs_mean": 0.0}
+
+
+# ---- KL in the reward --------------------------------------------------------------------------------
+
+# Two responses of two tokens and one; old - ref is 0.2, 0.4 on the first and -0.3 on the second.
+WITH_KL = {"old_logprobs_T": torch.tensor([-1.0, -1.0, -1.0]), "ref_logprobs_T": torch.tensor([-1.2, -1.4, -0.7])}
+
+
+def kl_config(**control: object) -> AlgorithmConfig:
+    return AlgorithmConfig(norm_adv_by_std_in_grpo=False, use_kl_in_reward=True, kl_ctrl=KlControlConfig(**control))
+
+
+def test_the_kl_is_taken_off_the_reward_of_each_token():
+    out, metrics = Advantage(kl_config(kl_coef=0.5))(make_batch([1.0, 0.0], [2, 1], [0, 0], **WITH_KL))
+    # Scores: 1 - 0.5 * 0.6 = 0.7 and 0 + 0.5 * 0.3 = 0.15; their mean is 0.425.
+    assert out.advantages_T.tolist() == pytest.approx([0.275, 0.275, -0.275])
+    # Mean per response, then over responses: (0.3 - 0.3) / 2.
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+
+
+def test_a_fixed_coefficient_stays():
+    advantage = Advantage(kl_config(kl_coef=0.5))
+    for _ in range(3):
+        _, metrics = advantage(make_batch([1.0, 0.0], [2, 1], [0, 0], **WITH_KL))
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+
+
+def test_the_adaptive_coefficient_is_used_first_and_steered_after():
+    columns = WITH_KL | {"ref_logprobs_T": torch.tensor([-1.2, -1.4, -1.3])}
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **columns)
+    advantage = Advantage(kl_config(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
+    seen = [advantage(batch)[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
+    # KL 0.3 is three times the target: the error is cut at 0.2; times 2 rollouts of 10: 4 % more each time.
+    assert seen == pytest.approx([0.5, 0.52, 0.5408])
+
+
+def test_below_its_target_the_adaptive_coefficient_falls():
+    advantage = Advantage(kl_config(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
+    advantage(make_batch([1.0, 0.0], [2, 1], [0, 0], **WITH_KL))
+    assert advantage.kl_controller.value == pytest.approx(0.5 * 0.96)
+
+
+def test_the_controllers_state_survives_a_resume():
+    config = kl_config(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10)
+    first, second = Advantage(config), Advantage(config)
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **WITH_KL)
+    first(batch)
+    second.load_state_dict(first.state_dict())
+    assert second(batch)[1] == first(batch)[1]
+    assert second.kl_controller.value == first.kl_controller.value != 0.5

@@ -1,0 +1,81 @@
+"""What is logged of rollouts, batches and phases."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
+from grpo_rl.types import Batch, FinishReason, Prompt, Rollout
+
+
+def rollout(reward: float | None, finish: FinishReason = "stop", **parts: float) -> Rollout:
+    return Rollout(Prompt("u", (1,), "?", "test"), 0, (2, 3), (-0.5, -0.5), finish, 1, reward=reward, reward_parts=parts)
+
+
+def test_rewards_their_parts_and_cut_off_responses_are_averaged():
+    metrics = rollout_metrics(
+        [rollout(1.0, right=1.0, form=0.5), rollout(0.0, "length", right=0.0), rollout(0.5, "length", right=0.5, answer=17.0)]
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/max": 1.0,
+            "reward/min": 0.0,
+            "response_length/clip_ratio": 2 / 3,
+            "reward/right": 0.5,
+            "reward/form": 0.5,
+        }
+    )
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by one second whenever it is read."""
+    clock = itertools.count(100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+
+
+def test_a_phase_entered_twice_is_summed_up(ticking):
+    timer = Timer()
+    with timer("gen"), timer("inner"):
+        pass
+    with timer("gen"):
+        pass
+    # The inner phase reads the clock once on each side, inside the outer one.
+    assert timer.metrics() == {"timing_s/inner": 1.0, "timing_s/gen": 4.0}
+    assert timer.total() == 5.0
+
+
+def test_a_phase_that_fails_is_counted_all_the_same(ticking):
+    timer = Timer()
+    with pytest.raises(ZeroDivisionError), timer("gen"):
+        1 / 0  # noqa: B018
+    assert timer.metrics() == {"timing_s/gen": 1.0}
+
+
+def test_lengths_and_throughput_count_prompts_and_responses(ticking):
+    batch = Batch(
+        prompt_lengths_N=torch.tensor([4, 2]),
+        response_lengths_N=torch.tensor([3, 0]),
+        group_N=torch.tensor([0, 0]),
+        token_ids_S=torch.zeros(9, dtype=torch.long),
+        rewards_N=torch.zeros(2),
+        rollout_logprobs_T=torch.zeros(3),
+    )
+    timer = Timer()
+    for phase in ("gen", "update_actor"):
+        with timer(phase):
+            pass
+    assert batch_metrics(batch, timer) == {
+        "response_length/mean": 1.5,
+        "response_length/max": 3.0,
+        "response_length/min": 0.0,
+        "prompt_length/mean": 3.0,
+        "prompt_length/max": 4.0,
+        "perf/total_num_tokens": 9.0,
+        "perf/tokens_per_s": 4.5,
+    }
