@@ -127,17 +127,16 @@ def _bind_names(config: Config, machine: Machine) -> int | None:
 
 def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each name with its key and the look-up that raises ConfigError for an unknown one."""
-    from grpo_rl.algos.advantages import ADVANTAGES
+    from grpo_rl import plan_algorithm
     from grpo_rl.algos.aggregate import AGGREGATIONS
     from grpo_rl.algos.policy_losses import POLICY_LOSSES
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.rewards.compose import RewardFunction
     from grpo_rl.rollout.engine import ENGINES, weight_backend
 
-    actor, rollout, algorithm = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.algorithm
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     path = config.actor_rollout_ref.model.path
-    yield "algorithm.adv_estimator: ", lambda: ADVANTAGES.get(algorithm.adv_estimator)
-    yield "algorithm.norm_adv_by_std_in_grpo", lambda: _check_norm(config)
+    yield from plan_algorithm.checks(config)
     yield "actor_rollout_ref.actor.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     yield "actor_rollout_ref.actor.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
@@ -146,14 +145,6 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "", lambda: RewardFunction.from_config(config.reward)
     if path.startswith(PREFIX):
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
-
-
-def _check_norm(config: Config) -> None:
-    algorithm = config.algorithm
-    if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        raise ConfigError(
-            f"=false: only algorithm.adv_estimator=grpo reads it, and it is {algorithm.adv_estimator}; leave it out"
-        )
 
 
 def _check_engine(config: Config) -> None:

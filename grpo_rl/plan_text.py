@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,10 +11,12 @@ from grpo_rl.algos.advantages import ADVANTAGES
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.options import options_of
 from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.trainer.advantage import estimator_options
 
 if TYPE_CHECKING:
     from grpo_rl.plan import Plan
@@ -166,13 +168,26 @@ def _objective(config: Config) -> Rows:
 def _advantage(config: Config) -> str:
     """The estimator's formula with its options as numbers."""
     estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
-    formula = formula_of(estimator).removeprefix("A = ")
-    if config.algorithm.adv_estimator == "grpo" and not config.algorithm.norm_adv_by_std_in_grpo:
-        formula = formula.partition(" / (std")[0]
-    for name, parameter in inspect.signature(estimator).parameters.items():
-        if isinstance(parameter.default, float):
-            formula = formula.replace(name, f"{parameter.default:g}")
-    return formula
+    options = options_of(estimator) | estimator_options(config.algorithm)
+    formula = _divided(formula_of(estimator).removeprefix("A = "), options.get("std"))
+    values = {name: value for name, value in options.items() if isinstance(value, float) and name not in ("gamma", "lam")}
+    for name, value in values.items():
+        formula = re.sub(rf"\b{name}\b", f"{value:g}", formula)
+    return formula + "".join(f"; {name} = {options[name]:g}" for name in ("gamma", "lam") if name in options)
+
+
+_STDS = {"batch": "std(deviations in the batch)", "batch_rewards": "std(R of batch)"}
+
+
+def _divided(formula: str, std: str | None) -> str:
+    """The formula with the standard deviation that the option `std` names; it is written for the group's."""
+    if std == "none":
+        return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
+    if std is not None and "of group) + epsilon" not in formula:
+        # Written without one, as its default is none.
+        head, semicolon, rest = formula.partition(";")
+        formula = f"{head} / (std(R of group) + epsilon){semicolon}{rest}"
+    return re.sub(r"std\([Rr] of group\)", _STDS[std], formula) if std in _STDS else formula
 
 
 def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:

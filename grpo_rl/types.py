@@ -109,6 +109,8 @@ class Batch:
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
     advantages_T: Tensor | None = None
+    reward_parts_NP: Tensor | None = None
+    """The score of each reward function, before its factor."""
 
     @property
     def num_rollouts(self) -> int:
@@ -140,7 +142,7 @@ class Batch:
             value = getattr(self, column.name)
             if value is None:
                 columns[column.name] = None
-            elif column.name.endswith("_N"):
+            elif column.name.endswith(("_N", "_NP")):
                 columns[column.name] = value[index_K]
             elif column.name.endswith("_S"):
                 columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]

@@ -33,12 +33,14 @@ FLOORS = {
     "workers": 2,
     "cluster": 3,
     "plan": 3,
+    "plan_algorithm": 3,
     "plan_text": 3,
     "plan_memory": 3,
     "main": 4,
 }
 NEIGHBOURS = {
-    # The plan is three files, and what it decides is carried out by the cluster.
+    # The plan is four files, and what it decides is carried out by the cluster.
+    ("plan", "plan_algorithm"),
     ("plan", "plan_text"),
     ("plan_text", "plan_memory"),
     ("cluster", "plan"),

@@ -295,9 +295,15 @@ class KlControlConfig:
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
-    """Registered advantage estimator."""
+    """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false: Dr. GRPO's advantages."""
+    """Divide by the group's standard deviation; false: Dr. GRPO's advantages. Only for adv_estimator=grpo."""
+    gamma: Fraction = 1.0
+    """Discount of rewards from token to token, for estimators that discount."""
+    lam: Fraction = 1.0
+    """Decay of GAE, for estimators that have it."""
+    adv_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"

@@ -24,7 +24,7 @@ _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
 _NO_LORA = "LoRA is not here: all weights are trained"
-_NO_CRITIC = "there is no critic: algorithm.adv_estimator=grpo needs none"
+_NO_CRITIC = "there is no critic: estimators that compare responses need none, see algorithm.adv_estimator"
 _NO_MODEL_REWARD = "there are no reward models: rewards are functions, see reward.functions"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
@@ -214,8 +214,6 @@ _DATA: dict[str, Answer] = {
 }
 
 _ALGORITHM: dict[str, Answer] = {
-    "gamma": Answer("rewards are not discounted: the outcome counts for the whole response", (1,)),
-    "lam": Answer(_NO_CRITIC, (1,)),
     "rollout_correction": Answer("the loss takes the trainer's own log-probs; the engine's are compared with them"),
     "rollout_correction.bypass_mode": Answer("old log-probs are the trainer's own", (False,)),
     "rollout_correction.rollout_is_batch_normalize": Answer("there are no importance weights for the engine", (False,)),

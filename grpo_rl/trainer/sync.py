@@ -65,7 +65,7 @@ class SyncTrainer:
         self.output = output
         self.total_steps = total_steps
         self.step = 0
-        self.advantage = Advantage(config.algorithm)
+        self.advantage = Advantage(config.algorithm, roles.rewarder.factors)
         data = config.data
         self.sampler = PromptSampler(len(train_data), data.train_batch_size, data.shuffle, data.seed)
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
@@ -91,7 +91,7 @@ class SyncTrainer:
             )
         with timer("reward"):
             rollouts = self.rewarder.wait(rollouts)
-        batch = collate(rollouts)
+        batch = collate(rollouts, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
         if self.reference is not None:

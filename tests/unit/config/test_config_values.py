@@ -123,7 +123,7 @@ def test_all_wrong_values_are_reported_together() -> None:
         ("actor_rollout_ref.actor.lr", f"{A}.optim.lr"),
         ("actor_rollout_ref.actor.cliip_ratio", f"{A}.clip_ratio"),
         ("algorithm.adv_estimater", "algorithm.adv_estimator"),
-        ("algorithm.clip", "adv_estimator"),
+        ("algorithm.whitening", "adv_estimator"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, expected: str) -> None:

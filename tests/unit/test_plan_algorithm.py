@@ -1,0 +1,116 @@
+"""What the plan says of the algorithm: what fits together, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan import Plan, make_plan
+
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BASE = [
+    "data.train_files=task:arithmetic?num_rows=1000",
+    "actor_rollout_ref.model.path=builtin:arithmetic",
+    "data.train_batch_size=16",
+    f"{A}.ppo_mini_batch_size=16",
+    f"{R}.n=8",
+    "trainer.total_epochs=1",
+]
+E = "algorithm.adv_estimator"
+KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
+REFUSED = {"gae": "critic", "remax": "greedy", "grpo_process": "steps"}
+NO_GROUP = {"reinforce_plus_plus"}
+
+
+def plan_of(*words: str) -> Plan:
+    return make_plan(compose([*BASE, *words]), CPU)
+
+
+def page_of(*words: str) -> str:
+    return " ".join(plan_of(*words).render().split())
+
+
+def problems_of(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(*words)
+    return caught.value.problems
+
+
+# ---- estimators ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+def test_every_estimator_that_rewards_are_enough_for_can_be_chosen(name: str) -> None:
+    assert f"[{name}]" in page_of(f"{E}={name}")
+
+
+@pytest.mark.parametrize(("name", "lacking"), REFUSED.items())
+def test_an_estimator_that_needs_what_is_not_there_is_refused_with_the_reason(name: str, lacking: str) -> None:
+    (problem,) = problems_of(f"{E}={name}")
+    assert problem.startswith(f"{E}: {name}") and lacking in problem
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to_a_prompt(name: str) -> None:
+    if name in NO_GROUP:
+        plan_of(f"{E}={name}", f"{R}.n=1")
+        return
+    (problem,) = problems_of(f"{E}={name}", f"{R}.n=1")
+    assert "at least 2" in problem and f"{R}.n=1" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{E}=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
+        (["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_options={std: batch}"], "give one of them"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: algorithm.adv_estimator=grpo has none"),
+        ([f"{E}=reinforce_plus_plus", "algorithm.lam=0.9"], "algorithm.lam=0.9"),
+        ([f"{E}=reinforce_plus_plus", "algorithm.adv_options={gamma: 0.9}"], "is set by algorithm.gamma"),
+        (["algorithm.adv_options={sdt: batch}"], "has no option sdt. Did you mean std?"),
+        (["algorithm.adv_options={std: bach}"], "std='bach': group, batch, batch_rewards or none"),
+        (["algorithm.adv_options={epsilon: small}"], "epsilon='small'"),
+        ([f"{E}=dr_grpo", "algorithm.adv_options={std: batch}"], "has no option std"),
+        ([f"{E}=gdpo", "algorithm.adv_options={weights: [1.0]}"], "factors in reward.functions"),
+        ([f"{E}=gdpo", *KL_IN_REWARD], "algorithm.use_kl_in_reward=true would have no effect"),
+    ],
+)
+def test_what_an_estimator_does_not_read_is_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "formula"),
+    [
+        (["algorithm.adv_options={std: none}"], "A = (R - mean(R of group)) [grpo]"),
+        (
+            ["algorithm.adv_options={std: batch, epsilon: 0.5}"],
+            "A = (R - mean(R of group)) / (std(deviations in the batch) + 0.5) [grpo]",
+        ),
+        (["algorithm.adv_options={std: batch_rewards}"], "A = (R - mean(R of group)) / (std(R of batch) + 1e-06) [grpo]"),
+        ([f"{E}=gpg"], " (R - mean(R of group)); "),
+        ([f"{E}=gpg", "algorithm.adv_options={std: group}"], " (R - mean(R of group)) / (std(R of group) + 1e-06); "),
+        ([f"{E}=reinforce_plus_plus", "algorithm.gamma=0.9"], "over all tokens of the batch; gamma = 0.9"),
+    ],
+)
+def test_the_formula_is_the_one_that_the_options_make(words: list[str], formula: str) -> None:
+    assert formula in page_of(*words)
+
+
+def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
+        "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T)\n"
+        "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
+    )
+    assert "critic" in problems_of(f"{E}={file}:with_critic")[0]
+    assert "has no option size" in problems_of(f"{E}={file}:plain", "algorithm.adv_options={size: 2}")[0]
+    plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
