@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
+from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
+from grpo_rl.config import derived
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
 
+_A = "actor_rollout_ref.actor"
 _MISSING = {
     "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
     "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
@@ -20,10 +26,38 @@ _MISSING = {
 }
 
 
-def checks(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
+def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each rule: what its messages begin with, and the check that raises ConfigError."""
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_options(config)
+    actor = config.actor_rollout_ref.actor
+    yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+    yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
+    yield f"{_A}: ", lambda: _check_objective(config)
+
+
+def recomputes_old_logprobs(config: Config) -> bool:
+    """Whether the actor has to compute old log-probs: also where the policy loss chooses tokens by them."""
+    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective of the run."""
+    return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
+
+
+def _check_objective(config: Config) -> None:
+    """Raise ConfigError for options that the policy loss or the average does not take."""
+    actor = config.actor_rollout_ref.actor
+    try:
+        loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+        AGGREGATIONS.get(actor.loss_agg_mode)
+    except ConfigError:
+        return  # reported by itself
+    options = options_of(selection_of(loss) or loss) | dict(objective_of(config).loss_options)
+    low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(f"policy_loss.clip_cov_lb={low:g} must be below policy_loss.clip_cov_ub={high:g}")
 
 
 def _check_estimator(config: Config) -> None:
@@ -49,9 +83,10 @@ def _check_options(config: Config) -> None:
     """Raise ConfigError for options that the estimator does not take, or whose value it refuses."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
-    if ":" not in name and name not in ADVANTAGES:
-        return
-    estimate = ADVANTAGES.get(name)
+    try:
+        estimate = ADVANTAGES.get(name)
+    except ConfigError:
+        return  # reported by itself
     taken = options_of(estimate)
     problems = []
     if name != "grpo" and not algorithm.norm_adv_by_std_in_grpo:

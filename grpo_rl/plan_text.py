@@ -12,6 +12,7 @@ from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import options_of
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
@@ -134,10 +135,21 @@ def _step(config: Config, plan: Plan) -> Rows:
     yield "micro-batch", "; ".join(_micro_batches(config, plan))
     if plan.updates_per_step == 1:
         ratio = "exactly 1 (one update per batch)"
-        old = "computed for the KL in the reward only" if plan.recomputes_old_logprobs else "not computed"
+        old = f"computed for {_old_readers(config)} only" if plan.recomputes_old_logprobs else "not computed"
         yield "ratio", f"{ratio}; old log-probs are {old}"
     else:
         yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
+
+
+def _old_readers(config: Config) -> str:
+    """What reads old log-probs where the ratio does not."""
+    readers = ["the KL in the reward"] if derived.has_kl_in_reward(config) else []
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    return " and ".join(readers + ([f"the choice of tokens by {loss}"] if _chooses(loss) else []))
+
+
+def _chooses(loss_mode: str) -> bool:
+    return selection_of(POLICY_LOSSES.get(loss_mode)) is not None
 
 
 def _micro_batches(config: Config, plan: Plan) -> list[str]:
@@ -160,7 +172,8 @@ def _objective(config: Config) -> Rows:
             "R =",
             f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
         )
-    for line in Objective.from_config(config.actor_rollout_ref.actor).formula().splitlines():
+    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
+    for line in objective.formula().splitlines():
         name, _, value = line.partition("=")
         yield name.strip(), f"= {value.strip()}"
 

@@ -111,6 +111,10 @@ class Batch:
     advantages_T: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
+    selected_T: Tensor | None = None
+    """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    group_tokens_N: Tensor | None = None
+    """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
 
     @property
     def num_rollouts(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -63,8 +63,15 @@ class Objective:
             KL_ESTIMATORS.get(self.kl_loss_type)
 
     @classmethod
-    def from_config(cls, actor: ActorConfig) -> Objective:
-        """The objective that `actor_rollout_ref.actor` describes."""
+    def from_config(cls, actor: ActorConfig, max_response_length: int | None = None) -> Objective:
+        """The objective that `actor_rollout_ref.actor` describes.
+
+        `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
+        """
+        options = ((field.name, getattr(actor.policy_loss, field.name)) for field in fields(actor.policy_loss))
+        scale = actor.loss_scale_factor
+        if scale is None and takes(AGGREGATIONS.get(actor.loss_agg_mode), "loss_scale_factor"):
+            scale = max_response_length
         return cls(
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
@@ -75,6 +82,8 @@ class Objective:
             # A term with weight 0 is no term: nothing then asks for the reference.
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss and actor.kl_loss_coef > 0 else None,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            loss_options=tuple((name, value) for name, value in options if name != "loss_mode" and value is not None),
+            agg_options=() if scale is None else (("loss_scale_factor", float(scale)),),
         )
 
     @property

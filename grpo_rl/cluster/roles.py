@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_rl.algos.aggregate import count, group_tokens
+from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
@@ -31,13 +33,15 @@ class ActorGroup:
         train_rule: MicroBatchRule,
         forward_rule: MicroBatchRule,
         always_old: bool,
+        objective: Objective,
     ) -> None:
         self.group = group
         self.config = config
+        self.objective = objective
         self.train_rule = train_rule
         self.forward_rule = forward_rule
         self.always_old = always_old
-        """Recompute old log-probs even where one update makes the ratio exactly 1 (a KL in the reward reads them)."""
+        """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
@@ -57,8 +61,9 @@ class ActorGroup:
         """`ppo_epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
         counts: list[Counts] = []
         per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
-        for mini_batch in self._mini_batches(batch):
-            counts.append(mini_batch.counts())
+        for number, chosen in enumerate(self._mini_batches(batch)):
+            counts.append(count(chosen.response_lengths_N, chosen.group_N))
+            mini_batch = self._with_columns(chosen, number)
             for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
                 steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
         results = self.group.call_each("update", [(steps,) for steps in per_rank])
@@ -98,6 +103,18 @@ class ActorGroup:
             for chosen in order.split(self.config.ppo_mini_batch_size):
                 mini_batches.append(batch.select(torch.isin(batch.group_N, chosen).nonzero()[:, 0]))
         return mini_batches
+
+    def _with_columns(self, mini_batch: Batch, number: int) -> Batch:
+        """The mini-batch with what the objective has to know of the whole of it."""
+        columns: dict[str, Tensor] = {}
+        if self.objective.needs_group_tokens:
+            columns["group_tokens_N"] = group_tokens(mini_batch.response_lengths_N, mini_batch.group_N)
+        if self.objective.needs_selection:
+            assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
+            seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
+            generator = torch.Generator().manual_seed(seed)
+            columns["selected_T"] = self.objective.select(mini_batch.advantages_T, mini_batch.old_logprobs_T, generator)
+        return mini_batch.replace(**columns)
 
 
 class ReferenceGroup:

@@ -117,7 +117,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     """Actor, reference (where a KL term reads it) and rollout pool, ready to work."""
     config = cluster.config
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    objective = Objective.from_config(actor_config)
+    objective = Objective.from_config(actor_config, config.data.max_response_length)
     slots = cluster.actor_pool().slots()
     threads = cluster.cores_for(len(slots))
 
@@ -148,7 +148,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
         step_timeout_s=config.trainer.step_timeout_s,
     )
     pool = ReplicaPool(engines, transfer, decoder(tokenizer), options)
-    actor = make_actor(config, actors)
+    actor = make_actor(config, actors, objective)
     reference = None
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
@@ -156,14 +156,15 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     return actor, reference, pool
 
 
-def make_actor(config: Config, group: WorkerGroup) -> ActorGroup:
+def make_actor(config: Config, group: WorkerGroup, objective: Objective) -> ActorGroup:
     """The actor's role over its group."""
     return ActorGroup(
         group,
         config.actor_rollout_ref.actor,
         train_rule=derived.update_rule(config),
         forward_rule=derived.logprob_rule(config, "rollout"),
-        always_old=derived.has_kl_in_reward(config),
+        always_old=derived.has_kl_in_reward(config) or objective.needs_selection,
+        objective=objective,
     )
 
 

@@ -29,7 +29,11 @@ Positive = Annotated[float, Range(gt=0, lt=float("inf"))]
 NonNegative = Annotated[float, Range(ge=0, lt=float("inf"))]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 
-KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KlType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+    "k3_unbiased", "full",
+]  # fmt: skip
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -131,7 +135,25 @@ class RefFsdpConfig:
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """Registered policy loss."""
+    """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
+    tau_pos: Positive | None = None
+    """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
+    tau_neg: Positive | None = None
+    """sapo: temperature of the gate elsewhere."""
+    clip_cov_ratio: Fraction | None = None
+    """clip_cov: share of the tokens that are left out."""
+    clip_cov_lb: float | None = None
+    """clip_cov: they have a covariance above this."""
+    clip_cov_ub: float | None = None
+    """clip_cov: and below this."""
+    kl_cov_ratio: Fraction | None = None
+    """kl_cov: share of the tokens that are held back."""
+    ppo_kl_coef: NonNegative | None = None
+    """kl_cov: weight of the penalty on these."""
+    dro_beta: NonNegative | None = None
+    """dro: weight of the pull towards the policy that sampled."""
+    max_ratio: Positive | None = None
+    """dppo_tv, dppo_kl: largest weight of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +193,8 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; the denominators are those of the whole mini-batch."""
+    loss_scale_factor: Positive | None = None
+    """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = True
@@ -178,7 +202,7 @@ class ActorConfig:
     kl_loss_coef: NonNegative = 0.001
     """Weight of that term (beta)."""
     kl_loss_type: KlType = "low_var_kl"
-    """Its estimator; `full` is the exact sum over the vocabulary."""
+    """Its estimator. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -34,8 +34,6 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
-_OTHER_LOSS = "an option of a policy loss that is not here; see actor_rollout_ref.actor.policy_loss.loss_mode"
-_LOSS_OPTIONS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 _PLAIN_SAMPLING = "training samples from the whole distribution, so that the engine and the trainer mean the same one"
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
@@ -92,10 +90,8 @@ _BOTH: dict[str, Answer] = {
 _ACTOR: dict[str, Answer] = {
     "ppo_micro_batch_size": Answer(f"use {_A}.ppo_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "grad_clip": Answer(f"use {_A}.optim.clip_grad; verl reads grad_clip nowhere"),
-    "tau_pos": Answer(_OTHER_LOSS),
-    "tau_neg": Answer(_OTHER_LOSS),
-    **{f"policy_loss.{name}": Answer(_OTHER_LOSS) for name in _LOSS_OPTIONS},
-    "loss_scale_factor": Answer(f"averages divide by what is counted in the whole mini-batch, see {_A}.loss_agg_mode"),
+    "tau_pos": Answer(f"use {_A}.policy_loss.tau_pos"),
+    "tau_neg": Answer(f"use {_A}.policy_loss.tau_neg"),
     "freeze_vision_tower": Answer(_NO_IMAGES, (False,)),
     "calculate_entropy": Answer("the entropy is computed where entropy_coeff is not 0", (False,)),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),

@@ -149,6 +149,8 @@ class ActorWorker:
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
             entropy_T=outputs.entropy_T,
             full_kl_T=outputs.full_kl_T,
+            selected_T=_to(batch.selected_T, self.device),
+            group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
         # Without old log-probs this pass is the first with these weights: its own are those of the sampling policy.
         trainer_logprobs_T = outputs.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T

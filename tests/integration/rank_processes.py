@@ -136,9 +136,13 @@ def _serve(pipe: Connection) -> None:
 
 def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
+    from grpo_rl.algos.objective import Objective
     from grpo_rl.cluster.roles import ActorGroup
 
-    return ActorGroup(processes, config, train_rule=rule, forward_rule=rule, always_old=False)
+    objective = Objective.from_config(config)
+    return ActorGroup(
+        processes, config, train_rule=rule, forward_rule=rule, always_old=objective.needs_selection, objective=objective
+    )
 
 
 def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.policy_losses import POLICY_LOSSES
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError
@@ -114,3 +115,49 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
     assert "critic" in problems_of(f"{E}={file}:with_critic")[0]
     assert "has no option size" in problems_of(f"{E}={file}:plain", "algorithm.adv_options={size: 2}")[0]
     plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
+
+
+# ---- losses and averages -------------------------------------------------------------------------------
+
+P = f"{A}.policy_loss"
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_every_policy_loss_can_be_chosen(name: str) -> None:
+    plan = plan_of(f"{P}.loss_mode={name}")
+    assert plan.recomputes_old_logprobs is (name in ("clip_cov", "kl_cov"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([f"{P}.loss_mode=sapo", f"{P}.tau_pos=2.5"], "= 2.5 where A > 0, else 1.05"),
+        ([f"{P}.loss_mode=dro", f"{P}.dro_beta=0.3"], "0.3/2"),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=-2"], "-2 < (A - mean A)"),
+        ([f"{P}.loss_mode=kl_cov", f"{P}.ppo_kl_coef=0.7", f"{P}.kl_cov_ratio=0.1"], "0.7 |log"),
+        ([f"{P}.loss_mode=kl_cov"], "computed for the choice of tokens by kl_cov only"),
+        ([f"{P}.loss_mode=dppo_tv", f"{P}.max_ratio=7"], "min(r, 7)"),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=96"], "1/(num_sequences 96)"),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=33"], "1/(num_sequences 33)"),
+        ([f"{A}.loss_agg_mode=prompt-mean"], "[prompt-mean]"),
+        ([f"{A}.loss_agg_mode=token-sum"], "[token-sum]"),
+        ([f"{A}.kl_loss_type=k3+"], "[k3+]"),
+        ([f"{A}.kl_loss_type=k3_unbiased"], "[k3_unbiased]"),
+    ],
+)
+def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], shown: str) -> None:
+    assert shown in page_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{P}.tau_pos=2"], f"{A}: policy loss 'vanilla' has no option tau_pos. It takes none"),
+        ([f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"], "has no option clip_cov_ratio. Did you mean kl_cov_ratio?"),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below policy_loss.clip_cov_ub=5"),
+        ([f"{A}.loss_scale_factor=33"], "loss_agg_mode 'token-mean' has no option loss_scale_factor"),
+    ],
+)
+def test_options_that_the_chosen_function_does_not_take_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem

@@ -64,7 +64,11 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{A}.clip_ratio_high", 0, "out of range"),
     (f"{A}.entropy_coeff", math.inf, "not finite"),
     (f"{A}.kl_loss_coef", -0.1, "out of range"),
-    (f"{A}.kl_loss_type", "k4", "one of kl, k1, abs, mse, k2, low_var_kl, k3, full"),
+    (
+        f"{A}.kl_loss_type",
+        "k4",
+        "one of kl, k1, abs, mse, k2, low_var_kl, k3, kl+, k1+, abs+, mse+, k2+, low_var_kl+, k3+, k3_unbiased, full",
+    ),
     (f"{A}.use_kl_loss", "maybe", "not true or false"),
     (f"{A}.use_kl_loss", 1, "not true or false"),
     (f"{A}.ppo_epochs", 0, "out of range"),
