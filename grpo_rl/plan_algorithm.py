@@ -9,6 +9,7 @@ import torch
 
 from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
@@ -19,6 +20,7 @@ from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
 
 _A = "actor_rollout_ref.actor"
+_WITHOUT_RATIO = ("reinforce", "gpg")
 _MISSING = {
     "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
     "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
@@ -34,11 +36,15 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
     yield f"{_A}: ", lambda: _check_objective(config)
+    yield "algorithm.rollout_correction.", lambda: _check_correction(config)
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """Whether the actor has to compute old log-probs: also where the policy loss chooses tokens by them."""
-    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection
+    """Whether the actor has to compute old log-probs: also where the loss chooses tokens by them, or rollouts are corrected."""
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    if correction.bypass_mode:
+        return False
+    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection or correction.active
 
 
 def objective_of(config: Config) -> Objective:
@@ -75,8 +81,23 @@ def _check_estimator(config: Config) -> None:
             f"{algorithm.adv_estimator} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
             "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
         )
+    if config.reward.overlong_buffer.len is not None and not wanted.reads_token_rewards:
+        problems.append(
+            f"{algorithm.adv_estimator} reads the parts of the reward, so reward.overlong_buffer would have no effect"
+        )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_correction(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    actor = config.actor_rollout_ref.actor
+    corrected_kl = actor.use_kl_loss and actor.kl_loss_type == "k3_unbiased"
+    if correction.bypass_mode and actor.policy_loss.loss_mode in _WITHOUT_RATIO and not corrected_kl:
+        raise ConfigError(
+            f"bypass_mode=true: has no effect with {_A}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
+        )
 
 
 def _check_options(config: Config) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.objective import Objective
@@ -133,7 +134,9 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"{_count(plan.updates_per_step, 'optimizer step')}",
     )
     yield "micro-batch", "; ".join(_micro_batches(config, plan))
-    if plan.updates_per_step == 1:
+    if config.algorithm.rollout_correction.bypass_mode:
+        yield "ratio", "against the engine's log-probs; the actor computes no old ones"
+    elif plan.updates_per_step == 1:
         ratio = "exactly 1 (one update per batch)"
         old = f"computed for {_old_readers(config)} only" if plan.recomputes_old_logprobs else "not computed"
         yield "ratio", f"{ratio}; old log-probs are {old}"
@@ -145,6 +148,8 @@ def _old_readers(config: Config) -> str:
     """What reads old log-probs where the ratio does not."""
     readers = ["the KL in the reward"] if derived.has_kl_in_reward(config) else []
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if RolloutCorrection.from_config(config.algorithm.rollout_correction).active:
+        readers.append("the correction of rollouts")
     return " and ".join(readers + ([f"the choice of tokens by {loss}"] if _chooses(loss) else []))
 
 
@@ -172,9 +177,27 @@ def _objective(config: Config) -> Rows:
             "R =",
             f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
         )
+    if config.reward.overlong_buffer.len is not None:
+        buffer = config.reward.overlong_buffer
+        yield (
+            "overlong",
+            f"up to -{buffer.penalty_factor:g} in the reward, over the last {buffer.len} tokens of the longest response",
+        )
+    correction = RolloutCorrection.from_config(algorithm.rollout_correction)
+    if correction.rollout_is:
+        level, limit = correction.rollout_is, correction.rollout_is_threshold
+        yield "w", f"= ratio of old policy to engine, by {level}" + ("" if limit is None else f", at most {limit:g}")
+    for rejected in correction.rollout_rs:
+        lower = "" if rejected.lower is None else f"below {rejected.lower:g} or "
+        yield "rejected", f"{rejected.mode} {lower}above {rejected.upper:g}"
+    if correction.bypass_mode:
+        yield "old policy", "the engine's own log-probs (rollout_correction.bypass_mode)"
+    if algorithm.mask_truncated:
+        yield "trained", "only responses that were not cut off"
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
     for line in objective.formula().splitlines():
         name, _, value = line.partition("=")
+        value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value
         yield name.strip(), f"= {value.strip()}"
 
 

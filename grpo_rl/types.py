@@ -111,6 +111,12 @@ class Batch:
     advantages_T: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
+    truncated_N: Tensor | None = None
+    """Responses that were cut off at the longest length."""
+    weights_T: Tensor | None = None
+    """Weights of the policy loss, where the rollouts are corrected."""
+    keep_T: Tensor | None = None
+    """Tokens that are trained, where not all are; the others leave every denominator."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
     group_tokens_N: Tensor | None = None

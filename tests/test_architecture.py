@@ -44,6 +44,7 @@ NEIGHBOURS = {
     ("plan", "plan_text"),
     ("plan_text", "plan_memory"),
     ("cluster", "plan"),
+    ("cluster", "plan_algorithm"),
     # A checkpoint holds a sharded model's state.
     ("checkpoint", "models"),
 }

@@ -14,33 +14,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
+from grpo_rl.config.schema import RejectionMode, RolloutCorrectionConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.types import Counts
 
 MAX_LOG_WEIGHT = 20.0
 """Logs of weights and ratios are cut to +-20 before exp, as in verl."""
 
-RejectionMode = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+MODES: tuple[str, ...] = get_args(RejectionMode)
 """What is compared (each token, or a response's sum, mean or largest token) and by which measure."""
-
-MODES: tuple[str, ...] = RejectionMode.__args__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +88,30 @@ class RolloutCorrection:
             )
         if problems:
             raise ConfigError(problems)
+
+    @classmethod
+    def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
+        """What `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
+        modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
+        ratios = [mode for mode in modes if mode.endswith("k1")]
+        problems = []
+        if len(uppers) != len(modes):
+            problems.append(f"rollout_rs_threshold has {len(uppers)} entries; one for each of the {len(modes)} of rollout_rs")
+        if lowers and len(lowers) != len(ratios):
+            problems.append(
+                f"rollout_rs_threshold_lower has {len(lowers)} entries; one for each k1 entry of rollout_rs, or none"
+            )
+        if problems:
+            raise ConfigError(problems)
+        given = iter(lowers)
+        rejections = []
+        for mode, upper in zip(modes, uppers, strict=True):
+            lower = None if not mode.endswith("k1") else next(given) if lowers else 1.0 / upper
+            rejections.append(Rejection(mode, lower, upper))
+        threshold = config.rollout_is_threshold
+        if config.rollout_is is not None and threshold is None:
+            threshold = None if {"token": "token_k1", "sequence": "seq_sum_k1"}[config.rollout_is] in modes else 2.0
+        return cls(config.rollout_is, threshold, config.rollout_is_batch_normalize, tuple(rejections), config.bypass_mode)
 
     @property
     def active(self) -> bool:
@@ -187,6 +199,21 @@ def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segment
         "chi2_seq": _mean(torch.expm1(2.0 * sum_N.clamp(-half, half))),
         "logprob_diff_mean": _mean(d_T.abs()),
         "logprob_diff_max": float(d_T.abs().max()) if len(d_T) else 0.0,
+    }
+
+
+def mismatch_shares(
+    policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments, counts: Counts
+) -> dict[str, float]:
+    """This micro-batch's shares of `mismatch_metrics` over a mini-batch: they add up. Without the largest difference."""
+    metrics = mismatch_metrics(policy_logprobs_T, rollout_logprobs_T, segments)
+    per_token = segments.num_tokens / max(1, counts.num_tokens)
+    per_sequence = int(segments.nonempty_N.sum()) / max(1, counts.num_sequences)
+    over_sequences = ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq")
+    return {
+        name: value * (per_sequence if name in over_sequences else per_token)
+        for name, value in metrics.items()
+        if not name.startswith("logprob_diff")
     }
 
 

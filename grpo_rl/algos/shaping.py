@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_rl.algos.groups import Groups
@@ -23,15 +22,6 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_fa
         raise ValueError(f"an overlong buffer of {buffer} tokens for responses of at most {max_length}; 1 to {max_length}")
     over_N = (max_length - buffer - lengths_N.double()) / buffer
     return (penalty_factor * over_N.clamp(-1.0, 0.0)).float()
-
-
-def not_truncated(finish_reasons: Sequence[str]) -> Tensor:
-    """Rollouts that may be trained where truncated ones may not: all that did not end at the length limit.
-
-    Overlong filtering: DAPO (arXiv 2503.14476), section 3.4. Rollouts that are left out still count in their group's mean
-    if the advantages are computed first, and leave every denominator.
-    """
-    return torch.tensor([reason != "length" for reason in finish_reasons], dtype=torch.bool)
 
 
 def with_signal(scores_N: Tensor, group_N: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import count, group_tokens
+from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
@@ -34,6 +35,7 @@ class ActorGroup:
         forward_rule: MicroBatchRule,
         always_old: bool,
         objective: Objective,
+        old_from_engine: bool = False,
     ) -> None:
         self.group = group
         self.config = config
@@ -42,6 +44,8 @@ class ActorGroup:
         self.forward_rule = forward_rule
         self.always_old = always_old
         """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
+        self.old_from_engine = old_from_engine
+        """Take the engine's log-probs as the old ones (algorithm.rollout_correction.bypass_mode)."""
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
@@ -51,6 +55,8 @@ class ActorGroup:
 
         With one update per batch the policy has not moved: the update's own forward pass gives them.
         """
+        if self.old_from_engine:
+            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         if self.updates_per_batch(batch) == 1 and not self.always_old:
             return batch
         rows = plan(batch, self.forward_rule, len(self.group))
@@ -62,7 +68,7 @@ class ActorGroup:
         counts: list[Counts] = []
         per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
         for number, chosen in enumerate(self._mini_batches(batch)):
-            counts.append(count(chosen.response_lengths_N, chosen.group_N))
+            counts.append(count(_trained_lengths(chosen), chosen.group_N))
             mini_batch = self._with_columns(chosen, number)
             for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
                 steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
@@ -108,12 +114,14 @@ class ActorGroup:
         """The mini-batch with what the objective has to know of the whole of it."""
         columns: dict[str, Tensor] = {}
         if self.objective.needs_group_tokens:
-            columns["group_tokens_N"] = group_tokens(mini_batch.response_lengths_N, mini_batch.group_N)
+            columns["group_tokens_N"] = group_tokens(_trained_lengths(mini_batch), mini_batch.group_N)
         if self.objective.needs_selection:
             assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
             generator = torch.Generator().manual_seed(seed)
-            columns["selected_T"] = self.objective.select(mini_batch.advantages_T, mini_batch.old_logprobs_T, generator)
+            columns["selected_T"] = self.objective.select(
+                mini_batch.advantages_T, mini_batch.old_logprobs_T, generator, mini_batch.keep_T
+            )
         return mini_batch.replace(**columns)
 
 
@@ -134,6 +142,11 @@ class ReferenceGroup:
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, rows, [c["hidden_TD"] for c in columns]))
         return batch
+
+
+def _trained_lengths(batch: Batch) -> Tensor:
+    """Trained tokens of each response: those of `keep_T`, or all."""
+    return batch.response_lengths_N if batch.keep_T is None else kept_lengths(batch.keep_T, batch.response_lengths_N)
 
 
 def plan(batch: Batch, rule: MicroBatchRule, num_ranks: int) -> list[list[list[int]]]:
@@ -189,7 +202,7 @@ def _merge(key: str, so_far: float | None, value: float) -> float:
 def _metric_name(prefix: str, name: str) -> str:
     if name == "rollout_logprob_diff":
         return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
-    return f"actor/{name}"
+    return name if name.startswith("rollout_corr/") else f"actor/{name}"
 
 
 def actor_factory(*arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
+from grpo_rl.plan_algorithm import recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.environment import engine_environment
 from grpo_rl.telemetry.console import Console
@@ -163,7 +164,8 @@ def make_actor(config: Config, group: WorkerGroup, objective: Objective) -> Acto
         config.actor_rollout_ref.actor,
         train_rule=derived.update_rule(config),
         forward_rule=derived.logprob_rule(config, "rollout"),
-        always_old=derived.has_kl_in_reward(config) or objective.needs_selection,
+        always_old=recomputes_old_logprobs(config),
+        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
         objective=objective,
     )
 
@@ -188,6 +190,7 @@ def actor_spec(
         sender=sender or SenderSpec(),
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
+        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
     )
 
 

@@ -34,6 +34,12 @@ KlType = Literal[
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
     "k3_unbiased", "full",
 ]  # fmt: skip
+RejectionMode = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -317,6 +323,24 @@ class KlControlConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutCorrectionConfig:
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
+    rollout_is_threshold: Annotated[float, Range(gt=1, lt=float("inf"))] | None = None
+    """Larger weights are cut to this; null: 2, or not cut where rollout_rs bounds the same ratio."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: list[RejectionMode] = field(default_factory=list)
+    """What is compared with the bounds below; outside, the token (token_*) or the whole response (seq_*) is not trained."""
+    rollout_rs_threshold: list[Positive] = field(default_factory=list)
+    """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
+    rollout_rs_threshold_lower: list[Positive] = field(default_factory=list)
+    """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
+    bypass_mode: bool = False
+    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
@@ -333,6 +357,9 @@ class AlgorithmConfig:
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that penalty."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    mask_truncated: bool = False
+    """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +373,19 @@ class CustomRewardConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlongBufferConfig:
+    len: Count | None = None
+    """Soft penalty for long training responses: it grows over so many tokens before data.max_response_length (DAPO); null: none."""
+    penalty_factor: Positive = 1.0
+    """Penalty of a response of the full length."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardConfig:
     functions: list[str] = field(default_factory=lambda: ["auto"])
     """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     num_workers: Count = 2
     """Rewards computed at the same time."""
     timeout_s: Positive = 60.0

@@ -85,6 +85,12 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have data.max_prompt_length + "
                 f"data.max_response_length = {longest} tokens; at least {longest}"
             )
+    buffer = config.reward.overlong_buffer.len
+    if buffer is not None and buffer > config.data.max_response_length:
+        yield (
+            f"reward.overlong_buffer.len={buffer}: longer than data.max_response_length={config.data.max_response_length}; "
+            f"at most {config.data.max_response_length}"
+        )
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield (
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: less than one token for each of "

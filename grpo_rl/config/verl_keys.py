@@ -96,7 +96,7 @@ _ACTOR: dict[str, Answer] = {
     "calculate_entropy": Answer("the entropy is computed where entropy_coeff is not 0", (False,)),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
     "use_prefix_grouper": Answer("prompts are not shared between the sequences of a forward pass", (False,)),
-    "use_rollout_log_probs": Answer("old log-probs are the trainer's own", (False,)),
+    "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
     "use_fused_kernels": Answer(_HEAD, _ANY_BOOL),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
@@ -210,9 +210,9 @@ _DATA: dict[str, Answer] = {
 }
 
 _ALGORITHM: dict[str, Answer] = {
-    "rollout_correction": Answer("the loss takes the trainer's own log-probs; the engine's are compared with them"),
-    "rollout_correction.bypass_mode": Answer("old log-probs are the trainer's own", (False,)),
-    "rollout_correction.rollout_is_batch_normalize": Answer("there are no importance weights for the engine", (False,)),
+    "rollout_correction.loss_type": Answer(
+        f"the loss is {_A}.policy_loss.loss_mode, with bypass_mode as without", ("ppo_clip",)
+    ),
     **_switch("filter_groups", "groups without signal stay in the batch with advantage 0"),
     "use_pf_ppo": Answer("there is no preference-feedback reweighting", (False,)),
     "pf_ppo": Answer("there is no preference-feedback reweighting"),
@@ -224,7 +224,7 @@ _REWARD: dict[str, Answer] = {
     "reward_manager.source": Answer(_WORKERS_OF_REWARDS, ("register",)),
     **_switch("reward_model", _NO_MODEL_REWARD),
     "reward_model.enable_resource_pool": Answer(_NO_MODEL_REWARD, (False,)),
-    "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs"),
+    "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),
     "sandbox_fusion": Answer("there is no sandbox for code"),
 }
 
@@ -259,7 +259,7 @@ _TOP: dict[str, Answer] = {
     **_switch("reward_model", _NO_MODEL_REWARD),
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
     "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
-    **_switch("reward_model.overlong_buffer", "there is no penalty for long responses but your own reward function"),
+    **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),
     "sandbox_fusion": Answer("there is no sandbox for code"),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store"),

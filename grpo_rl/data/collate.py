@@ -37,6 +37,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         token_ids_S=_column(chain.from_iterable(sequences), np.int64),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
         rollout_logprobs_T=_column(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+        truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
         reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
         if parts
         else None,

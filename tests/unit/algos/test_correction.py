@@ -12,9 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.correction import MODES, Correction, Rejection, RolloutCorrection, correct, kept_lengths, mismatch_metrics
+from grpo_rl.algos.correction import (
+    MODES,
+    Correction,
+    Rejection,
+    RolloutCorrection,
+    correct,
+    kept_lengths,
+    mismatch_metrics,
+    mismatch_shares,
+)
 from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError
+from grpo_rl.types import Counts
 
 LENGTHS = torch.tensor([2, 0, 1, 1])
 RATIOS = [1.5, 4.0, 0.25, 1.0]
@@ -220,3 +230,16 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         RolloutCorrection(rollout_is_threshold=2.0, rollout_is_batch_normalize=True, rollout_rs=(Rejection("token_k3"),))
     assert len(caught.value.problems) == 3
+
+
+def test_shares_of_the_metrics_add_up_to_those_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 0, 1, 5]
+    old_T, engine_T = (-torch.rand(9, generator=generator) for _ in range(2))
+    whole = mismatch_metrics(old_T, engine_T, Segments(torch.tensor(lengths)))
+    counts = Counts(9, 3, 1)
+    total = dict.fromkeys(mismatch_shares(old_T, engine_T, Segments(torch.tensor(lengths)), counts), 0.0)
+    for places, part in ((slice(0, 4), lengths[:3]), (slice(4, 9), lengths[3:])):
+        for name, share in mismatch_shares(old_T[places], engine_T[places], Segments(torch.tensor(part)), counts).items():
+            total[name] += share
+    assert total == pytest.approx({name: whole[name] for name in total}) and len(total) == 7

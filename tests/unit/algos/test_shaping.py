@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, not_truncated, overlong_penalty, with_signal
+from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, overlong_penalty, with_signal
 from grpo_rl.algos.value_loss import explained_variance, value_loss
 
 
@@ -22,11 +22,6 @@ def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
 def test_a_buffer_that_does_not_fit_is_refused(buffer: int) -> None:
     with pytest.raises(ValueError, match="1 to 100"):
         overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
-
-
-def test_truncated_responses_are_those_that_ended_at_the_limit() -> None:
-    assert not_truncated(["stop", "length", "abort"]).tolist() == [True, False, True]
-    assert not_truncated([]).tolist() == []
 
 
 def test_only_groups_whose_scores_differ_have_a_signal() -> None:

@@ -231,6 +231,26 @@ def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_
     assert first == alone and (second == alone) == (loss_mode == "kl_cov")
 
 
+def test_rejected_tokens_leave_every_count():
+    batch = INTERLEAVED.replace(keep_T=INTERLEAVED.rollout_logprobs_T % 2 == 0)
+    batch.keep_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+    [steps] = run_update(batch, ppo_mini_batch_size=5, loss_agg_mode="prompt-mean")
+    counts = steps[0][0].counts
+    kept = [int(part.sum()) for part in batch.keep_T.split(batch.response_lengths_N.tolist())]
+    assert (counts.num_tokens, counts.num_sequences) == (sum(kept), sum(number > 0 for number in kept))
+    for part in gathered(steps, 0):
+        for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
+            assert tokens == sum(number for number, g in zip(kept, batch.group_N.tolist(), strict=True) if g == group)
+
+
+def test_with_bypass_the_engines_logprobs_are_the_old_ones():
+    ranks = Ranks(1, echo)
+    group = actor(ranks, ppo_mini_batch_size=1)
+    group.old_from_engine = True
+    assert torch.equal(group.old_logprobs(INTERLEAVED).old_logprobs_T, INTERLEAVED.rollout_logprobs_T)
+    assert ranks.asked == []
+
+
 # ---- statistics -------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "no effect",
     ),
     ({f"{R}.max_model_len": 1000}, CPU, f"{R}.max_model_len=1000", "at least 1024"),
+    ({"reward.overlong_buffer.len": 513}, CPU, "reward.overlong_buffer.len=513", "at most 512"),
+    ({"reward.overlong_buffer.penalty_factor": 2}, CPU, "reward.overlong_buffer.penalty_factor=2", "overlong_buffer.len"),
     ({f"{R}.max_num_batched_tokens": 100}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
     # algorithm
     ({"algorithm.use_kl_in_reward": True}, CPU, "algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false"),
