@@ -275,7 +275,11 @@ def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path
     actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
     words = ["algorithm.adv_estimator=gdpo", f"{actor}.policy_loss.loss_mode=kl_cov", f"{actor}.policy_loss.kl_cov_ratio=0.1"]
     words += [f"{actor}.loss_agg_mode=prompt-mean", f"{actor}.kl_loss_type=k3_unbiased"]
-    words += [f"{correction}.rollout_is=token", f"{correction}.rollout_rs=[seq_max_k2]", f"{correction}.rollout_rs_threshold=[1]"]
+    words += [
+        f"{correction}.rollout_is=token",
+        f"{correction}.rollout_rs=[seq_max_k2]",
+        f"{correction}.rollout_rs_threshold=[1]",
+    ]
     words += ["algorithm.mask_truncated=true", "trainer.total_training_steps=2"]
     run = train(tmp_path, "parts", *arithmetic(model), *words)
     assert_trains_like_its_engine(run, last=2)
