@@ -144,8 +144,13 @@ def wait_all(
         for ref in done:
             try:
                 results[ref] = fetch(by_ref[ref], ref, what)
+            except WorkerDied:
+                raise
             except ClusterError as error:
-                raise _death_among(by_ref, pending, what) or error from error
+                death = _death_among(by_ref, pending, what)
+                if death is None:
+                    raise
+                raise death from error
         if pending and not done and time.monotonic() > deadline:
             names = ", ".join(by_ref[ref].name for ref in pending)
             logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)

@@ -108,11 +108,11 @@ class RankProcesses:
         answers = []
         for rank, pipe in enumerate(self.pipes):
             assert pipe.poll(DEADLINE_S), f"rank {rank} did not answer {method}"
-            kind, answer = pipe.recv()
-            if isinstance(answer, str) and kind is not None:
+            answers.append(pipe.recv())
+        for kind, answer in answers:
+            if kind is not None:
                 raise kind(answer)
-            answers.append(answer)
-        return answers
+        return [answer for _, answer in answers]
 
 
 def _serve(pipe: Connection) -> None:

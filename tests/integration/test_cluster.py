@@ -139,7 +139,7 @@ def doomed(start: Callable[..., WorkerGroup]) -> WorkerGroup:
     return start(1 + len(DEATHS), role="doomed")
 
 
-DEATHS = ["exit", "sys.exit", "kill", "killed from outside"]
+DEATHS = ["exit", "sys.exit", "killed from outside"]
 
 
 @pytest.mark.parametrize("how", DEATHS)

@@ -169,6 +169,7 @@ def test_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, 
         "trainer.total_training_steps=4",
         "trainer.save_freq=2",
         "trainer.val_before_train=false",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "actor_rollout_ref.rollout.name=hf",
         # State of every kind: dropout, a schedule, shuffled mini-batches, a steered KL coefficient.
         "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
@@ -184,6 +185,9 @@ def test_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, 
     whole = train(tmp_path, "whole", *words)
     assert_trains_like_its_engine(whole, last=4)
     assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 4
+
+    in_checkpoint = AutoModelForCausalLM.from_pretrained(whole.path / "checkpoints" / "step_4" / "huggingface")
+    assert all(torch.equal(value, in_checkpoint.state_dict()[name]) for name, value in whole.weights().items())
 
     # As if the process had been killed after its third step: the checkpoint of step 2 is all that it can go on from.
     killed = whole.path.with_name("resumed")

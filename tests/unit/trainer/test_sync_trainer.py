@@ -1,0 +1,247 @@
+"""The order of a run: when it samples, validates, saves and resumes. The roles live in this process and note their calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, RewardConfig, TrainerConfig
+from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.errors import CheckpointError
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.sinks import Sinks
+from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+
+
+class Policy:
+    """Actor, reference and rollout pool in one: the policy answers the right number with probability 1/2."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.samplings: list[Sampling] = []
+        self.prompts: list[list[str]] = []
+        self.version = 0
+
+    def sync_weights(self, actor: Any) -> Metrics:
+        assert actor is self
+        self.calls.append("sync")
+        return {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        self.calls.append(f"generate {len(prompts)}x{n}")
+        self.samplings.append(sampling)
+        self.prompts.append([prompt.uid for prompt in prompts])
+        rollouts = []
+        for prompt in prompts:
+            for sample in range(n):
+                text = str(prompt.ground_truth) if sample % 2 == 0 else "no idea"
+                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
+                if on_finish is not None:
+                    on_finish(rollouts[-1])
+        return rollouts
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        self.calls.append("old")
+        return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
+
+    def logprobs(self, batch: Batch) -> Batch:
+        self.calls.append("ref")
+        return batch.replace(ref_logprobs_T=batch.rollout_logprobs_T - 0.1)
+
+    def update(self, batch: Batch) -> Metrics:
+        assert batch.advantages_T is not None
+        self.calls.append("update")
+        self.version += 1
+        return {"actor/loss": 0.0, "actor/version": float(self.version)}
+
+    def save(self, folder: Path) -> None:
+        self.calls.append("save")
+        (folder / "version").write_text(str(self.version))
+
+    def load(self, folder: Path) -> None:
+        self.calls.append("load")
+        self.version = int((folder / "version").read_text())
+
+    def export(self, folder: Path) -> None:
+        self.calls.append("export")
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+
+def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[str] | None = None, **trainer: Any) -> Config:
+    config = Config(
+        data=DataConfig(train_batch_size=2, max_prompt_length=32),
+        algorithm=algorithm or AlgorithmConfig(),
+        trainer=TrainerConfig(logger=["console"], **trainer),
+    )
+    parts = config.actor_rollout_ref
+    actor = parts.actor
+    if save_contents is not None:
+        actor = dataclasses.replace(actor, checkpoint=dataclasses.replace(actor.checkpoint, save_contents=save_contents))
+    parts = dataclasses.replace(parts, actor=actor, rollout=dataclasses.replace(parts.rollout, n=4))
+    return dataclasses.replace(config, actor_rollout_ref=parts)
+
+
+def dataset(name: str) -> PromptDataset:
+    return load_dataset([name], DataConfig(max_prompt_length=32), build_tokenizer(128), max_samples=-1)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
+    """A trainer with its policy, in the same run folder every time."""
+    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), 1, 10.0)
+    run_dir, console = RunDir.create(tmp_path, "run"), Console()
+
+    def trainer(
+        config: Config, total_steps: int, with_val: bool = True, reference: bool = False, rows: int = 6
+    ) -> tuple[SyncTrainer, Policy]:
+        policy = Policy()
+        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None)
+        train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
+        return SyncTrainer(config, roles, train, val if with_val else None, output, total_steps=total_steps), policy
+
+    yield trainer
+    rewarder.close()
+    console.close()
+    run_dir.release()
+
+
+STEP = ["sync", "generate 2x4", "old", "update"]
+VALIDATION = ["sync", "generate 3x1"]
+
+
+def test_a_step_samples_with_the_newest_weights_compares_and_trains(make):
+    trainer, policy = make(make_config(), total_steps=1, with_val=False, reference=True)
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "old", "ref", "update"]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["reward/mean"] == 0.5 and row["response_length/mean"] == 2.0
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    # Rewards 1 0 1 0: mean 1/2, sample standard deviation sqrt(1/3).
+    assert [record["advantage"] for record in records[:2]] == pytest.approx([0.75**0.5, -(0.75**0.5)], rel=1e-5)
+
+
+def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advantages(make):
+    algorithm = AlgorithmConfig(use_kl_in_reward=True)
+    trainer, policy = make(make_config(algorithm), total_steps=1, with_val=False, reference=True)
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "old", "ref", "update"]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):
+    trainer, policy = make(make_config(test_freq=2), total_steps=5)
+    trainer.fit()
+    expected = [*VALIDATION, *STEP, *STEP, *VALIDATION, *STEP, *STEP, *VALIDATION, *STEP, *VALIDATION]
+    assert policy.calls == expected
+    rows = read_metrics(trainer.output.run_dir.metrics_file)
+    assert [row["step"] for row in rows if "val/arithmetic/mean@1" in row] == [0, 2, 4, 5]
+    assert all((trainer.output.run_dir.val / f"step_{step}.jsonl").is_file() for step in (0, 2, 4, 5))
+
+
+def test_validation_is_greedy_and_training_is_seeded_anew_in_every_step(make):
+    trainer, policy = make(make_config(), total_steps=2)
+    trainer.fit()
+    before, first, second, after = policy.samplings
+    assert before == after and before.temperature == 0.0
+    assert first.temperature == second.temperature == 1.0
+    assert len({sampling.seed for sampling in (before, first, second)}) == 3
+    again = make(make_config(), total_steps=2)
+    again[0].fit()
+    assert again[1].samplings == policy.samplings
+
+
+def test_without_validation_data_there_is_none(make):
+    trainer, policy = make(make_config(), total_steps=1, with_val=False)
+    trainer.fit()
+    assert policy.calls == STEP
+
+
+def test_validation_only_trains_nothing_even_after_a_resume(make):
+    trainer, policy = make(make_config(save_freq=1), total_steps=1, with_val=False)
+    trainer.fit()
+    trainer, policy = make(make_config(val_only=True), total_steps=5)
+    trainer.resume(trainer.store.folder / "step_1")
+    trainer.fit()
+    assert policy.calls == ["load", *VALIDATION]
+    trainer, policy = make(make_config(val_only=True), total_steps=5)
+    trainer.fit()
+    assert policy.calls == VALIDATION
+
+
+def test_checkpoints_are_written_every_so_often_and_at_the_end(make):
+    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=2), total_steps=5, with_val=False)
+    trainer.fit()
+    assert policy.calls.count("save") == 3 and "export" not in policy.calls
+    assert trainer.store.steps() == [4, 5]
+
+
+def test_a_checkpoint_holds_a_model_folder_where_it_was_asked_for(make):
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    trainer, _ = make(make_config(save_contents=contents, save_freq=1), total_steps=1, with_val=False)
+    trainer.fit()
+    assert (trainer.store.folder / "step_1" / "huggingface" / "config.json").is_file()
+
+
+def test_a_resumed_run_goes_on_with_the_prompts_and_the_controller_that_it_stopped_with(make):
+    control = dataclasses.replace(AlgorithmConfig().kl_ctrl, type="adaptive", horizon=100)
+    config = make_config(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), save_freq=3)
+    whole, policy = make(config, total_steps=7, with_val=False, reference=True)
+    whole.fit()
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in read_metrics(whole.output.run_dir.metrics_file)]
+    assert len(set(coefficients)) > 1
+
+    resumed, again = make(config, total_steps=7, with_val=False, reference=True)
+    resumed.resume(whole.store.folder / "step_3")
+    assert again.version == 3
+    # Steps 6 and 7 belong to the run that is now abandoned.
+    assert resumed.store.steps() == [3]
+    resumed.fit()
+    assert again.prompts == policy.prompts[3:]
+    assert again.samplings == policy.samplings[3:]
+    rows = read_metrics(resumed.output.run_dir.metrics_file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["actor/reward_kl_penalty_coeff"] for row in rows] == coefficients
+    assert resumed.store.steps() == [3, 6, 7]
+
+
+def test_a_checkpoint_of_other_training_data_is_refused(make):
+    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
+    trainer.fit()
+    other, policy = make(make_config(), total_steps=2, with_val=False, rows=8)
+    with pytest.raises(CheckpointError, match=r"made with 6 training rows, data\.train_files has 8 now"):
+        other.resume(trainer.store.folder / "step_1")
+    assert policy.calls == []
+
+
+def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monkeypatch):
+    trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
+    real = policy.update
+    monkeypatch.setattr(policy, "update", lambda batch: real(batch) if policy.version < 2 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    latest = trainer.store.latest(pytest.fail)
+    assert latest is not None and latest.name == "step_2"
+    resumed, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
+    resumed.resume(latest)
+    resumed.fit()
+    assert policy.version == 3
