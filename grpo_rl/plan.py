@@ -77,6 +77,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         raise ConfigError(problems)
     rows = _bind_names(config, machine)
 
+    from grpo_rl.plan_algorithm import recomputes_old_logprobs
     from grpo_rl.plan_text import describe
     from grpo_rl.rollout.engine import weight_backend
 
@@ -90,7 +91,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         "colocated": derived.is_colocated(config),
         "weight_backend": weight_backend(config, machine.device),
         "uses_reference": derived.needs_reference(config),
-        "recomputes_old_logprobs": derived.recomputes_old_logprobs(config),
+        "recomputes_old_logprobs": recomputes_old_logprobs(config),
         "updates_per_step": derived.updates_per_step(config),
         "num_train_rows": rows,
         "total_steps": total_steps,
@@ -127,33 +128,20 @@ def _bind_names(config: Config, machine: Machine) -> int | None:
 
 def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each name with its key and the look-up that raises ConfigError for an unknown one."""
-    from grpo_rl.algos.advantages import ADVANTAGES
-    from grpo_rl.algos.aggregate import AGGREGATIONS
-    from grpo_rl.algos.policy_losses import POLICY_LOSSES
+    from grpo_rl import plan_algorithm
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.rewards.compose import RewardFunction
     from grpo_rl.rollout.engine import ENGINES, weight_backend
 
-    actor, rollout, algorithm = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.algorithm
+    rollout = config.actor_rollout_ref.rollout
     path = config.actor_rollout_ref.model.path
-    yield "algorithm.adv_estimator: ", lambda: ADVANTAGES.get(algorithm.adv_estimator)
-    yield "algorithm.norm_adv_by_std_in_grpo", lambda: _check_norm(config)
-    yield "actor_rollout_ref.actor.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
-    yield "actor_rollout_ref.actor.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
+    yield from plan_algorithm.checks(config)
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
     yield "", lambda: weight_backend(config, machine.device)
     yield "", lambda: RewardFunction.from_config(config.reward)
     if path.startswith(PREFIX):
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
-
-
-def _check_norm(config: Config) -> None:
-    algorithm = config.algorithm
-    if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        raise ConfigError(
-            f"=false: only algorithm.adv_estimator=grpo reads it, and it is {algorithm.adv_estimator}; leave it out"
-        )
 
 
 def _check_engine(config: Config) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.options import options_of
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.trainer.advantage import estimator_options
 
 if TYPE_CHECKING:
     from grpo_rl.plan import Plan
@@ -130,12 +134,27 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"{_count(plan.updates_per_step, 'optimizer step')}",
     )
     yield "micro-batch", "; ".join(_micro_batches(config, plan))
-    if plan.updates_per_step == 1:
+    if config.algorithm.rollout_correction.bypass_mode:
+        yield "ratio", "against the engine's log-probs; the actor computes no old ones"
+    elif plan.updates_per_step == 1:
         ratio = "exactly 1 (one update per batch)"
-        old = "computed for the KL in the reward only" if plan.recomputes_old_logprobs else "not computed"
+        old = f"computed for {_old_readers(config)} only" if plan.recomputes_old_logprobs else "not computed"
         yield "ratio", f"{ratio}; old log-probs are {old}"
     else:
         yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
+
+
+def _old_readers(config: Config) -> str:
+    """What reads old log-probs where the ratio does not."""
+    readers = ["the KL in the reward"] if derived.has_kl_in_reward(config) else []
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if RolloutCorrection.from_config(config.algorithm.rollout_correction).active:
+        readers.append("the correction of rollouts")
+    return " and ".join(readers + ([f"the choice of tokens by {loss}"] if _chooses(loss) else []))
+
+
+def _chooses(loss_mode: str) -> bool:
+    return selection_of(POLICY_LOSSES.get(loss_mode)) is not None
 
 
 def _micro_batches(config: Config, plan: Plan) -> list[str]:
@@ -158,21 +177,53 @@ def _objective(config: Config) -> Rows:
             "R =",
             f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
         )
-    for line in Objective.from_config(config.actor_rollout_ref.actor).formula().splitlines():
+    if config.reward.overlong_buffer.len is not None:
+        buffer = config.reward.overlong_buffer
+        yield (
+            "overlong",
+            f"up to -{buffer.penalty_factor:g} in the reward, over the last {buffer.len} tokens of the longest response",
+        )
+    correction = RolloutCorrection.from_config(algorithm.rollout_correction)
+    if correction.rollout_is:
+        level, limit = correction.rollout_is, correction.rollout_is_threshold
+        yield "w", f"= ratio of old policy to engine, by {level}" + ("" if limit is None else f", at most {limit:g}")
+    for rejected in correction.rollout_rs:
+        lower = "" if rejected.lower is None else f"below {rejected.lower:g} or "
+        yield "rejected", f"{rejected.mode} {lower}above {rejected.upper:g}"
+    if correction.bypass_mode:
+        yield "old policy", "the engine's own log-probs (rollout_correction.bypass_mode)"
+    if algorithm.mask_truncated:
+        yield "trained", "only responses that were not cut off"
+    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
+    for line in objective.formula().splitlines():
         name, _, value = line.partition("=")
+        value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value
         yield name.strip(), f"= {value.strip()}"
 
 
 def _advantage(config: Config) -> str:
     """The estimator's formula with its options as numbers."""
     estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
-    formula = formula_of(estimator).removeprefix("A = ")
-    if config.algorithm.adv_estimator == "grpo" and not config.algorithm.norm_adv_by_std_in_grpo:
-        formula = formula.partition(" / (std")[0]
-    for name, parameter in inspect.signature(estimator).parameters.items():
-        if isinstance(parameter.default, float):
-            formula = formula.replace(name, f"{parameter.default:g}")
-    return formula
+    options = options_of(estimator) | estimator_options(config.algorithm)
+    formula = _divided(formula_of(estimator).removeprefix("A = "), options.get("std"))
+    values = {name: value for name, value in options.items() if isinstance(value, float) and name not in ("gamma", "lam")}
+    for name, value in values.items():
+        formula = re.sub(rf"\b{name}\b", f"{value:g}", formula)
+    return formula + "".join(f"; {name} = {options[name]:g}" for name in ("gamma", "lam") if name in options)
+
+
+_STDS = {"batch": "std(deviations in the batch)", "batch_rewards": "std(R of batch)"}
+
+
+def _divided(formula: str, std: str | None) -> str:
+    """The formula with the standard deviation that the option `std` names; it is written for the group's."""
+    if std == "none":
+        return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
+    if std is not None and "of group) + epsilon" not in formula:
+        # Written without one, as its default is none.
+        head, semicolon, rest = formula.partition(";")
+        formula = f"{head} / (std(R of group) + epsilon){semicolon}{rest}"
+    return re.sub(r"std\([Rr] of group\)", _STDS[std], formula) if std in _STDS else formula
 
 
 def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:

@@ -58,6 +58,9 @@ class RolloutPool(Protocol):
 class Rewarder(Protocol):
     """Scores rollouts while others are still being sampled."""
 
+    factors: dict[str, float]
+    """The factor of each part of the reward, by the part's name in `reward_parts`."""
+
     def submit(self, rollout: Rollout) -> None:
         """Start scoring one rollout; returns at once."""
 

@@ -109,6 +109,18 @@ class Batch:
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
     advantages_T: Tensor | None = None
+    reward_parts_NP: Tensor | None = None
+    """The score of each reward function, before its factor."""
+    truncated_N: Tensor | None = None
+    """Responses that were cut off at the longest length."""
+    weights_T: Tensor | None = None
+    """Weights of the policy loss, where the rollouts are corrected."""
+    keep_T: Tensor | None = None
+    """Tokens that are trained, where not all are; the others leave every denominator."""
+    selected_T: Tensor | None = None
+    """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    group_tokens_N: Tensor | None = None
+    """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
 
     @property
     def num_rollouts(self) -> int:
@@ -140,7 +152,7 @@ class Batch:
             value = getattr(self, column.name)
             if value is None:
                 columns[column.name] = None
-            elif column.name.endswith("_N"):
+            elif column.name.endswith(("_N", "_NP")):
                 columns[column.name] = value[index_K]
             elif column.name.endswith("_S"):
                 columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]

@@ -33,15 +33,18 @@ FLOORS = {
     "workers": 2,
     "cluster": 3,
     "plan": 3,
+    "plan_algorithm": 3,
     "plan_text": 3,
     "plan_memory": 3,
     "main": 4,
 }
 NEIGHBOURS = {
-    # The plan is three files, and what it decides is carried out by the cluster.
+    # The plan is four files, and what it decides is carried out by the cluster.
+    ("plan", "plan_algorithm"),
     ("plan", "plan_text"),
     ("plan_text", "plan_memory"),
     ("cluster", "plan"),
+    ("cluster", "plan_algorithm"),
     # A checkpoint holds a sharded model's state.
     ("checkpoint", "models"),
 }
@@ -197,6 +200,15 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     talk = ("config/schema.py", "config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
     readers = [file for file in names() if file not in talk and not file.endswith("_checks.py")]
     read = {node.attr for file in readers for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+    # Options of registered functions are handed over by name: the keywords of these functions read them.
+    read |= {
+        keyword.arg
+        for file in names()
+        if file.startswith("algos/policy_losses_")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef)
+        for keyword in node.args.kwonlyargs
+    }
     unread = [key for key in leaves() if key.rpartition(".")[2] not in read]
     # Both of its values mean FSDP2: the key is there so that verl's commands run.
     assert unread == ["actor_rollout_ref.actor.strategy"]

@@ -3,20 +3,23 @@
 Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches know, and never
 by anything counted locally. So shares simply add up, and the gradient is the same for any split. Sums are
 taken in float64. Register a mode with `@AGGREGATIONS.register("name")`.
+
+A mode may take keywords: `group_tokens_N`, which the caller then supplies, and its own options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
 from grpo_rl.registry import Registry
 from grpo_rl.types import Counts
 
-Aggregation = Callable[[Tensor, Segments, Counts], Tensor]
-"""(values_T, segments, counts) -> 0-d share"""
+Aggregation = Callable[..., Tensor]
+"""(values_T, segments, counts, *, <group_tokens_N, own options>) -> 0-d share"""
 
 AGGREGATIONS: Registry[Aggregation] = Registry("loss_agg_mode")
 
@@ -32,6 +35,15 @@ def token_mean(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
     return values_T.double().sum() / max(counts.num_tokens, 1)
 
 
+@AGGREGATIONS.register("token-sum")
+def token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
+    """Sum over all trained tokens: the step grows with the batch.
+
+    Formula: Σ_tokens
+    """
+    return values_T.double().sum()
+
+
 @AGGREGATIONS.register("seq-mean-token-sum")
 def seq_mean_token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> Tensor:
     """Mean over responses of the sum over each one's tokens.
@@ -39,6 +51,22 @@ def seq_mean_token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> 
     Formula: 1/num_sequences Σ_responses Σ_tokens
     """
     return values_T.double().sum() / max(counts.num_sequences, 1)
+
+
+@AGGREGATIONS.register("seq-mean-token-sum-norm")
+def seq_mean_token_sum_norm(
+    values_T: Tensor, segments: Segments, counts: Counts, *, loss_scale_factor: float | None = None
+) -> Tensor:
+    """Mean over responses of the sum over each one's tokens, divided by a constant.
+
+    Formula: 1/(num_sequences loss_scale_factor) Σ_responses Σ_tokens
+
+    Dr. GRPO (arXiv 2503.20783), section 3.1, where the constant is the longest response that may be sampled. It is
+    the same for every batch, so it has to be given: ValueError without it.
+    """
+    if loss_scale_factor is None or not loss_scale_factor > 0:
+        raise ValueError(f"loss_scale_factor={loss_scale_factor}: a number > 0, such as the longest response")
+    return values_T.double().sum() / (max(counts.num_sequences, 1) * loss_scale_factor)
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
@@ -50,3 +78,28 @@ def seq_mean_token_mean(values_T: Tensor, segments: Segments, counts: Counts) ->
     GRPO as published: DeepSeekMath (arXiv 2402.03300), eq. 3.
     """
     return segments.mean(values_T.double()).sum() / max(counts.num_sequences, 1)
+
+
+@AGGREGATIONS.register("prompt-mean")
+def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_tokens_N: Tensor) -> Tensor:
+    """Mean over prompts of the mean over all tokens of the responses to each one: all prompts weigh the same.
+
+    Formula: 1/num_groups Σ_prompts 1/(tokens of its responses) Σ_tokens
+
+    ScaleRL (arXiv 2510.13786), section 3. `group_tokens_N` counts over the whole mini-batch: see `group_tokens`.
+    """
+    sums_N = segments.sum(values_T.double()) / group_tokens_N.clamp(min=1)
+    return sums_N.sum() / max(counts.num_groups, 1)
+
+
+def group_tokens(lengths_N: Tensor, group_N: Tensor) -> Tensor:
+    """For each rollout, the trained tokens of all rollouts of its group. Call it on the whole mini-batch."""
+    _, index_N = torch.unique(group_N, return_inverse=True)
+    tokens_G = torch.zeros(int(index_N.max()) + 1 if len(index_N) else 0, dtype=torch.long)
+    return tokens_G.index_add(0, index_N, lengths_N.long())[index_N]
+
+
+def count(lengths_N: Tensor, group_N: Tensor) -> Counts:
+    """Denominators of a mini-batch. Rollouts without a trained token are not counted, nor groups without one."""
+    alive_N = lengths_N > 0
+    return Counts(int(lengths_N.sum()), int(alive_N.sum()), int(group_N[alive_N].unique().numel()))

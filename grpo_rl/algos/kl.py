@@ -2,6 +2,10 @@
 
 With d = policy_logprobs - ref_logprobs of the sampled token. Schulman, "Approximating KL Divergence" (2020),
 names them k1, k2, k3. Everything is computed in float64 and returned so, except `full_kl`.
+
+The right value and the right gradient are two things (Tang and Munos, arXiv 2506.09477): a loss that averages the
+unbiased k1 or k3 over samples has another gradient than the KL, because the samples depend on the policy too. On-policy
+d ∇log π, the gradient of k2, is the KL's. So the names with a `+` have a base's value and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -13,17 +17,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from grpo_rl.algos.formula import formula_of
+from grpo_rl.algos.options import takes
 from grpo_rl.registry import Registry
 
-KlEstimator = Callable[[Tensor, Tensor], Tensor]
-"""(policy_logprobs_T, ref_logprobs_T) -> kl_T"""
+KlEstimator = Callable[..., Tensor]
+"""(policy_logprobs_T, ref_logprobs_T) -> kl_T, or with `old_logprobs_T` as a third parameter"""
 
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator")
 
 
-def kl_estimate(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
-    """KL per token by the estimator called `kind`. Raises ConfigError for an unknown one."""
-    return KL_ESTIMATORS.get(kind)(policy_logprobs_T, ref_logprobs_T)
+def kl_estimate(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, old_logprobs_T: Tensor | None = None) -> Tensor:
+    """KL per token by the estimator called `kind`. Raises ConfigError for an unknown one.
+
+    `old_logprobs_T` are those of the policy that sampled, for the estimators that correct for it; without them the
+    policy itself has sampled.
+    """
+    estimator = KL_ESTIMATORS.get(kind)
+    if not takes(estimator, "old_logprobs_T"):
+        return estimator(policy_logprobs_T, ref_logprobs_T)
+    return estimator(policy_logprobs_T, ref_logprobs_T, policy_logprobs_T if old_logprobs_T is None else old_logprobs_T)
 
 
 @KL_ESTIMATORS.register("kl", "k1")
@@ -63,6 +76,38 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """
     x_T = -k1(policy_logprobs_T, ref_logprobs_T).clamp(-20.0, 20.0)
     return (torch.expm1(x_T) - x_T).clamp(0.0, 10.0)
+
+
+def straight_through(name: str) -> KlEstimator:
+    """The estimator called `name` with its value kept and its gradient exchanged for that of k2."""
+    base = KL_ESTIMATORS.get(name)
+
+    def estimator(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        k2_T = k2(policy_logprobs_T, ref_logprobs_T)
+        return base(policy_logprobs_T, ref_logprobs_T).detach() + (k2_T - k2_T.detach())
+
+    formula = f"sg(v) + k2 - sg(k2); v = {formula_of(base)}; k2 = (log π - log π_ref)²/2"
+    estimator.__doc__ = f"Value of {name}, gradient of k2; sg stops the gradient.\n\nFormula: {formula}"
+    return estimator
+
+
+for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
+    KL_ESTIMATORS.register(*(f"{name}+" for name in _names))(straight_through(_names[-1]))
+
+
+@KL_ESTIMATORS.register("k3_unbiased")
+def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the samples are.
+
+    Formula: r (e^x - x - 1); x = log π_ref - log π, r = π / π_old, whose gradient is r d ∇log π; d = -x
+
+    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives of the
+    two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.
+    """
+    ratio_T = k1(policy_logprobs_T.detach(), old_logprobs_T.detach()).clamp(-20.0, 20.0).exp()
+    x_T = (-k1(policy_logprobs_T.detach(), ref_logprobs_T)).clamp(max=20.0)
+    k2_T = k2(policy_logprobs_T, ref_logprobs_T)
+    return ratio_T * (torch.expm1(x_T) - x_T + (k2_T - k2_T.detach()))
 
 
 def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:

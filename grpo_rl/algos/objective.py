@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
+from grpo_rl.algos.options import check_options, options_of, own_options, takes
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema import ActorConfig
+from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
 
 _DEFAULTS = ActorConfig()
+
+Options = tuple[tuple[str, Any], ...]
+"""Options as pairs of name and value: a frozen value, unlike a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,8 @@ class Objective:
     """What one optimizer step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
 
     A plain value: it can be pickled, compared and printed. Built directly it has no entropy and no KL term
-    unless they are asked for; the clip bounds default to the configuration's. Unknown names raise ConfigError.
+    unless they are asked for; the clip bounds default to the configuration's. Unknown names and options raise
+    ConfigError.
     """
 
     loss_mode: str = "vanilla"
@@ -31,19 +41,37 @@ class Objective:
     clip_high: float = _DEFAULTS.clip_ratio
     clip_c: float = _DEFAULTS.clip_ratio_c
     entropy_coeff: float = 0.0
+    adaptive_entropy: bool = False
+    """The caller steers the entropy coefficient from step to step, and passes it with every call."""
     kl_loss_type: str | None = None
     """A registered KL estimator, `full`, or None for no KL term."""
     kl_loss_coef: float = 0.0
+    loss_options: Options = ()
+    """Options of the policy loss and of its choice of tokens, where they are not the functions' defaults."""
+    agg_options: Options = ()
+    """Options of the average."""
 
     def __post_init__(self) -> None:
-        POLICY_LOSSES.get(self.loss_mode)
-        AGGREGATIONS.get(self.loss_agg_mode)
+        loss, aggregate = POLICY_LOSSES.get(self.loss_mode), AGGREGATIONS.get(self.loss_agg_mode)
+        selection = selection_of(loss)
+        functions = [loss] if selection is None else [loss, selection]
+        check_options(f"policy loss {self.loss_mode!r}", functions, dict(self.loss_options))
+        check_options(f"loss_agg_mode {self.loss_agg_mode!r}", [aggregate], dict(self.agg_options))
+        if takes(aggregate, "loss_scale_factor") and not dict(self.agg_options).get("loss_scale_factor"):
+            raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} needs loss_scale_factor, such as the longest response")
         if self.kl_loss_type not in (None, "full"):
             KL_ESTIMATORS.get(self.kl_loss_type)
 
     @classmethod
-    def from_config(cls, actor: ActorConfig) -> Objective:
-        """The objective that `actor_rollout_ref.actor` describes."""
+    def from_config(cls, actor: ActorConfig, max_response_length: int | None = None) -> Objective:
+        """The objective that `actor_rollout_ref.actor` describes.
+
+        `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
+        """
+        options = ((field.name, getattr(actor.policy_loss, field.name)) for field in fields(actor.policy_loss))
+        scale = actor.loss_scale_factor
+        if scale is None and takes(AGGREGATIONS.get(actor.loss_agg_mode), "loss_scale_factor"):
+            scale = max_response_length
         return cls(
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
@@ -54,11 +82,13 @@ class Objective:
             # A term with weight 0 is no term: nothing then asks for the reference.
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss and actor.kl_loss_coef > 0 else None,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            loss_options=tuple((name, value) for name, value in options if name != "loss_mode" and value is not None),
+            agg_options=() if scale is None else (("loss_scale_factor", float(scale)),),
         )
 
     @property
     def needs_entropy(self) -> bool:
-        return self.entropy_coeff != 0.0
+        return self.entropy_coeff != 0.0 or self.adaptive_entropy
 
     @property
     def needs_ref(self) -> bool:
@@ -69,6 +99,28 @@ class Objective:
     def needs_full_kl(self) -> bool:
         """Whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
         return self.kl_loss_type == "full"
+
+    @property
+    def needs_selection(self) -> bool:
+        """Whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
+        return selection_of(POLICY_LOSSES.get(self.loss_mode)) is not None
+
+    @property
+    def needs_group_tokens(self) -> bool:
+        """Whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts in a whole mini-batch."""
+        return takes(AGGREGATIONS.get(self.loss_agg_mode), "group_tokens_N")
+
+    def select(
+        self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, keep_T: Tensor | None = None
+    ) -> Tensor:
+        """The tokens of a mini-batch that the loss treats otherwise, all of them kept ones. Only where `needs_selection`."""
+        selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
+        assert selection is not None, f"{self.loss_mode} treats all tokens alike"
+        options = own_options(selection, dict(self.loss_options))
+        if keep_T is None:
+            return selection(advantages_T, old_logprobs_T, generator, **options)
+        chosen = selection(advantages_T[keep_T], old_logprobs_T[keep_T], generator, **options)
+        return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
 
     def __call__(
         self,
@@ -81,68 +133,108 @@ class Objective:
         ref_logprobs_T: Tensor | None = None,
         entropy_T: Tensor | None = None,
         full_kl_T: Tensor | None = None,
+        weights_T: Tensor | None = None,
+        keep_T: Tensor | None = None,
+        selected_T: Tensor | None = None,
+        group_tokens_N: Tensor | None = None,
+        entropy_coeff: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the global loss, and its share of the statistics.
 
         The sum of the shares over all micro-batches and ranks is the loss; nobody divides again. Where ranks
         average their gradients, the loss has to be multiplied by their number first. Without
         `old_logprobs_T` the sampling policy is taken to be the current one: the ratio is exactly 1.
+        `weights_T` multiply the policy loss alone, as constants. Only the tokens of `keep_T` are trained; `counts`
+        and `group_tokens_N` are then those of kept tokens too (`correction.kept_lengths`).
 
         Statistics are 0-d float64 tensors, named by how to combine them: `sum/x` is a sum over tokens (add,
         then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
         """
+        if keep_T is not None:
+            columns = {"policy_logprobs_T": policy_logprobs_T, "advantages_T": advantages_T, "old_logprobs_T": old_logprobs_T}
+            columns |= {"ref_logprobs_T": ref_logprobs_T, "entropy_T": entropy_T, "full_kl_T": full_kl_T}
+            columns |= {"weights_T": weights_T, "selected_T": selected_T}
+            kept = {name: None if column_T is None else column_T[keep_T] for name, column_T in columns.items()}
+            lengths_N = kept_lengths(keep_T, lengths_N.to(keep_T.device))
+            return self(**kept, lengths_N=lengths_N, counts=counts, group_tokens_N=group_tokens_N, entropy_coeff=entropy_coeff)  # type: ignore[arg-type]
         segments = Segments(lengths_N.to(policy_logprobs_T.device))
-        aggregate = AGGREGATIONS.get(self.loss_agg_mode)
         old_T = policy_logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
 
-        loss_T, token_stats = POLICY_LOSSES.get(self.loss_mode)(
-            policy_logprobs_T,
-            old_T,
-            advantages_T,
-            segments,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_c=self.clip_c,
-        )
-        loss = aggregate(loss_T, segments, counts)
+        def average(x_T: Tensor) -> Tensor:
+            return self._average(x_T, segments, counts, group_tokens_N)
+
+        loss_T, token_stats = self._policy_loss(policy_logprobs_T, old_T, advantages_T, segments, selected_T)
+        loss = average(loss_T if weights_T is None else loss_T * weights_T.detach().double())
         stats = {"share/pg_loss": loss.detach(), **_combine(token_stats)}
 
         if entropy_T is not None:
             stats["sum/entropy"] = entropy_T.detach().double().sum()
         if self.needs_entropy:
-            assert entropy_T is not None, "entropy_coeff is set: the objective needs entropy_T"
-            entropy = aggregate(entropy_T, segments, counts)
-            loss = loss - self.entropy_coeff * entropy
+            assert entropy_T is not None, "entropy_coeff is not 0: the objective needs entropy_T"
+            entropy = average(entropy_T)
+            assert (entropy_coeff is not None) == self.adaptive_entropy, (
+                "entropy_coeff comes with adaptive_entropy, and only then"
+            )
+            loss = loss - (self.entropy_coeff if entropy_coeff is None else entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
         if self.needs_ref:
-            kl = aggregate(self._kl(policy_logprobs_T, ref_logprobs_T, full_kl_T), segments, counts)
+            kl = average(self._kl(policy_logprobs_T, old_T, ref_logprobs_T, full_kl_T))
             loss = loss + self.kl_loss_coef * kl
             stats["share/kl_loss"] = kl.detach()
         stats["share/loss"] = loss.detach()
         return loss, stats
 
-    def _kl(self, policy_logprobs_T: Tensor, ref_logprobs_T: Tensor | None, full_kl_T: Tensor | None) -> Tensor:
+    def _policy_loss(
+        self, policy_T: Tensor, old_T: Tensor, advantages_T: Tensor, segments: Segments, selected_T: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = POLICY_LOSSES.get(self.loss_mode)
+        keywords: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
+        keywords |= own_options(loss, dict(self.loss_options))
+        if self.needs_selection:
+            assert selected_T is not None, f"{self.loss_mode} needs selected_T"
+            keywords["selected_T"] = selected_T
+        return loss(policy_T, old_T, advantages_T, segments, **keywords)
+
+    def _average(self, x_T: Tensor, segments: Segments, counts: Counts, group_tokens_N: Tensor | None) -> Tensor:
+        keywords = dict(self.agg_options)
+        if self.needs_group_tokens:
+            assert group_tokens_N is not None, f"{self.loss_agg_mode} needs group_tokens_N"
+            keywords["group_tokens_N"] = group_tokens_N.to(x_T.device)
+        return AGGREGATIONS.get(self.loss_agg_mode)(x_T, segments, counts, **keywords)
+
+    def _kl(self, policy_logprobs_T: Tensor, old_T: Tensor, ref_logprobs_T: Tensor | None, full_kl_T: Tensor | None) -> Tensor:
         if self.needs_full_kl:
             assert full_kl_T is not None, "kl_loss_type=full: the objective needs full_kl_T"
             return full_kl_T
         assert self.kl_loss_type is not None and ref_logprobs_T is not None, "the KL term needs ref_logprobs_T"
-        return kl_estimate(policy_logprobs_T, ref_logprobs_T, self.kl_loss_type)
+        return kl_estimate(policy_logprobs_T, ref_logprobs_T, self.kl_loss_type, old_T)
 
     def formula(self) -> str:
         """The objective as plain text with its denominators, one term per line."""
         policy_loss = formula_of(POLICY_LOSSES.get(self.loss_mode))
         total = "loss = avg(pg)"
-        lines = [f"pg   = {_with_values(policy_loss, self)}"]
-        if self.needs_entropy:
+        lines = [f"pg   = {_with_values(policy_loss, self._values())}"]
+        if self.adaptive_entropy:
+            total += " - (adaptive entropy_coeff)·avg(H)"
+        elif self.needs_entropy:
             total += f" {'-' if self.entropy_coeff > 0 else '+'} {abs(self.entropy_coeff):g}·avg(H)"
+        if self.needs_entropy:
             lines.append("H    = -Σ_v π_v log π_v")
         if self.kl_loss_type is not None:
             total += f" + {self.kl_loss_coef:g}·avg(KL)"
             kl = full_kl if self.needs_full_kl else KL_ESTIMATORS.get(self.kl_loss_type)
             lines.append(f"KL   = {formula_of(kl)}  [{self.kl_loss_type}]")
-        average = formula_of(AGGREGATIONS.get(self.loss_agg_mode))
+        average = _with_values(formula_of(AGGREGATIONS.get(self.loss_agg_mode)), dict(self.agg_options))
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])
+
+    def _values(self) -> dict[str, Any]:
+        """What the names in the policy loss's formula stand for."""
+        values: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
+        loss = POLICY_LOSSES.get(self.loss_mode)
+        for function in (loss, selection_of(loss)):
+            values |= options_of(function) if function is not None else {}
+        return values | dict(self.loss_options)
 
 
 def _combine(token_stats: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,11 +248,10 @@ def _combine(token_stats: dict[str, Tensor]) -> dict[str, Tensor]:
     return combined
 
 
-def _with_values(formula: str, objective: Objective) -> str:
-    """The formula with the clip bounds as numbers."""
-    for name in ("clip_low", "clip_high", "clip_c"):
-        value = getattr(objective, name)
-        sides = {f"1 - {name}": 1 - value, f"1 + {name}": 1 + value, name: value}
-        for text, number in sides.items():
-            formula = formula.replace(text, f"{number:.6g}")
+def _with_values(formula: str, values: dict[str, Any]) -> str:
+    """The formula with the numbers that its names stand for; `1 - name` and `1 + name` become one number."""
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            for pattern, number in ((rf"1 - {name}\b", 1 - value), (rf"1 \+ {name}\b", 1 + value), (rf"\b{name}\b", value)):
+                formula = re.sub(pattern, f"{number:.6g}", formula)
     return formula

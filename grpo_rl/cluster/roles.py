@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_rl.algos.aggregate import count, group_tokens
+from grpo_rl.algos.correction import kept_lengths
+from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
@@ -31,14 +34,19 @@ class ActorGroup:
         train_rule: MicroBatchRule,
         forward_rule: MicroBatchRule,
         always_old: bool,
+        objective: Objective,
+        old_from_engine: bool = False,
         tokenizer: Any = None,
     ) -> None:
         self.group = group
         self.config = config
+        self.objective = objective
         self.train_rule = train_rule
         self.forward_rule = forward_rule
         self.always_old = always_old
-        """Recompute old log-probs even where one update makes the ratio exactly 1 (a KL in the reward reads them)."""
+        """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
+        self.old_from_engine = old_from_engine
+        """Take the engine's log-probs as the old ones (algorithm.rollout_correction.bypass_mode)."""
         self.tokenizer = tokenizer
         """Written beside every exported model, if there is one."""
         self.num_shuffles = 0
@@ -50,6 +58,8 @@ class ActorGroup:
 
         With one update per batch the policy has not moved: the update's own forward pass gives them.
         """
+        if self.old_from_engine:
+            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         if self.updates_per_batch(batch) == 1 and not self.always_old:
             return batch
         rows = plan(batch, self.forward_rule, len(self.group))
@@ -60,8 +70,9 @@ class ActorGroup:
         """`ppo_epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
         counts: list[Counts] = []
         per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
-        for mini_batch in self._mini_batches(batch):
-            counts.append(mini_batch.counts())
+        for number, chosen in enumerate(self._mini_batches(batch)):
+            counts.append(count(_trained_lengths(chosen), chosen.group_N))
+            mini_batch = self._with_columns(chosen, number)
             for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
                 steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
         results = self.group.call_each("update", [(steps,) for steps in per_rank])
@@ -104,6 +115,20 @@ class ActorGroup:
                 mini_batches.append(batch.select(torch.isin(batch.group_N, chosen).nonzero()[:, 0]))
         return mini_batches
 
+    def _with_columns(self, mini_batch: Batch, number: int) -> Batch:
+        """The mini-batch with what the objective has to know of the whole of it."""
+        columns: dict[str, Tensor] = {}
+        if self.objective.needs_group_tokens:
+            columns["group_tokens_N"] = group_tokens(_trained_lengths(mini_batch), mini_batch.group_N)
+        if self.objective.needs_selection:
+            assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
+            seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
+            generator = torch.Generator().manual_seed(seed)
+            columns["selected_T"] = self.objective.select(
+                mini_batch.advantages_T, mini_batch.old_logprobs_T, generator, mini_batch.keep_T
+            )
+        return mini_batch.replace(**columns)
+
 
 class ReferenceGroup:
     """roles.Reference over forward-only ranks."""
@@ -122,6 +147,11 @@ class ReferenceGroup:
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, rows, [c["hidden_TD"] for c in columns]))
         return batch
+
+
+def _trained_lengths(batch: Batch) -> Tensor:
+    """Trained tokens of each response: those of `keep_T`, or all."""
+    return batch.response_lengths_N if batch.keep_T is None else kept_lengths(batch.keep_T, batch.response_lengths_N)
 
 
 def plan(batch: Batch, rule: MicroBatchRule, num_ranks: int) -> list[list[list[int]]]:
@@ -177,7 +207,7 @@ def _merge(key: str, so_far: float | None, value: float) -> float:
 def _metric_name(prefix: str, name: str) -> str:
     if name == "rollout_logprob_diff":
         return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
-    return f"actor/{name}"
+    return name if name.startswith("rollout_corr/") else f"actor/{name}"
 
 
 def actor_factory(*arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
+from grpo_rl.plan_algorithm import recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.environment import engine_environment
 from grpo_rl.telemetry.console import Console
@@ -117,7 +118,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     """Actor, reference (where a KL term reads it) and rollout pool, ready to work."""
     config = cluster.config
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    objective = Objective.from_config(actor_config)
+    objective = Objective.from_config(actor_config, config.data.max_response_length)
     slots = cluster.actor_pool().slots()
     threads = cluster.cores_for(len(slots))
 
@@ -148,7 +149,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
         step_timeout_s=config.trainer.step_timeout_s,
     )
     pool = ReplicaPool(engines, transfer, decoder(tokenizer), options)
-    actor = make_actor(config, actors, tokenizer)
+    actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
@@ -156,14 +157,16 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     return actor, reference, pool
 
 
-def make_actor(config: Config, group: WorkerGroup, tokenizer: Any) -> ActorGroup:
+def make_actor(config: Config, group: WorkerGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
     """The actor's role over its group."""
     return ActorGroup(
         group,
         config.actor_rollout_ref.actor,
         train_rule=derived.update_rule(config),
         forward_rule=derived.logprob_rule(config, "rollout"),
-        always_old=derived.has_kl_in_reward(config),
+        always_old=recomputes_old_logprobs(config),
+        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
+        objective=objective,
         tokenizer=tokenizer,
     )
 
@@ -188,6 +191,7 @@ def actor_spec(
         sender=sender or SenderSpec(),
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
+        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
     )
 
 

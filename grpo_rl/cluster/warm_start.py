@@ -59,7 +59,7 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
                 )
             ]
         )
-        actor = make_actor(cluster.config, group, tokenizer)
+        actor = make_actor(cluster.config, group, objective, tokenizer)
         pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 

@@ -29,7 +29,17 @@ Positive = Annotated[float, Range(gt=0, lt=float("inf"))]
 NonNegative = Annotated[float, Range(ge=0, lt=float("inf"))]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 
-KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KlType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+    "k3_unbiased", "full",
+]  # fmt: skip
+RejectionMode = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
 
 
 # ---- data ------------------------------------------------------------------------------------------
@@ -131,7 +141,25 @@ class RefFsdpConfig:
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """Registered policy loss."""
+    """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
+    tau_pos: Positive | None = None
+    """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
+    tau_neg: Positive | None = None
+    """sapo: temperature of the gate elsewhere."""
+    clip_cov_ratio: Fraction | None = None
+    """clip_cov: share of the tokens that are left out."""
+    clip_cov_lb: float | None = None
+    """clip_cov: they have a covariance above this."""
+    clip_cov_ub: float | None = None
+    """clip_cov: and below this."""
+    kl_cov_ratio: Fraction | None = None
+    """kl_cov: share of the tokens that are held back."""
+    ppo_kl_coef: NonNegative | None = None
+    """kl_cov: weight of the penalty on these."""
+    dro_beta: NonNegative | None = None
+    """dro: weight of the pull towards the policy that sampled."""
+    max_ratio: Positive | None = None
+    """dppo_tv, dppo_kl: largest weight of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +199,8 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; the denominators are those of the whole mini-batch."""
+    loss_scale_factor: Positive | None = None
+    """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = True
@@ -178,7 +208,7 @@ class ActorConfig:
     kl_loss_coef: NonNegative = 0.001
     """Weight of that term (beta)."""
     kl_loss_type: KlType = "low_var_kl"
-    """Its estimator; `full` is the exact sum over the vocabulary."""
+    """Its estimator. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -293,16 +323,43 @@ class KlControlConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutCorrectionConfig:
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
+    rollout_is_threshold: Annotated[float, Range(gt=1, lt=float("inf"))] | None = None
+    """Larger weights are cut to this; null: 2, or not cut where rollout_rs bounds the same ratio."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: list[RejectionMode] = field(default_factory=list)
+    """What is compared with the bounds below; outside, the token (token_*) or the whole response (seq_*) is not trained."""
+    rollout_rs_threshold: list[Positive] = field(default_factory=list)
+    """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
+    rollout_rs_threshold_lower: list[Positive] = field(default_factory=list)
+    """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
+    bypass_mode: bool = False
+    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
-    """Registered advantage estimator."""
+    """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false: Dr. GRPO's advantages."""
+    """Divide by the group's standard deviation; false: Dr. GRPO's advantages. Only for adv_estimator=grpo."""
+    gamma: Fraction = 1.0
+    """Discount of rewards from token to token, for estimators that discount."""
+    lam: Fraction = 1.0
+    """Decay of GAE, for estimators that have it."""
+    adv_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that penalty."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    mask_truncated: bool = False
+    """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +373,19 @@ class CustomRewardConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlongBufferConfig:
+    len: Count | None = None
+    """Soft penalty for long training responses: it grows over so many tokens before data.max_response_length (DAPO); null: none."""
+    penalty_factor: Positive = 1.0
+    """Penalty of a response of the full length."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardConfig:
     functions: list[str] = field(default_factory=lambda: ["auto"])
     """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     num_workers: Count = 2
     """Rewards computed at the same time."""
     timeout_s: Positive = 60.0

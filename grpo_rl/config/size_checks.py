@@ -14,7 +14,6 @@ _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Sizes that do not fit, each with the nearest that do."""
     yield from _batches(config)
-    yield from _group(config)
     yield from _micro_batches(config)
     yield from _lengths(config)
     yield from _devices(config, machine)
@@ -86,19 +85,16 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have data.max_prompt_length + "
                 f"data.max_response_length = {longest} tokens; at least {longest}"
             )
+    buffer = config.reward.overlong_buffer.len
+    if buffer is not None and buffer > config.data.max_response_length:
+        yield (
+            f"reward.overlong_buffer.len={buffer}: longer than data.max_response_length={config.data.max_response_length}; "
+            f"at most {config.data.max_response_length}"
+        )
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield (
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: less than one token for each of "
             f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} responses; at least {rollout.max_num_seqs}"
-        )
-
-
-def _group(config: Config) -> Iterator[str]:
-    n = config.actor_rollout_ref.rollout.n
-    if n == 1 and config.algorithm.adv_estimator == "grpo":
-        yield (
-            "actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=grpo compares the responses to one prompt, "
-            "so it needs at least 2; usual is 5 to 16"
         )
 
 

@@ -113,6 +113,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             config.reward.custom_reward_function.path is not None,
             _NEEDS_REWARD_FILE,
         ),
+        "reward.overlong_buffer.penalty_factor": (
+            config.reward.overlong_buffer.len is not None,
+            "needs reward.overlong_buffer.len",
+        ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,

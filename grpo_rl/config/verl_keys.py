@@ -24,7 +24,7 @@ _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
 _NO_LORA = "LoRA is not here: all weights are trained"
-_NO_CRITIC = "there is no critic: algorithm.adv_estimator=grpo needs none"
+_NO_CRITIC = "there is no critic: estimators that compare responses need none, see algorithm.adv_estimator"
 _NO_MODEL_REWARD = "there are no reward models: rewards are functions, see reward.functions"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
@@ -34,8 +34,6 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
-_OTHER_LOSS = "an option of a policy loss that is not here; see actor_rollout_ref.actor.policy_loss.loss_mode"
-_LOSS_OPTIONS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 _PLAIN_SAMPLING = "training samples from the whole distribution, so that the engine and the trainer mean the same one"
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
@@ -92,15 +90,13 @@ _BOTH: dict[str, Answer] = {
 _ACTOR: dict[str, Answer] = {
     "ppo_micro_batch_size": Answer(f"use {_A}.ppo_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "grad_clip": Answer(f"use {_A}.optim.clip_grad; verl reads grad_clip nowhere"),
-    "tau_pos": Answer(_OTHER_LOSS),
-    "tau_neg": Answer(_OTHER_LOSS),
-    **{f"policy_loss.{name}": Answer(_OTHER_LOSS) for name in _LOSS_OPTIONS},
-    "loss_scale_factor": Answer(f"averages divide by what is counted in the whole mini-batch, see {_A}.loss_agg_mode"),
+    "tau_pos": Answer(f"use {_A}.policy_loss.tau_pos"),
+    "tau_neg": Answer(f"use {_A}.policy_loss.tau_neg"),
     "freeze_vision_tower": Answer(_NO_IMAGES, (False,)),
     "calculate_entropy": Answer("the entropy is computed where entropy_coeff is not 0", (False,)),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
     "use_prefix_grouper": Answer("prompts are not shared between the sequences of a forward pass", (False,)),
-    "use_rollout_log_probs": Answer("old log-probs are the trainer's own", (False,)),
+    "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
     "use_fused_kernels": Answer(_HEAD, _ANY_BOOL),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
@@ -214,11 +210,9 @@ _DATA: dict[str, Answer] = {
 }
 
 _ALGORITHM: dict[str, Answer] = {
-    "gamma": Answer("rewards are not discounted: the outcome counts for the whole response", (1,)),
-    "lam": Answer(_NO_CRITIC, (1,)),
-    "rollout_correction": Answer("the loss takes the trainer's own log-probs; the engine's are compared with them"),
-    "rollout_correction.bypass_mode": Answer("old log-probs are the trainer's own", (False,)),
-    "rollout_correction.rollout_is_batch_normalize": Answer("there are no importance weights for the engine", (False,)),
+    "rollout_correction.loss_type": Answer(
+        f"the loss is {_A}.policy_loss.loss_mode, with bypass_mode as without", ("ppo_clip",)
+    ),
     **_switch("filter_groups", "groups without signal stay in the batch with advantage 0"),
     "use_pf_ppo": Answer("there is no preference-feedback reweighting", (False,)),
     "pf_ppo": Answer("there is no preference-feedback reweighting"),
@@ -230,7 +224,7 @@ _REWARD: dict[str, Answer] = {
     "reward_manager.source": Answer(_WORKERS_OF_REWARDS, ("register",)),
     **_switch("reward_model", _NO_MODEL_REWARD),
     "reward_model.enable_resource_pool": Answer(_NO_MODEL_REWARD, (False,)),
-    "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs"),
+    "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),
     "sandbox_fusion": Answer("there is no sandbox for code"),
 }
 
@@ -265,7 +259,7 @@ _TOP: dict[str, Answer] = {
     **_switch("reward_model", _NO_MODEL_REWARD),
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
     "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
-    **_switch("reward_model.overlong_buffer", "there is no penalty for long responses but your own reward function"),
+    **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),
     "sandbox_fusion": Answer("there is no sandbox for code"),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store"),

@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_rl.types import Batch, Rollout
 
 
-def collate(rollouts: Sequence[Rollout]) -> Batch:
-    """The rollouts, in their order, as flat columns; a response may be empty.
+def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
+    """The rollouts, in their order, as flat columns; a response may be empty. `parts` name the columns of `reward_parts_NP`.
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
     makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
@@ -37,6 +37,10 @@ def collate(rollouts: Sequence[Rollout]) -> Batch:
         token_ids_S=_column(chain.from_iterable(sequences), np.int64),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
         rollout_logprobs_T=_column(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+        truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+        reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
+        if parts
+        else None,
     )
 
 

@@ -62,6 +62,11 @@ class RewardFunction:
             raise ConfigError(problems)
         return cls(components)
 
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factor of each component, by its name."""
+        return {component.name: component.factor for component in self.components}
+
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
         if any(component.function is auto for component in self.components):

@@ -38,6 +38,7 @@ class RewardRunner:
 
     def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float) -> None:
         self._function, self._timeout_s = function, timeout_s
+        self.factors = function.factors
         self._jobs: dict[Key, _Job] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()

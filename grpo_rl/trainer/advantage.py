@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, token_rewards
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, needs_of, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
+from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema import AlgorithmConfig
 from grpo_rl.types import Batch, Metrics
+
+_NO_FACTORS: Mapping[str, float] = MappingProxyType({})
+
+
+def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> dict[str, Any]:
+    """Keywords for the configured estimator. `factors` are those of the reward's parts, for one that reads the parts."""
+    estimate = ADVANTAGES.get(config.adv_estimator)
+    options: dict[str, Any] = {
+        name: value for name, value in (("gamma", config.gamma), ("lam", config.lam)) if name in options_of(estimate)
+    }
+    if config.adv_estimator == "grpo" and not config.norm_adv_by_std_in_grpo:
+        options["std"] = "none"
+    if needs_of(estimate).parts and "weights" in options_of(estimate):
+        options["weights"] = list(factors.values())
+    return options | config.adv_options
 
 
 class Advantage:
     """The configured estimator, with the KL penalty in the reward where it is wanted."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> None:
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
-        self.options: dict[str, Any] = {"norm_by_std": config.norm_adv_by_std_in_grpo} if config.adv_estimator == "grpo" else {}
+        self.options = estimator_options(config, factors)
+        self.parts = tuple(factors) if needs_of(self.estimate).parts else ()
+        """Parts of the reward that the estimator reads."""
         control = config.kl_ctrl
         self.kl_controller = (
             AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
@@ -35,9 +55,13 @@ class Advantage:
             batch.rewards_N, batch.response_lengths_N, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)
         )
         inputs = AdvantageInput(
-            token_rewards_T=rewards_T, lengths_N=batch.response_lengths_N, group_N=batch.group_N, rewards_N=batch.rewards_N
+            token_rewards_T=rewards_T,
+            lengths_N=batch.response_lengths_N,
+            group_N=batch.group_N,
+            rewards_N=batch.rewards_N,
+            reward_parts_NP=batch.reward_parts_NP,
         )
-        advantages_T = self.estimate(inputs, **self.options)
+        advantages_T = self.estimate(inputs, **self.options).advantages_T
         batch = batch.replace(advantages_T=advantages_T)
         return batch, metrics | _advantage_metrics(batch, advantages_T)
 

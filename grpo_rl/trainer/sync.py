@@ -23,6 +23,7 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
+from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
@@ -65,7 +66,8 @@ class SyncTrainer:
         self.output = output
         self.total_steps = total_steps
         self.step = 0
-        self.advantage = Advantage(config.algorithm)
+        self.advantage = Advantage(config.algorithm, roles.rewarder.factors)
+        self.trained_tokens = TrainedTokens(config.algorithm)
         data = config.data
         self.sampler = PromptSampler(len(train_data), data.train_batch_size, data.shuffle, data.seed)
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
@@ -90,8 +92,8 @@ class SyncTrainer:
                 prompts, self.config.actor_rollout_ref.rollout.n, self._step_sampling(), self.rewarder.submit
             )
         with timer("reward"):
-            rollouts = self.rewarder.wait(rollouts)
-        batch = collate(rollouts)
+            rollouts = self._penalized(self.rewarder.wait(rollouts))
+        batch = collate(rollouts, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
         if self.reference is not None:
@@ -99,10 +101,12 @@ class SyncTrainer:
                 batch = self.reference.logprobs(batch)
         with timer("adv"):
             batch, advantage_metrics = self.advantage(batch)
+            batch, trained_metrics = self.trained_tokens(batch)
         with timer("update_actor"):
             actor_metrics = self.actor.update(batch)
         self._keep_rollouts(rollouts, batch)
-        return rollout_metrics(rollouts) | advantage_metrics | actor_metrics | batch_metrics(batch, timer) | timer.metrics()
+        sampled = rollout_metrics(rollouts) | batch_metrics(batch, timer)
+        return sampled | advantage_metrics | trained_metrics | actor_metrics | timer.metrics()
 
     # ---- the run --------------------------------------------------------------------------------------
 
@@ -200,6 +204,9 @@ class SyncTrainer:
     def _step_sampling(self) -> Sampling:
         """Sampling with the step mixed into the seed; the pool mixes in prompt and sample."""
         return dataclasses.replace(self.sampling, seed=_mix(self.sampling.seed, self.step))
+
+    def _penalized(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return penalize_overlong(rollouts, self.config.reward.overlong_buffer, self.config.data.max_response_length)
 
     def _keep_rollouts(self, rollouts: Sequence[Rollout], batch: Batch) -> None:
         if self.config.trainer.save_rollouts:

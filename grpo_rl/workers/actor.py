@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_rl.algos.correction import kept_lengths, mismatch_shares
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.config.schema import OptimConfig
 from grpo_rl.models import fsdp, load
@@ -48,6 +50,8 @@ class ActorSpec:
     sender: SenderSpec = SenderSpec()
     param_offload: bool = False
     optimizer_offload: bool = False
+    old_from_engine: bool = False
+    """Old log-probs are the engine's, so they do not say how far the engine is from the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +153,17 @@ class ActorWorker:
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
             entropy_T=outputs.entropy_T,
             full_kl_T=outputs.full_kl_T,
+            weights_T=_to(batch.weights_T, self.device),
+            keep_T=_to(batch.keep_T, self.device),
+            selected_T=_to(batch.selected_T, self.device),
+            group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
-        # Without old log-probs this pass is the first with these weights: its own are those of the sampling policy.
-        trainer_logprobs_T = outputs.logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
-        difference_T = (trainer_logprobs_T - batch.rollout_logprobs_T.to(self.device)).abs().double()
-        if len(difference_T):
-            stats |= {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
-        return loss, stats
+        # Without the trainer's old log-probs this pass has to tell: where it is the first with these weights, its own are
+        # those of the sampling policy.
+        own = old_logprobs_T is None or self.spec.old_from_engine
+        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
+        assert trainer_logprobs_T is not None
+        return loss, stats | _mismatch(trainer_logprobs_T, batch, counts, shares=own)
 
     @property
     def _root(self) -> FSDPModule:
@@ -236,6 +244,22 @@ class ActorWorker:
             _move_optimizer(self.optimizer, torch.device("cpu"))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
+    """How far the engine's log-probs of the trained tokens are from the trainer's; with `shares`, in all its measures."""
+    rollout_T, lengths_N = batch.rollout_logprobs_T, batch.response_lengths_N
+    if batch.keep_T is not None:
+        lengths_N = kept_lengths(batch.keep_T, lengths_N)
+        trainer_logprobs_T, rollout_T = trainer_logprobs_T[batch.keep_T], rollout_T[batch.keep_T]
+    if not len(rollout_T):
+        return {}
+    difference_T = (trainer_logprobs_T - rollout_T).abs().double()
+    stats = {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
+    if shares:
+        found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(lengths_N), counts)
+        stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}
+    return stats
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

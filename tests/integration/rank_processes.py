@@ -134,11 +134,13 @@ def _serve(pipe: Connection) -> None:
             pipe.send((kind, str(error) if kind is not AssertionError else traceback.format_exc()))
 
 
-def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule) -> Any:
+def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
     from grpo_rl.cluster.roles import ActorGroup
 
-    return ActorGroup(processes, config, train_rule=rule, forward_rule=rule, always_old=False)
+    return ActorGroup(
+        processes, config, train_rule=rule, forward_rule=rule, always_old=objective.needs_selection, objective=objective
+    )
 
 
 def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:

@@ -18,7 +18,7 @@ from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.actor import ActorSpec
 from grpo_rl.workers.policy import PolicySpec
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"]
 
 
 WHOLE = MicroBatchRule(None, 1000)
@@ -89,7 +89,7 @@ def train(
 ) -> Trained:
     processes = ranks[layout.ranks]
     processes.build(spec_for(path, layout, objective, clip_grad))
-    actor = actor_group(processes, config or ActorConfig(), layout.rule)
+    actor = actor_group(processes, config or ActorConfig(), layout.rule, objective)
     metrics = [actor.update(actor.old_logprobs(batch)) for batch in batches]
     return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
 
@@ -200,3 +200,17 @@ def test_mini_batches_and_epochs_train_alike_in_every_layout(ranks, models):
     assert one.metrics[0]["actor/ppo_kl"] != 0.0
     two = train(ranks, models[True], Layout(2, MicroBatchRule(30, None)), grpo("seq-mean-token-mean"), BATCHES[:1], config)
     assert_same(one, two)
+
+
+def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks, models):
+    def corrected(batch: Batch) -> Batch:
+        kept_T = batch.rollout_logprobs_T > -2.0
+        assert 0 < int(kept_T.sum()) < batch.num_trained_tokens
+        return batch.replace(keep_T=kept_T, weights_T=1.0 + 0.5 * torch.sin(batch.rollout_logprobs_T * 7.0))
+
+    options = (("kl_cov_ratio", 0.1), ("ppo_kl_coef", 2.0))
+    objective = Objective("kl_cov", "prompt-mean", kl_loss_type="k3_unbiased", kl_loss_coef=0.1, loss_options=options)
+    batches, config = [corrected(batch) for batch in BATCHES[:2]], ActorConfig(ppo_epochs=2)
+    one = train(ranks, models[True], ALONE, objective, batches, config)
+    assert_same(one, train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config))
+    assert one.metrics[0]["actor/cov_selected"] > 0

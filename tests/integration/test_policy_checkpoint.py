@@ -52,7 +52,7 @@ def spec_for(path: Path, **optim: Any) -> ActorSpec:
 
 def start(processes: RankProcesses, spec: ActorSpec) -> Any:
     processes.build(spec)
-    return actor_group(processes, CONFIG, MicroBatchRule(None, 2))
+    return actor_group(processes, CONFIG, MicroBatchRule(None, 2), spec.objective)
 
 
 def update(actor: Any, numbers: range) -> list[dict[str, float]]:

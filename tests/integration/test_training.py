@@ -273,3 +273,36 @@ def _tiny_qwen2(folder: Path, tokenizer: Any) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path):
+    actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+    words = ["algorithm.adv_estimator=gdpo", f"{actor}.policy_loss.loss_mode=kl_cov", f"{actor}.policy_loss.kl_cov_ratio=0.1"]
+    words += [f"{actor}.loss_agg_mode=prompt-mean", f"{actor}.kl_loss_type=k3_unbiased"]
+    words += [
+        f"{correction}.rollout_is=token",
+        f"{correction}.rollout_rs=[seq_max_k2]",
+        f"{correction}.rollout_rs_threshold=[1]",
+    ]
+    words += ["algorithm.mask_truncated=true", "trainer.total_training_steps=2"]
+    run = train(tmp_path, "parts", *arithmetic(model), *words)
+    assert_trains_like_its_engine(run, last=2)
+    for row in run.steps.values():
+        assert row["actor/cov_selected"] > 0
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+        assert row["rollout/masked_fraction"] == row["response_length/clip_ratio"]
+        assert abs(row["rollout_corr/kl"]) < 1e-4
+
+
+def test_the_penalty_for_long_responses_and_the_engines_logprobs_train(model, tmp_path):
+    words = ["reward.overlong_buffer.len=6", "algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=rloo"]
+    run = train(tmp_path, "bypass", *arithmetic(model), *words, "trainer.total_training_steps=1")
+    assert_trains_like_its_engine(run, last=1)
+    row = run.steps[1]
+    # The ratio is taken against the engine: 1 up to its rounding, and not exactly.
+    assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    assert abs(row["rollout_corr/kl"]) < 1e-4
+    for record in run.rollouts(1):
+        penalty = -max(0.0, (record["response_length"] - 6) / 6)
+        assert record["reward_parts"]["overlong"] == pytest.approx(penalty)

@@ -177,7 +177,6 @@ def test_all_unknown_names_are_refused_together_each_with_the_known_ones() -> No
             [f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
             "rollout.name=hf runs on one device",
         ),
-        (["algorithm.adv_estimator=math:fsum", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
         (["reward.functions=[no/such/file.py:score]"], "no/such/file.py"),
     ],
 )

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from grpo_rl.types import Counts
 
-STOPS_GRADIENTS = {"cispo", "gspo_token"}
-"""Losses whose gradient is on purpose not that of their value."""
-
 EXTREME_LOG_RATIOS = (30.0, -30.0, 100.0, -100.0, 20.0, -20.0)
+
+
+TOKEN_COLUMNS = ("policy", "old", "ref", "entropy", "full_kl", "values")
+ROLLOUT_COLUMNS = ("lengths", "group", "rewards", "baselines", "parts", "steps", "group_tokens")
 
 
 @dataclass
@@ -33,6 +34,15 @@ class Ragged:
     ref: list[float]
     entropy: list[float]
     full_kl: list[float]
+    values: list[float]
+    """The critic's."""
+    baselines: list[float]
+    parts: list[list[float]]
+    """Of each response's reward."""
+    steps: list[list[tuple[int, float]]]
+    """Of each response: token on which a step ends, counted within the response, and its reward."""
+    group_tokens: list[int]
+    """Trained tokens of the response's group in the batch that it was first part of."""
 
     def nested(self, flat: list[float]) -> list[list[float]]:
         """One list per response."""
@@ -45,10 +55,10 @@ class Ragged:
     def select(self, order: list[int]) -> Ragged:
         """The responses in `order`."""
         tokens = {}
-        for name in ("policy", "old", "ref", "entropy", "full_kl"):
+        for name in TOKEN_COLUMNS:
             nested = self.nested(getattr(self, name))
             tokens[name] = [value for i in order for value in nested[i]]
-        rollouts = {name: [getattr(self, name)[i] for i in order] for name in ("lengths", "group", "rewards")}
+        rollouts = {name: [getattr(self, name)[i] for i in order] for name in ROLLOUT_COLUMNS}
         return Ragged(**rollouts, **tokens)
 
     def counts(self) -> Counts:
@@ -79,111 +89,56 @@ def ragged(seed: int, num_rollouts: int = 12, extremes: bool = False) -> Ragged:
         "ref": [a - b for a, b in zip(policy, to_ref, strict=True)],
         "entropy": [rng.expovariate(1) for _ in range(total)],
         "full_kl": [rng.expovariate(3) for _ in range(total)],
+        "values": [rng.gauss(0, 1) for _ in range(total)],
+        "baselines": [rng.gauss(0, 1) for _ in lengths],
     }
     # Through float32, so that the reference starts from the very numbers the package gets.
     rounded = {name: torch.tensor(values, dtype=torch.float32).tolist() for name, values in columns.items()}
-    return Ragged(lengths=lengths, group=group, **rounded)
+    steps = [
+        [(rng.randrange(length), rng.choice([0.0, 0.5, 1.0])) for _ in range(rng.randrange(4))] if length else []
+        for length in lengths
+    ]
+    return Ragged(
+        lengths=lengths,
+        group=group,
+        parts=[[reward, rng.choice([0.0, 0.25])] for reward in rounded["rewards"]],
+        steps=steps,
+        group_tokens=[sum(length for length, h in zip(lengths, group, strict=True) if h == g) for g in group],
+        **rounded,
+    )
 
 
 def as_float32(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def grpo(token_rewards: list[list[float]], rewards: list[float], group: list[int], norm_by_std: bool) -> list[list[float]]:
-    scores = [math.fsum(tokens) if tokens else reward for tokens, reward in zip(token_rewards, rewards, strict=True)]
-    advantages = []
-    for i, tokens in enumerate(token_rewards):
-        members = [scores[j] for j in range(len(scores)) if group[j] == group[i]]
-        if all(score == members[0] for score in members):
-            advantage = 0.0
-        else:
-            mean = math.fsum(members) / len(members)
-            advantage = scores[i] - mean
-            if norm_by_std:
-                variance = math.fsum((score - mean) ** 2 for score in members) / (len(members) - 1)
-                advantage /= math.sqrt(variance) + 1e-6
-        advantages.append([advantage for _ in tokens])
-    return advantages
-
-
-def vanilla(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
-    ratio = math.exp(min(max(policy - old, -20.0), 20.0))
-    clipped_ratio = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped_ratio * advantage)
-    if advantage < 0:
-        objective = max(objective, c * advantage)
-    return -objective
-
-
-def reinforce(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
-    return -advantage * policy
-
-
-def cispo(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
-    ratio = math.exp(min(max(policy - old, -20.0), 20.0))
-    return -min(max(ratio, 1 - low), 1 + high) * advantage * policy
-
-
-def sapo(policy: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
-    ratio = math.exp(min(max(policy - old, -20.0), 20.0))
-    tau = 1.0 if advantage > 0 else 1.05
-    return -advantage * 4 / tau / (1 + math.exp(-min(tau * (ratio - 1), 700.0)))
-
-
-def gspo(policy: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
-    mean = math.fsum(p - o for p, o in zip(policy, old, strict=True)) / len(policy)
-    ratio = math.exp(min(mean, 10.0))
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    return [-min(a * ratio, a * clipped) for a in advantage]
-
-
-def geo_mean(policy: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
-    logs = []
-    for p, o, a in zip(policy, old, advantage, strict=True):
-        log_ratio = min(max(p - o, -20.0), 20.0)
-        if a > 0:
-            log_ratio = min(log_ratio, high)
-        elif a < 0:
-            log_ratio = max(log_ratio, -low)
-        logs.append(log_ratio)
-    value = -math.fsum(advantage) / len(advantage) * math.exp(math.fsum(logs) / len(logs))
-    return [value for _ in advantage]
-
-
-TOKEN_LOSSES = {"vanilla": vanilla, "reinforce": reinforce, "cispo": cispo, "sapo": sapo}
-SEQUENCE_LOSSES = {"gspo": gspo, "gspo_token": gspo, "geo_mean": geo_mean}
-
-
-def policy_loss(name: str, data: Ragged, advantages: list[float], low: float, high: float, c: float) -> list[float]:
-    """The loss of every token, flat."""
-    losses = []
-    columns = (data.nested(data.policy), data.nested(data.old), data.nested(advantages))
-    for policy, old, advantage in zip(*columns, strict=True):
-        if name in SEQUENCE_LOSSES:
-            losses += SEQUENCE_LOSSES[name](policy, old, advantage, low, high) if policy else []
-        else:
-            tokens = zip(policy, old, advantage, strict=True)
-            losses += [TOKEN_LOSSES[name](p, o, a, low, high, c) for p, o, a in tokens]
-    return losses
-
-
-def kl(kind: str, policy: float, ref: float) -> float:
-    d = policy - ref
-    if kind in ("kl", "k1"):
-        return d
-    if kind == "abs":
-        return abs(d)
-    if kind in ("mse", "k2"):
-        return d * d / 2
+def k3(d: float) -> float:
     x = min(max(-d, -20.0), 20.0)
     return min(math.expm1(x) - x, 10.0)
 
 
-def average(mode: str, values: list[list[float]]) -> float:
-    alive = [tokens for tokens in values if tokens]
+def kl(kind: str, policy: float, ref: float, old: float | None = None) -> float:
+    d = policy - ref
+    if kind == "k3_unbiased":
+        ratio = math.exp(min(max(policy - (policy if old is None else old), -20.0), 20.0))
+        x = min(-d, 20.0)
+        return ratio * (math.expm1(x) - x)
+    values = {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": k3(d)}
+    values |= {"kl": values["k1"], "mse": values["k2"], "low_var_kl": values["k3"]}
+    return values[kind.removesuffix("+")]
+
+
+def average(mode: str, values: list[list[float]], group_tokens: list[int], group: list[int], factor: float) -> float:
+    """`values` of every response, the empty ones too; `factor` is the constant of seq-mean-token-sum-norm."""
+    sums = [math.fsum(tokens) for tokens in values]
+    alive = [i for i, tokens in enumerate(values) if tokens]
     if mode == "token-mean":
-        return math.fsum(v for tokens in alive for v in tokens) / sum(len(tokens) for tokens in alive)
-    if mode == "seq-mean-token-sum":
-        return math.fsum(math.fsum(tokens) for tokens in alive) / len(alive)
-    assert mode == "seq-mean-token-mean"
-    return math.fsum(math.fsum(tokens) / len(tokens) for tokens in alive) / len(alive)
+        return math.fsum(sums) / sum(len(tokens) for tokens in values)
+    if mode == "token-sum":
+        return math.fsum(sums)
+    if mode == "prompt-mean":
+        return math.fsum(sums[i] / group_tokens[i] for i in alive) / len({group[i] for i in alive})
+    if mode == "seq-mean-token-mean":
+        return math.fsum(sums[i] / len(values[i]) for i in alive) / len(alive)
+    assert mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    return math.fsum(sums) / len(alive) / (factor if mode.endswith("norm") else 1.0)

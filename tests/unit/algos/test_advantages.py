@@ -1,38 +1,28 @@
-"""Advantage estimators: values by hand, the plain-Python reference, and properties of every registered one."""
+"""Advantage estimators that compare responses: values by hand."""
 
 from __future__ import annotations
 
 import math
-import random
 
-import algos_reference as reference
 import pytest
 import torch
+from advantage_cases import inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, grpo, token_rewards
+from grpo_rl.algos.advantages import (
+    AdvantageInput,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+    token_rewards,
+)
 from grpo_rl.algos.segments import Segments
-
-ALL = sorted(ADVANTAGES)
-
-
-def inputs(
-    rewards: list[float], lengths: list[int], group: list[int], kl: list[float] | None = None, kl_coef: float = 0.0
-) -> AdvantageInput:
-    rewards_N, lengths_N = torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths)
-    kl_T = None if kl is None else torch.tensor(kl)
-    return AdvantageInput(token_rewards(rewards_N, lengths_N, kl_T, kl_coef), lengths_N, torch.tensor(group), rewards_N)
-
-
-def per_rollout(advantages_T: Tensor, lengths: list[int]) -> list[float]:
-    """The advantage of each response, which must be the same on all its tokens."""
-    values = []
-    for tokens_T in advantages_T.split(lengths):
-        assert (tokens_T == tokens_T[0]).all()
-        values.append(tokens_T[0].item())
-    return values
 
 
 def test_token_rewards_put_the_outcome_on_the_last_token_and_charge_kl_on_every_one() -> None:
@@ -50,60 +40,90 @@ def test_a_reward_that_is_not_a_number_is_refused_with_its_rollout(bad: float) -
 
 def test_grpo_of_two_right_and_two_wrong_answers_by_hand() -> None:
     # mean 1/2, sample variance (4 * 1/4) / 3 = 1/3
-    advantages_T = grpo(inputs([1, 0, 1, 0], [2, 1, 1, 1], [4, 4, 4, 4]))
+    advantages_T = grpo(inputs([1, 0, 1, 0], [2, 1, 1, 1], [4, 4, 4, 4])).advantages_T
     a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
     assert advantages_T.tolist() == pytest.approx([a, a, -a, a, -a], rel=1e-6)
     assert advantages_T.dtype == torch.float32
 
 
-def test_grpo_without_the_standard_deviation_is_the_distance_to_the_mean() -> None:
-    advantages_T = grpo(inputs([1, 0, 0, 3], [1, 1, 2, 1], [0, 0, 0, 0]), norm_by_std=False)
-    assert advantages_T.tolist() == [0, -1, -1, -1, 2]
+def test_dr_grpo_is_the_distance_to_the_mean_and_grpo_without_a_standard_deviation_the_same() -> None:
+    inp = inputs([1, 0, 0, 3], [1, 1, 2, 1], [0, 0, 0, 0])
+    assert dr_grpo(inp).advantages_T.tolist() == [0, -1, -1, -1, 2]
+    assert grpo(inp, std="none").advantages_T.tolist() == [0, -1, -1, -1, 2]
+
+
+def test_the_standard_deviation_may_be_that_of_the_batch_by_hand() -> None:
+    inp = inputs([1, 3, 5, 5], [1, 1, 1, 1], [0, 0, 1, 1])
+    # deviations -1, 1, 0, 0: sample variance 2/3; rewards with mean 3.5: (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11/3
+    a = 1 / (math.sqrt(2 / 3) + 1e-6)
+    assert grpo(inp, std="batch").advantages_T.tolist() == pytest.approx([-a, a, 0, 0], rel=1e-6)
+    b = 1 / (math.sqrt(11 / 3) + 1e-6)
+    assert grpo(inp, std="batch_rewards").advantages_T.tolist() == pytest.approx([-b, b, 0, 0], rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [grpo, gpg, grpo_passk])
+def test_another_standard_deviation_is_refused(estimator: object) -> None:
+    with pytest.raises(ValueError, match="group, batch, batch_rewards or none"):
+        estimator(inputs([1, 0], [1, 1], [0, 0]), std="groups")  # type: ignore[operator]
 
 
 def test_groups_may_be_interleaved_and_differ_in_size() -> None:
     # group 7: 0, 3, 6 (mean 3); group 2: 1, 2 (mean 1.5); group 5 alone
-    advantages_T = grpo(inputs([0, 1, 3, 2, 6, 4], [1] * 6, [7, 2, 7, 2, 7, 5]), norm_by_std=False)
-    assert advantages_T.tolist() == [-3, -0.5, 0, 0.5, 3, 0]
+    inp = inputs([0, 1, 3, 2, 6, 4], [1] * 6, [7, 2, 7, 2, 7, 5])
+    assert dr_grpo(inp).advantages_T.tolist() == [-3, -0.5, 0, 0.5, 3, 0]
+    # the mean of the others: 4.5, 2, 3, 1, 1.5
+    assert rloo(inp).advantages_T.tolist() == [-4.5, -1, 0, 1, 4.5, 0]
 
 
 def test_the_reward_of_an_empty_response_counts_in_its_group() -> None:
-    advantages_T = grpo(inputs([1, 4, 1], [1, 0, 2], [0, 0, 0]), norm_by_std=False)
-    assert advantages_T.tolist() == [-1, -1, -1]
+    assert dr_grpo(inputs([1, 4, 1], [1, 0, 2], [0, 0, 0])).advantages_T.tolist() == [-1, -1, -1]
 
 
 def test_kl_in_the_reward_lowers_the_score_before_the_group_is_compared() -> None:
     # scores 1 - 0.5 * (1 + 3) = -1 and 1 - 0.5 * 2 = 0
-    advantages_T = grpo(inputs([1, 1], [2, 1], [0, 0], kl=[1.0, 3.0, 2.0], kl_coef=0.5), norm_by_std=False)
-    assert advantages_T.tolist() == [-0.5, -0.5, 0.5]
+    inp = inputs([1, 1], [2, 1], [0, 0], kl=[1.0, 3.0, 2.0], kl_coef=0.5)
+    assert dr_grpo(inp).advantages_T.tolist() == [-0.5, -0.5, 0.5]
 
 
-@pytest.mark.parametrize("norm_by_std", [True, False])
-@pytest.mark.parametrize("seed", range(8))
-def test_grpo_agrees_with_the_plain_python_reference(seed: int, norm_by_std: bool) -> None:
-    data = reference.ragged(seed, num_rollouts=20)
-    kl = [abs(p - r) for p, r in zip(data.policy, data.ref, strict=True)]
-    inp = inputs(data.rewards, data.lengths, data.group, kl, kl_coef=0.01)
-    expected = reference.grpo(data.nested(inp.token_rewards_T.tolist()), data.rewards, data.group, norm_by_std)
-    expected_flat = [value for response in expected for value in response]
-    assert grpo(inp, norm_by_std=norm_by_std).tolist() == pytest.approx(expected_flat, rel=1e-6, abs=1e-12)
+def test_opo_weighs_the_baseline_by_length_by_hand() -> None:
+    # (3 * 1 + 1 * 0) / 4 = 0.75, and an empty response weighs nothing
+    assert opo(inputs([1, 0, 9], [3, 1, 0], [0, 0, 0])).advantages_T.tolist() == [0.25, 0.25, 0.25, -0.75]
 
 
-@pytest.mark.parametrize("name", ALL)
-@settings(deadline=None, max_examples=40)
-@given(
-    reward=st.floats(-1e6, 1e6, width=32),
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    length=st.integers(1, 3),
-)
-def test_groups_of_equal_rewards_and_groups_of_one_give_exactly_zero(
-    name: str, reward: float, sizes: list[int], length: int
-) -> None:
-    group = [g for g, size in enumerate(sizes) for _ in range(size)]
-    rewards = [reward * (g + 1) if size > 1 else reward for g, size in enumerate(sizes) for _ in range(size)]
-    advantages_T = ADVANTAGES.get(name)(inputs(rewards, [length] * len(group), group))
-    assert len(advantages_T) == length * len(group)
-    assert (advantages_T == 0).all()
+def test_opo_leaves_a_group_exactly_where_it_is_when_only_an_empty_response_differs() -> None:
+    assert opo(inputs([0.1, 0.1, 0.1, 1.0], [1, 1, 3, 0], [0, 0, 0, 0])).advantages_T.tolist() == [0.0] * 5
+
+
+def test_gpg_makes_up_for_groups_without_signal_by_hand() -> None:
+    # 6 rollouts, 2 of them in a group that differs: alpha = 3
+    inp = inputs([1, 0, 1, 1, 0, 0], [1] * 6, [0, 0, 1, 1, 2, 2])
+    assert gpg(inp).advantages_T.tolist() == [1.5, -1.5, 0, 0, 0, 0]
+
+
+def test_passk_rewards_only_the_lead_of_the_best_response_by_hand() -> None:
+    inp = inputs([1, 4, 2, 7, 7, 0], [1, 1, 2, 1, 1, 1], [0, 0, 0, 1, 1, 1])
+    assert grpo_passk(inp, std="none").advantages_T.tolist() == [0, 2, 0, 0, 0, 0, 0]
+    # 1, 4, 2: mean 7/3, sample variance (16 + 25 + 1) / 9 / 2 = 7/3
+    assert grpo_passk(inp).advantages_T[1].item() == pytest.approx(2 / (math.sqrt(7 / 3) + 1e-6), rel=1e-6)
+
+
+def test_gdpo_lets_a_small_reward_count_as_much_as_a_large_one_by_hand() -> None:
+    base = inputs([0, 0], [1, 2], [0, 0])
+    parts_NP = torch.tensor([[100.0, 0.0], [0.0, 0.5]])
+    inp = AdvantageInput(base.token_rewards_T, base.lengths_N, base.group_N, base.rewards_N, reward_parts_NP=parts_NP)
+    # Two members a, b lie (a - b) / 2 from their mean and have a spread of |a - b| / sqrt(2): each part gives +-1/sqrt(2).
+    # 2/sqrt(2) - 1/sqrt(2) on either side, then divided by the spread of the two, which is 1
+    one = 1 / math.sqrt(2)
+    assert gdpo(inp, weights=[2.0, 1.0]).advantages_T.tolist() == pytest.approx([one, -one, -one], rel=1e-5)
+    assert gdpo(inp, weights=[1.0, 2.0]).advantages_T.tolist() == pytest.approx([-one, one, one], rel=1e-5)
+    with pytest.raises(ValueError, match="3 weights for 2 parts"):
+        gdpo(inp, weights=[1.0, 1.0, 1.0])
+
+
+def test_reinforce_plus_plus_baseline_whitens_over_tokens_by_hand() -> None:
+    # distances 1, 1, 1, -1 over four tokens: mean 1/2, sample variance (3/4 + 9/4) / 3 = 1
+    advantages_T = reinforce_plus_plus_baseline(inputs([2, 0], [3, 1], [0, 0])).advantages_T
+    assert advantages_T.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], rel=1e-6)
 
 
 def test_eight_rewards_of_one_tenth_give_exactly_zero_in_float64_too() -> None:
@@ -112,58 +132,21 @@ def test_eight_rewards_of_one_tenth_give_exactly_zero_in_float64_too() -> None:
     assert sum(rewards_N.tolist()) / 6 != 0.1
     lengths_N = torch.tensor([0, 0, 0, 0, 0, 1])
     inp = AdvantageInput(torch.tensor([0.1], dtype=torch.float64), lengths_N, torch.zeros(6, dtype=torch.long), rewards_N)
-    assert grpo(inp).tolist() == [0.0]
+    assert grpo(inp).advantages_T.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("seed", range(3))
-def test_permuting_the_rollouts_permutes_the_advantages(name: str, seed: int) -> None:
-    data = reference.ragged(seed)
-    order = list(range(len(data.lengths)))
-    random.Random(seed).shuffle(order)
-    permuted = data.select(order)
-    estimator = ADVANTAGES.get(name)
-    before = data.nested(estimator(inputs(data.rewards, data.lengths, data.group)).tolist())
-    after = permuted.nested(estimator(inputs(permuted.rewards, permuted.lengths, permuted.group)).tolist())
-    for position, i in enumerate(order):
-        assert after[position] == pytest.approx(before[i], rel=1e-6)
-
-
-@pytest.mark.parametrize("norm_by_std", [True, False])
-def test_a_constant_added_to_a_group_changes_nothing_and_a_factor_only_the_plain_form(norm_by_std: bool) -> None:
-    data = reference.ragged(1)
-    rewards = [round(reward * 8) / 8 for reward in data.rewards]  # exact in float32 after the shift, too
-    shift = {g: 16.0 * k for k, g in enumerate(sorted(set(data.group)))}
-    shifted = [reward + shift[g] for reward, g in zip(rewards, data.group, strict=True)]
-    scaled = [4.0 * reward for reward in rewards]
-
-    def advantages(values: list[float]) -> Tensor:
-        return grpo(inputs(values, data.lengths, data.group), norm_by_std=norm_by_std)
-
-    base_T = advantages(rewards)
-    assert base_T.abs().max() > 0.5
-    torch.testing.assert_close(advantages(shifted), base_T, rtol=1e-6, atol=1e-7)
-    expected_T = base_T if norm_by_std else 4.0 * base_T
-    torch.testing.assert_close(advantages(scaled), expected_T, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_batch_of_empty_responses_has_no_advantages(name: str) -> None:
-    assert ADVANTAGES.get(name)(inputs([1.0, 0.0], [0, 0], [0, 0])).tolist() == []
-
-
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(-1e9, 1e9, width=32)), min_size=1, max_size=10))
 def test_grpo_is_finite_centred_and_has_unit_spread_in_every_group(rows: list[tuple[int, int, float]]) -> None:
     group, lengths, rewards = (list(column) for column in zip(*rows, strict=True))
-    advantages_T = grpo(inputs(rewards, [length + 1 for length in lengths], group))
+    lengths = [length + 1 for length in lengths]
+    advantages_T = grpo(inputs(rewards, lengths, group)).advantages_T
     assert torch.isfinite(advantages_T).all()
-    values = per_rollout(advantages_T, [length + 1 for length in lengths])
+    values = [tokens_T[0].item() for tokens_T in advantages_T.split(lengths)]
     for g in set(group):
         members = [value for value, h in zip(values, group, strict=True) if h == g]
         assert sum(members) == pytest.approx(0, abs=1e-4)
-        spread = sum(value**2 for value in members) / max(len(members) - 1, 1)
-        assert spread <= 1 + 1e-5
+        assert sum(value**2 for value in members) / max(len(members) - 1, 1) <= 1 + 1e-5
 
 
 def test_scores_sum_the_token_rewards_and_keep_the_outcome_of_empty_responses() -> None:

@@ -5,47 +5,70 @@ from __future__ import annotations
 import algos_reference as reference
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
+from grpo_rl.algos.options import takes
 from grpo_rl.algos.segments import Segments
 from grpo_rl.types import Counts
 
 ALL = sorted(AGGREGATIONS)
 LENGTHS = torch.tensor([3, 1, 0, 2])
 VALUES = torch.tensor([1.0, 2.0, 3.0, 10.0, 4.0, 6.0])  # sums 6, 10, -, 10; means 2, 10, -, 5
+GROUP = torch.tensor([5, 8, 8, 5])
 COUNTS = Counts(num_tokens=6, num_sequences=3, num_groups=2)
+FACTOR = 7.0
+
+
+def average(mode: str, values_T: Tensor, lengths_N: Tensor, counts: Counts, tokens_N: Tensor) -> Tensor:
+    """The mode called with the keywords that it takes."""
+    aggregate = AGGREGATIONS.get(mode)
+    keywords = {"group_tokens_N": tokens_N, "loss_scale_factor": FACTOR}
+    return aggregate(values_T, Segments(lengths_N), counts, **{k: v for k, v in keywords.items() if takes(aggregate, k)})
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("token-mean", 26 / 6), ("seq-mean-token-sum", 26 / 3), ("seq-mean-token-mean", 17 / 3)],
+    [
+        ("token-mean", 26 / 6),
+        ("token-sum", 26),
+        ("seq-mean-token-sum", 26 / 3),
+        ("seq-mean-token-sum-norm", 26 / 3 / 7),
+        ("seq-mean-token-mean", 17 / 3),
+        ("prompt-mean", (16 / 5 + 10 / 1) / 2),  # 6 + 10 over 3 + 2 tokens of one prompt, 10 over 1 of the other
+    ],
 )
 def test_averages_by_hand(mode: str, expected: float) -> None:
-    share = AGGREGATIONS.get(mode)(VALUES, Segments(LENGTHS), COUNTS)
+    share = average(mode, VALUES, LENGTHS, COUNTS, group_tokens(LENGTHS, GROUP))
     assert share.shape == ()
     assert share.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", sorted(set(ALL) - {"token-sum"}))
 def test_only_the_global_counts_divide(mode: str) -> None:
     twice = Counts(num_tokens=12, num_sequences=6, num_groups=4)
-    aggregate = AGGREGATIONS.get(mode)
-    assert 2 * aggregate(VALUES, Segments(LENGTHS), twice) == aggregate(VALUES, Segments(LENGTHS), COUNTS)
+    tokens_N = group_tokens(LENGTHS, GROUP)
+    share = average(mode, VALUES, LENGTHS, COUNTS, tokens_N)
+    assert 2 * average(mode, VALUES, LENGTHS, twice, tokens_N).item() == pytest.approx(share.item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_mode_agrees_with_the_plain_python_reference(mode: str, seed: int) -> None:
     data = reference.ragged(seed, num_rollouts=20)
-    share = AGGREGATIONS.get(mode)(reference.as_float32(data.policy), Segments(torch.tensor(data.lengths)), data.counts())
-    assert share.item() == pytest.approx(reference.average(mode, data.nested(data.policy)), rel=1e-12)
+    lengths_N = torch.tensor(data.lengths)
+    tokens_N = group_tokens(lengths_N, torch.tensor(data.group))
+    assert tokens_N.tolist() == data.group_tokens
+    share = average(mode, reference.as_float32(data.policy), lengths_N, data.counts(), tokens_N)
+    expected = reference.average(mode, data.nested(data.policy), data.group_tokens, data.group, FACTOR)
+    assert share.item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ALL)
 def test_a_micro_batch_without_tokens_contributes_zero_with_a_gradient(mode: str) -> None:
     values_T = torch.zeros(0, requires_grad=True)
     for counts in (COUNTS, Counts(num_tokens=0, num_sequences=0, num_groups=0)):
-        share = AGGREGATIONS.get(mode)(values_T, Segments(torch.tensor([0, 0])), counts)
+        share = average(mode, values_T, torch.tensor([0, 0]), counts, torch.tensor([0, 3]))
         assert share.item() == 0
         share.backward()
 
@@ -53,4 +76,18 @@ def test_a_micro_batch_without_tokens_contributes_zero_with_a_gradient(mode: str
 @pytest.mark.parametrize("mode", ALL)
 def test_gradients_of_every_mode_are_those_of_finite_differences(mode: str) -> None:
     values_T = VALUES.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: AGGREGATIONS.get(mode)(v, Segments(LENGTHS), COUNTS), values_T)
+    tokens_N = group_tokens(LENGTHS, GROUP)
+    assert torch.autograd.gradcheck(lambda v: average(mode, v, LENGTHS, COUNTS, tokens_N), values_T)
+
+
+@pytest.mark.parametrize("factor", [None, 0.0, -1.0])
+def test_the_constant_has_to_be_given(factor: float | None) -> None:
+    with pytest.raises(ValueError, match="a number > 0"):
+        AGGREGATIONS.get("seq-mean-token-sum-norm")(VALUES, Segments(LENGTHS), COUNTS, loss_scale_factor=factor)
+
+
+def test_counts_leave_out_what_has_no_trained_token() -> None:
+    lengths_N, group_N = torch.tensor([3, 0, 2, 0]), torch.tensor([1, 1, 4, 9])
+    assert count(lengths_N, group_N) == Counts(num_tokens=5, num_sequences=2, num_groups=2)
+    assert group_tokens(lengths_N, torch.tensor([1, 1, 4, 1])).tolist() == [3, 3, 2, 3]
+    assert group_tokens(lengths_N[:0], group_N[:0]).tolist() == []

@@ -69,16 +69,51 @@ def test_k3_keeps_its_digits_where_policy_and_reference_almost_agree() -> None:
 @pytest.mark.parametrize("extremes", [False, True])
 def test_every_estimator_agrees_with_the_plain_python_reference(kind: str, extremes: bool) -> None:
     data = reference.ragged(3, num_rollouts=20, extremes=extremes)
-    kl_T = kl_estimate(reference.as_float32(data.policy), reference.as_float32(data.ref), kind)
-    expected = [reference.kl(kind, p, r) for p, r in zip(data.policy, data.ref, strict=True)]
+    columns = (data.policy, data.ref, data.old)
+    policy_T, ref_T, old_T = map(reference.as_float32, columns)
+    kl_T = kl_estimate(policy_T, ref_T, kind, old_T)
+    expected = [reference.kl(kind, p, r, o) for p, r, o in zip(*columns, strict=True)]
     assert kl_T.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_gradients_of_every_estimator_are_those_of_finite_differences(kind: str) -> None:
-    policy_T = torch.tensor([-0.3, -2.0, -4.0], dtype=torch.float64, requires_grad=True)
-    ref_T = torch.tensor([-1.0, -1.7, -2.1], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, ref_T, kind), policy_T)
+POLICY, REF, OLD = ([-0.3, -2.0, -4.0], [-1.0, -1.7, -2.1], [-0.5, -1.0, -4.5])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.endswith("+")])
+def test_gradients_of_every_plain_estimator_are_those_of_finite_differences(kind: str) -> None:
+    policy_T = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
+    ref_T, old_T = torch.tensor(REF, dtype=torch.float64), torch.tensor(OLD, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, ref_T, kind, old_T), policy_T)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.endswith("+")])
+@pytest.mark.parametrize("d", [0.75, -1.25, 30.0, -30.0])
+def test_the_forms_with_a_plus_have_a_base_s_value_and_the_gradient_of_k2_even_behind_a_clamp(kind: str, d: float) -> None:
+    policy_T = torch.tensor([d - 40.0], requires_grad=True)
+    ref_T = torch.tensor([-40.0])
+    kl_T = kl_estimate(policy_T, ref_T, kind)
+    assert kl_T.tolist() == kl_estimate(policy_T, ref_T, kind.removesuffix("+")).tolist()
+    kl_T.sum().backward()
+    assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(d, rel=1e-6)
+
+
+def test_the_unbiased_k3_by_hand() -> None:
+    # r = e^0.2, x = -0.7: value r (e^x - x - 1), gradient r d
+    policy_T = torch.tensor([-0.3], dtype=torch.float64, requires_grad=True)
+    kl_T = kl_estimate(policy_T, torch.tensor([-1.0]), "k3_unbiased", torch.tensor([-0.5]))
+    kl_T.sum().backward()
+    assert kl_T.item() == pytest.approx(math.exp(0.2) * (math.exp(-0.7) + 0.7 - 1), rel=1e-7)
+    assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(math.exp(0.2) * 0.7, rel=1e-7)
+
+
+@pytest.mark.parametrize(("d", "off"), [(100.0, 100.0), (-100.0, -100.0), (-100.0, 100.0), (5.0, -30.0)])
+def test_the_unbiased_k3_stays_finite_and_its_gradient_is_the_ratio_times_the_distance(d: float, off: float) -> None:
+    policy_T = torch.tensor([-100.0 + d / 2], requires_grad=True)
+    kl_T = kl_estimate(policy_T, policy_T.detach() - d, "k3_unbiased", policy_T.detach() - off)
+    kl_T.sum().backward()
+    assert torch.isfinite(kl_T).all()
+    ratio = math.exp(min(max(off, -20.0), 20.0))
+    assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(ratio * d, rel=1e-6)
 
 
 def test_full_kl_by_hand() -> None:
@@ -121,28 +156,51 @@ def test_full_kl_is_finite_for_impossible_tokens_and_huge_logits() -> None:
     assert policy_TV.grad is not None and torch.isfinite(policy_TV.grad).all()
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_the_mean_over_the_policy_of_k1_and_of_k3_is_the_full_kl(kind: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-    policy_V = torch.randn(20, generator=generator, dtype=torch.float64).log_softmax(0)
-    ref_V = torch.randn(20, generator=generator, dtype=torch.float64).log_softmax(0)
-    mean = (policy_V.exp() * kl_estimate(policy_V, ref_V, kind)).sum()
-    torch.testing.assert_close(mean, full_kl(policy_V[None], ref_V[None])[0])
+def softmax_logprobs(seed: int) -> torch.Tensor:
+    return torch.randn(20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(0)
 
 
-def test_the_mean_gradient_of_k2_is_that_of_the_full_kl_and_that_of_k1_is_zero() -> None:
-    generator = torch.Generator().manual_seed(4)
-    logits_V = torch.randn(20, generator=generator, dtype=torch.float64).requires_grad_()
-    ref_V = torch.randn(20, generator=generator, dtype=torch.float64).log_softmax(0)
+RIGHT_VALUE = {"k1", "kl", "k3", "low_var_kl", "k1+", "kl+", "k3+", "low_var_kl+", "k3_unbiased"}
+RIGHT_GRADIENT = {"k2", "mse", "k3_unbiased"} | {kind for kind in ALL if kind.endswith("+")}
 
-    def mean_gradient(kind: str) -> torch.Tensor:
-        policy_V = logits_V.log_softmax(0)
-        sampled = (policy_V.detach().exp() * kl_estimate(policy_V, ref_V, kind)).sum()
-        return torch.autograd.grad(sampled, logits_V)[0]
 
+@pytest.mark.parametrize("kind", ALL)
+def test_which_estimators_have_the_kl_as_their_mean_by_enumeration(kind: str) -> None:
+    policy_V, ref_V = softmax_logprobs(3), softmax_logprobs(4)
+    mean = (policy_V.exp() * kl_estimate(policy_V, ref_V, kind)).sum().item()
+    exact = full_kl(policy_V[None], ref_V[None]).item()
+    assert (mean == pytest.approx(exact, rel=1e-9)) == (kind in RIGHT_VALUE)
+
+
+def mean_gradient(kind: str, logits_V: torch.Tensor, ref_V: torch.Tensor, old_V: torch.Tensor) -> torch.Tensor:
+    """Gradient of the loss that averages the estimator over samples of `old_V`, by enumeration of the samples."""
+    policy_V = logits_V.log_softmax(-1)
+    return torch.autograd.grad((old_V.exp() * kl_estimate(policy_V, ref_V, kind, old_V)).sum(), logits_V)[0]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_which_estimators_have_the_gradient_of_the_kl_on_policy_by_enumeration(kind: str) -> None:
+    logits_V, ref_V = softmax_logprobs(5).requires_grad_(), softmax_logprobs(6)
     (exact_V,) = torch.autograd.grad(full_kl(logits_V[None], ref_V[None]).sum(), logits_V)
-    torch.testing.assert_close(mean_gradient("k2"), exact_V)
-    torch.testing.assert_close(mean_gradient("k1"), torch.zeros(20, dtype=torch.float64), rtol=0, atol=1e-12)
+    gradient_V = mean_gradient(kind, logits_V, ref_V, logits_V.detach())
+    assert torch.allclose(gradient_V, exact_V, rtol=1e-9, atol=1e-12) == (kind in RIGHT_GRADIENT)
+
+
+def test_on_policy_k1_has_no_gradient_and_k3_that_of_the_kl_the_other_way_round() -> None:
+    logits_V, ref_V = softmax_logprobs(5).requires_grad_(), softmax_logprobs(6)
+    assert mean_gradient("k1", logits_V, ref_V, logits_V.detach()).abs().max() < 1e-12
+    (reverse_V,) = torch.autograd.grad((ref_V.exp() * (ref_V - logits_V.log_softmax(-1))).sum(), logits_V)
+    torch.testing.assert_close(mean_gradient("k3", logits_V, ref_V, logits_V.detach()), reverse_V)
+
+
+def test_off_policy_only_the_unbiased_k3_keeps_value_and_gradient_by_enumeration() -> None:
+    logits_V, ref_V, old_V = softmax_logprobs(7).requires_grad_(), softmax_logprobs(8), softmax_logprobs(9)
+    (exact_V,) = torch.autograd.grad(full_kl(logits_V[None], ref_V[None]).sum(), logits_V)
+    right = {k for k in ALL if torch.allclose(mean_gradient(k, logits_V, ref_V, old_V), exact_V, rtol=1e-9, atol=1e-12)}
+    assert right == {"k3_unbiased"}
+    policy_V = logits_V.detach()
+    mean = (old_V.exp() * kl_estimate(policy_V, ref_V, "k3_unbiased", old_V)).sum()
+    torch.testing.assert_close(mean, full_kl(policy_V[None], ref_V[None])[0])
 
 
 def test_the_fixed_controller_stays_where_it_is() -> None:

@@ -1,21 +1,18 @@
-"""The whole objective: configuration, values, statistics, and the properties every combination must have."""
+"""The whole objective: configuration, values by hand, options, and the formula it prints."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import pickle
-import random
+import re
 from dataclasses import replace
+from typing import Any
 
 import algos_reference as reference
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
+from objective_cases import run
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, token_rewards
+from grpo_rl.algos.advantages import ADVANTAGES
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
@@ -24,43 +21,6 @@ from grpo_rl.algos.policy_losses import POLICY_LOSSES
 from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
-
-COMBINATIONS = list(itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS)))
-KL_TYPES = [*sorted(KL_ESTIMATORS), "full"]
-SMOOTH = [pair for pair in COMBINATIONS if pair[0] not in reference.STOPS_GRADIENTS]
-ON_POLICY_IS_REINFORCE = sorted(POLICY_LOSSES)
-
-
-def run(
-    objective: Objective, data: reference.Ragged, counts: Counts, dtype: torch.dtype = torch.float32, on_policy: bool = False
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Loss, statistics, and gradient with respect to the policy's log-probs, with rewards as advantages."""
-    policy_T = torch.tensor(data.policy, dtype=dtype, requires_grad=True)
-    advantages = [r for r, length in zip(data.rewards, data.lengths, strict=True) for _ in range(length)]
-    loss, stats = objective(
-        policy_logprobs_T=policy_T,
-        advantages_T=torch.tensor(advantages, dtype=dtype),
-        lengths_N=torch.tensor(data.lengths, dtype=torch.long),
-        counts=counts,
-        old_logprobs_T=None if on_policy else torch.tensor(data.old, dtype=dtype),
-        ref_logprobs_T=torch.tensor(data.ref, dtype=dtype),
-        # Functions of the log-probs, so that their share of the gradient is seen too.
-        entropy_T=policy_T.square() if objective.needs_entropy else None,
-        full_kl_T=policy_T.exp() if objective.needs_full_kl else None,
-    )
-    loss.backward()
-    assert policy_T.grad is not None
-    return loss.detach(), stats, policy_T.grad
-
-
-def combine(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Statistics of micro-batches put together as their prefixes say."""
-    combined: dict[str, float] = {}
-    for key in parts[0]:
-        values = [part[key].item() for part in parts]
-        combined[key] = max(values) if key.startswith("max/") else math.fsum(values)
-    return combined
-
 
 # ---- configuration ---------------------------------------------------------------------------------
 
@@ -144,157 +104,53 @@ def test_all_three_terms_by_hand() -> None:
     assert policy_T.grad.tolist() == [-1 + 0.125, 0.25 + 0.0625, 0.25 + 0.0625]
 
 
-@pytest.mark.parametrize("kl_type", KL_TYPES)
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-@pytest.mark.parametrize("extremes", [False, True])
-def test_every_combination_agrees_with_the_plain_python_reference(
-    loss_mode: str, agg_mode: str, kl_type: str, extremes: bool
-) -> None:
-    data = reference.ragged(13, num_rollouts=16, extremes=extremes)
-    objective = Objective(loss_mode, agg_mode, clip_high=0.3, entropy_coeff=0.01, kl_loss_type=kl_type, kl_loss_coef=0.1)
-    loss, _, gradient_T = run(objective, data, data.counts())
+# ---- options ----------------------------------------------------------------------------------------
 
-    advantages = [r for r, length in zip(data.rewards, data.lengths, strict=True) for _ in range(length)]
-    pg = reference.policy_loss(loss_mode, data, advantages, 0.2, 0.3, 3.0)
-    pairs = zip(data.policy, data.ref, strict=True)
-    kl = [math.exp(p) if kl_type == "full" else reference.kl(kl_type, p, r) for p, r in pairs]
-    terms = [
-        (1.0, reference.average(agg_mode, data.nested(pg))),
-        (-0.01, reference.average(agg_mode, data.nested([p * p for p in data.policy]))),
-        (0.1, reference.average(agg_mode, data.nested(kl))),
+
+def test_options_reach_the_loss_the_choice_of_tokens_and_the_formula() -> None:
+    sapo = Objective("sapo", loss_options=(("tau_pos", 2.0),))
+    assert sapo.formula().splitlines()[1] == ("pg   = -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = 2 where A > 0, else 1.05")
+    data = reference.ragged(1)
+    assert run(sapo, data, data.counts())[0] != run(Objective("sapo"), data, data.counts())[0]
+    every = Objective("kl_cov", loss_options=(("kl_cov_ratio", 1.0),))
+    advantages_T, logprobs_T = torch.tensor([2.0, 0.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    assert every.select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, True, True]
+    assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, False, False]
+    keep_T = torch.tensor([False, True, True, True])
+    # Of the three that are left, means -2/3 and -3: shares 2/3, 0 and 1/3.
+    assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator(), keep_T).tolist() == [
+        False,
+        True,
+        False,
+        False,
     ]
-    size = sum(abs(weight * value) for weight, value in terms)
-    assert abs(loss.item() - math.fsum(weight * value for weight, value in terms)) <= 1e-6 * size
-    assert torch.isfinite(gradient_T).all()
+    assert pickle.loads(pickle.dumps(every)) == every and hash(every) == hash(pickle.loads(pickle.dumps(every)))
 
 
-@pytest.mark.parametrize("kl_type", KL_TYPES)
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), SMOOTH)
-def test_gradients_of_every_combination_are_those_of_finite_differences(loss_mode: str, agg_mode: str, kl_type: str) -> None:
-    data = reference.ragged(5, num_rollouts=6)
-    objective = Objective(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type=kl_type, kl_loss_coef=0.5)
-    rewards_T = torch.tensor(data.policy, dtype=torch.float64).sin()
-    fixed = {
-        "advantages_T": rewards_T,
-        "lengths_N": torch.tensor(data.lengths),
-        "old_logprobs_T": torch.tensor(data.old, dtype=torch.float64),
-        "ref_logprobs_T": torch.tensor(data.ref, dtype=torch.float64),
-    }
-
-    def loss(policy_T: Tensor) -> Tensor:
-        return objective(
-            policy_logprobs_T=policy_T,
-            counts=data.counts(),
-            entropy_T=policy_T.square(),
-            full_kl_T=policy_T.exp(),
-            **fixed,
-        )[0]
-
-    assert torch.autograd.gradcheck(loss, torch.tensor(data.policy, dtype=torch.float64, requires_grad=True))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_mode": "sapo", "loss_options": (("tau_poss", 1.0),)}, "no option tau_poss. Did you mean tau_pos?"),
+        ({"loss_mode": "vanilla", "loss_options": (("clip_low", 1.0),)}, "vanilla' has no option clip_low. It takes none"),
+        ({"loss_mode": "kl_cov", "loss_options": (("kl_cov_ratio", "a"),)}, "kl_cov_ratio='a' is not of the type"),
+        ({"loss_mode": "kl_cov", "loss_options": (("ppo_kl_coef", True),)}, "ppo_kl_coef=True is not of the type"),
+        ({"loss_agg_mode": "token-mean", "agg_options": (("loss_scale_factor", 1.0),)}, "has no option loss_scale_factor"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
+    ],
+)
+def test_options_that_nothing_takes_are_refused_when_the_objective_is_built(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Objective(**settings)
 
 
-# ---- properties of every combination ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-@settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10_000), num_parts=st.integers(2, 6))
-def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(
-    loss_mode: str, agg_mode: str, seed: int, num_parts: int
-) -> None:
-    data = reference.ragged(seed, extremes=seed % 2 == 1)
-    objective = Objective(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type="k2", kl_loss_coef=0.5)
-    loss, stats, gradient_T = run(objective, data, data.counts())
-    whole = data.nested(gradient_T.tolist())
-
-    rng = random.Random(seed)
-    order = list(range(len(data.lengths)))
-    rng.shuffle(order)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for i in order:
-        rng.choice(parts).append(i)
-    losses, part_stats = [], []
-    for part in parts:
-        piece = data.select(part)
-        part_loss, part_stat, part_gradient_T = run(objective, piece, data.counts())
-        losses.append(part_loss.item())
-        part_stats.append(part_stat)
-        for i, gradient in zip(part, piece.nested(part_gradient_T.tolist()), strict=True):
-            assert gradient == pytest.approx(whole[i], rel=1e-6, abs=1e-9)
-    assert math.fsum(losses) == pytest.approx(loss.item(), rel=1e-9, abs=1e-9)
-    together = combine(part_stats)
-    assert together == pytest.approx({key: value.item() for key, value in stats.items()}, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-def test_the_order_of_rollouts_does_not_matter(loss_mode: str, agg_mode: str) -> None:
-    data = reference.ragged(2)
-    order = list(range(len(data.lengths)))
-    random.Random(0).shuffle(order)
-    objective = Objective(loss_mode, agg_mode, kl_loss_type="k3", kl_loss_coef=0.5)
-    permuted = data.select(order)
-    loss, _, gradient_T = run(objective, data, data.counts())
-    permuted_loss, _, permuted_gradient_T = run(objective, permuted, data.counts())
-    assert permuted_loss.item() == pytest.approx(loss.item(), rel=1e-12)
-    before, after = data.nested(gradient_T.tolist()), permuted.nested(permuted_gradient_T.tolist())
-    assert after == [before[i] for i in order]
-
-
-@pytest.mark.parametrize("agg_mode", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("loss_mode", ON_POLICY_IS_REINFORCE)
-def test_on_policy_the_gradient_is_that_of_reinforce(loss_mode: str, agg_mode: str) -> None:
-    data = reference.ragged(4)
-    _, stats, gradient_T = run(Objective(loss_mode, agg_mode), data, data.counts(), on_policy=True)
-    expected = []
-    for reward, length in zip(data.rewards, data.lengths, strict=True):
-        weight = {
-            "token-mean": 1 / data.counts().num_tokens,
-            "seq-mean-token-sum": 1 / data.counts().num_sequences,
-            "seq-mean-token-mean": 1 / data.counts().num_sequences / max(length, 1),
-        }[agg_mode]
-        expected += [-reward * weight] * length
-    assert gradient_T.tolist() == pytest.approx(expected, rel=1e-6)
-    assert stats["sum/ppo_kl"] == 0
-
-
-def test_on_policy_the_ratio_is_exactly_one_for_any_log_prob() -> None:
-    data = reference.ragged(4, extremes=True)
-    _, stats, _ = run(Objective(), data, data.counts(), on_policy=True)
-    assert stats["max/ratio_max"] == 1.0
-    assert stats["sum/pg_clipfrac"] == stats["sum/pg_clipfrac_lower"] == 0
-
-
-@pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-def test_groups_without_signal_leave_the_policy_exactly_where_it_is(loss_mode: str, agg_mode: str, estimator: str) -> None:
-    data = reference.ragged(6)
-    rewards_N, lengths_N = torch.full((len(data.lengths),), 0.1), torch.tensor(data.lengths)
-    inp = AdvantageInput(token_rewards(rewards_N, lengths_N), lengths_N, torch.tensor(data.group), rewards_N)
-    policy_T = torch.tensor(data.policy, requires_grad=True)
-    loss, _ = Objective(loss_mode, agg_mode)(
-        policy_logprobs_T=policy_T,
-        advantages_T=ADVANTAGES.get(estimator)(inp),
-        lengths_N=lengths_N,
-        counts=data.counts(),
-        old_logprobs_T=torch.tensor(data.old),
-    )
-    loss.backward()
-    assert loss.item() == 0
-    assert policy_T.grad is not None and (policy_T.grad == 0).all()
-
-
-@pytest.mark.parametrize("kl_type", KL_TYPES)
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [0, 1, 0]])
-def test_tiny_micro_batches_give_finite_numbers(loss_mode: str, agg_mode: str, kl_type: str, lengths: list[int]) -> None:
-    n, t = len(lengths), sum(lengths)
-    data = reference.Ragged(lengths, [0] * n, [1.0] * n, [-100.0] * t, [-1.0] * t, [-1.0] * t, [0.0] * t, [0.0] * t)
-    objective = Objective(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type=kl_type, kl_loss_coef=0.1)
-    loss, stats, gradient_T = run(objective, data, data.counts())
-    assert torch.isfinite(loss) and torch.isfinite(gradient_T).all()
-    assert all(value.shape == () and value.dtype == torch.float64 and torch.isfinite(value) for value in stats.values())
-    if not t:
-        assert loss == 0
+def test_a_steered_entropy_coefficient_comes_with_every_call() -> None:
+    objective = Objective(adaptive_entropy=True)
+    assert objective.needs_entropy and objective.formula().splitlines()[0] == "loss = avg(pg) - (adaptive entropy_coeff)·avg(H)"
+    one = {"policy_logprobs_T": torch.zeros(1), "advantages_T": torch.zeros(1), "lengths_N": torch.tensor([1])}
+    loss, _ = objective(**one, counts=Counts(1, 1, 1), entropy_T=torch.tensor([2.0]), entropy_coeff=0.25)
+    assert loss.item() == -0.5
+    with pytest.raises(AssertionError, match="entropy_coeff"):
+        objective(**one, counts=Counts(1, 1, 1), entropy_T=torch.tensor([2.0]))
 
 
 # ---- the formula -----------------------------------------------------------------------------------

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import algos_reference as reference
+import algos_reference_losses as reference_losses
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
+from grpo_rl.algos.policy_losses_cov import between_bounds, covariances, largest
 from grpo_rl.algos.segments import Segments
 
 ALL = sorted(POLICY_LOSSES)
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0}
 
 
-def one_token(name: str, ratio: float, advantage: float) -> tuple[float, float, dict[str, float]]:
+def keywords(name: str, selected: list[bool]) -> dict[str, Any]:
+    """The keywords of a loss: the clip bounds, and the chosen tokens where it takes them."""
+    chosen = {} if selection_of(POLICY_LOSSES.get(name)) is None else {"selected_T": torch.tensor(selected)}
+    return {**CLIP, **chosen}
+
+
+def one_token(
+    name: str, ratio: float, advantage: float, old: float = -1.0, selected: bool = False
+) -> tuple[float, float, dict[str, float]]:
     """Loss, gradient with respect to the log-prob, and statistics of a single token."""
-    policy_T = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
-    old_T = torch.tensor([-1.0], dtype=torch.float64)
+    policy_T = torch.tensor([math.log(ratio) + old], dtype=torch.float64, requires_grad=True)
+    old_T = torch.tensor([old], dtype=torch.float64)
     segments = Segments(torch.tensor([1]))
-    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **CLIP)
+    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **keywords(name, [selected]))
     loss_T.sum().backward()
     assert policy_T.grad is not None
     return loss_T.item(), policy_T.grad.item(), {key: value.item() for key, value in stats.items()}
@@ -83,6 +94,109 @@ def test_sapo_by_hand(ratio: float, advantage: float, tau: float) -> None:
     assert slope == pytest.approx(-advantage * 4 * gate * (1 - gate) * ratio)
 
 
+def test_gpg_has_the_loss_of_reinforce() -> None:
+    assert POLICY_LOSSES.get("gpg") is POLICY_LOSSES.get("reinforce")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "dropped"),
+    [
+        (1.0, 2.0, 1.0, 0),
+        (1.4, 2.0, 1.4, 0),  # from 0.5 to 0.7
+        (1.6, 2.0, 0.0, 1),  # to 0.8: more than 0.28
+        (1.6, -2.0, 1.6, 0),  # too likely for a bad token: it comes back
+        (0.5, -2.0, 0.0, 1),  # to 0.25: more than 0.2
+        (0.5, 2.0, 0.5, 0),
+    ],
+)
+def test_dppo_tv_drops_tokens_whose_probability_has_moved_far_by_hand(
+    ratio: float, advantage: float, weight: float, dropped: int
+) -> None:
+    value, slope, stats = one_token("dppo_tv", ratio, advantage, old=math.log(0.5))
+    assert value == pytest.approx(-weight * advantage * math.log(0.5 * ratio))
+    assert slope == pytest.approx(-weight * advantage)
+    assert stats["pg_clipfrac"] == dropped
+
+
+def test_dppo_tv_bounds_the_weight_of_a_rare_token_by_its_own_constant() -> None:
+    _, slope, stats = one_token("dppo_tv", 50.0, -1.0, old=math.log(0.001))
+    assert slope == pytest.approx(20.0)
+    assert (stats["pg_clipfrac"], stats["pg_clipfrac_lower"], stats["ratio_max"]) == (0, 1, pytest.approx(50.0))
+
+
+@pytest.mark.parametrize(("new", "advantage", "dropped"), [(0.75, 1.0, 0), (0.9, 1.0, 1), (0.9, -1.0, 0), (0.2, -1.0, 1)])
+def test_dppo_kl_drops_by_the_divergence_of_this_token_or_another_by_hand(new: float, advantage: float, dropped: int) -> None:
+    # KL(1/2 || p) = -log(4 p (1 - p)) / 2: 0.144 for 0.75, 0.511 for 0.9, 0.223 for 0.2; bounds 0.28 and 0.2
+    _, slope, stats = one_token("dppo_kl", new / 0.5, advantage, old=math.log(0.5))
+    assert stats["pg_clipfrac"] == dropped
+    assert slope == pytest.approx(0.0 if dropped else -advantage * new / 0.5)
+
+
+@pytest.mark.parametrize(("old", "new", "dropped"), [(0.0, 0.0, 0), (-1.0, 0.0, 1), (0.0, -0.1, 0)])
+def test_dppo_kl_of_a_certain_token_is_no_nan(old: float, new: float, dropped: int) -> None:
+    _, slope, stats = one_token("dppo_kl", math.exp(new - old), 1.0, old=old)
+    assert math.isfinite(slope) and stats["pg_clipfrac"] == dropped
+
+
+def test_dro_pulls_back_in_proportion_to_the_distance_by_hand() -> None:
+    value, slope, _ = one_token("dro", math.exp(-2.0), advantage=3.0)  # log-prob -3, distance -2
+    assert value == pytest.approx(9.0 + 0.05 * 4)
+    assert slope == pytest.approx(-3.0 - 0.1 * 2)
+
+
+def test_clip_cov_takes_the_chosen_tokens_out_and_clips_the_others() -> None:
+    assert one_token("clip_cov", 1.1, 2.0, selected=True)[:2] == (0.0, 0.0)
+    assert one_token("clip_cov", 1.1, 2.0)[:2] == (pytest.approx(-2.2), pytest.approx(-2.2))
+    assert one_token("clip_cov", 1.5, 2.0)[:2] == (pytest.approx(-2.56), 0.0)
+
+
+def test_kl_cov_charges_the_chosen_tokens_for_moving_and_clips_none() -> None:
+    assert one_token("kl_cov", 1.5, 2.0)[:2] == (pytest.approx(-3.0), pytest.approx(-3.0))
+    assert one_token("kl_cov", 1.5, 2.0, selected=True)[:2] == (pytest.approx(-3.0 + 0.1 * math.log(1.5)), pytest.approx(-2.9))
+    assert one_token("kl_cov", 0.5, 2.0, selected=True)[1] == pytest.approx(-1.1)
+    assert one_token("kl_cov", 1.0, 2.0, selected=True)[1] == pytest.approx(-2.0)  # on-policy it is REINFORCE's
+
+
+ADVANTAGES_OF_FOUR, LOGPROBS_OF_FOUR = torch.tensor([2.0, 2.0, -2.0, -2.0]), torch.tensor([-1.0, -3.0, -3.0, -5.0])
+
+
+def test_covariances_by_hand() -> None:
+    # means 0 and -3
+    assert covariances(ADVANTAGES_OF_FOUR, LOGPROBS_OF_FOUR).tolist() == [4, 0, 0, 4]
+
+
+def test_kl_cov_chooses_the_largest_positive_covariances_with_their_ties() -> None:
+    generator = torch.Generator()
+    assert largest(ADVANTAGES_OF_FOUR, LOGPROBS_OF_FOUR, generator).tolist() == [True, False, False, True]
+    assert largest(ADVANTAGES_OF_FOUR, LOGPROBS_OF_FOUR, generator, kl_cov_ratio=1.0).tolist() == [True, False, False, True]
+    # Advantages that are all equal covary with nothing.
+    assert not largest(torch.ones(4), LOGPROBS_OF_FOUR, generator).any()
+    # 1% of 1,000 tokens
+    advantages_T, logprobs_T = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    chosen_T = largest(advantages_T, logprobs_T, generator, kl_cov_ratio=0.01)
+    covariance_T = covariances(advantages_T, logprobs_T)
+    assert chosen_T.sum() == 10 and covariance_T[chosen_T].min() > covariance_T[~chosen_T].max()
+
+
+def test_clip_cov_chooses_at_random_between_its_bounds_and_again_the_same_by_seed() -> None:
+    advantages_T, logprobs_T = torch.randn(2, 10_000, generator=torch.Generator().manual_seed(0)) * 2
+
+    def choose(seed: int) -> torch.Tensor:
+        return between_bounds(advantages_T, logprobs_T, torch.Generator().manual_seed(seed), clip_cov_ratio=0.005)
+
+    covariance_T = covariances(advantages_T, logprobs_T)
+    chosen_T = choose(1)
+    assert chosen_T.sum() == 50
+    assert covariance_T[chosen_T].min() > 1 and covariance_T[chosen_T].max() < 5
+    assert torch.equal(choose(1), chosen_T) and not torch.equal(choose(2), chosen_T)
+    assert not between_bounds(torch.ones(9), logprobs_T[:9], torch.Generator()).any()
+
+
+@pytest.mark.parametrize("selection", [between_bounds, largest])
+def test_without_tokens_none_are_chosen(selection: Any) -> None:
+    assert selection(torch.zeros(0), torch.zeros(0), torch.Generator()).tolist() == []
+
+
 def two_responses(name: str, advantages: list[float]) -> tuple[list[float], list[float], dict[str, list[float]]]:
     """Losses, gradients and statistics for ratios (1.4, 0.9) and (0.5)."""
     old_T = torch.tensor([-1.0, -2.0, -1.0], dtype=torch.float64)
@@ -138,21 +252,23 @@ def test_every_loss_agrees_with_the_plain_python_reference(name: str, extremes: 
         reference.as_float32(data.old),
         reference.as_float32(advantages),
         Segments(torch.tensor(data.lengths)),
-        **CLIP,
+        **keywords(name, reference_losses.selected(data)),
     )
-    expected = reference.policy_loss(name, data, advantages, CLIP["clip_low"], CLIP["clip_high"], CLIP["clip_c"])
+    expected = reference_losses.policy_loss(name, data, advantages, CLIP["clip_low"], CLIP["clip_high"], CLIP["clip_c"])
     assert loss_T.tolist() == pytest.approx(expected, rel=1e-6)
     assert all(len(value_T) == len(expected) and torch.isfinite(value_T).all() for value_T in stats.values())
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(deadline=None, max_examples=60)
-@given(log_ratio=st.floats(-100, 100), advantage=st.floats(-1e3, 1e3))
-def test_losses_and_gradients_are_finite_for_any_ratio(name: str, log_ratio: float, advantage: float) -> None:
-    old_T = torch.tensor([-50.0])
-    policy_T = torch.tensor([-50.0 + log_ratio], requires_grad=True)
+@settings(deadline=None, max_examples=30)
+@given(log_ratio=st.floats(-100, 100), certainty=st.floats(-50, 0), advantage=st.floats(-1e3, 1e3))
+def test_losses_and_gradients_are_finite_for_any_ratio(name: str, log_ratio: float, certainty: float, advantage: float) -> None:
+    # The likelier of the two policies has the log-prob `certainty`, down to probability 1.
+    old_T = torch.tensor([certainty - max(log_ratio, 0.0)])
+    policy_T = torch.tensor([certainty + min(log_ratio, 0.0)], requires_grad=True)
     segments = Segments(torch.tensor([1]))
-    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **CLIP)
+    chosen = keywords(name, [advantage > 0])
+    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **chosen)
     loss_T.sum().backward()
     assert policy_T.grad is not None
     for value in (loss_T, policy_T.grad, *stats.values()):
@@ -160,11 +276,23 @@ def test_losses_and_gradients_are_finite_for_any_ratio(name: str, log_ratio: flo
     assert not any(value.requires_grad for value in stats.values())
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - reference.STOPS_GRADIENTS))
+@pytest.mark.parametrize("name", sorted(set(ALL) - reference_losses.STOPS_GRADIENTS))
 def test_gradients_of_every_loss_are_those_of_finite_differences(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     old_T = -torch.rand(12, generator=generator, dtype=torch.float64) - 0.5
     policy_T = (old_T + 0.4 * torch.randn(12, generator=generator, dtype=torch.float64)).requires_grad_()
     advantages_T = torch.randn(12, generator=generator, dtype=torch.float64)
     segments = Segments(torch.tensor([5, 0, 1, 6]))
-    assert torch.autograd.gradcheck(lambda p: POLICY_LOSSES.get(name)(p, old_T, advantages_T, segments, **CLIP)[0], policy_T)
+    chosen = keywords(name, [i % 3 == 0 for i in range(12)])
+    assert torch.autograd.gradcheck(lambda p: POLICY_LOSSES.get(name)(p, old_T, advantages_T, segments, **chosen)[0], policy_T)
+
+
+@pytest.mark.parametrize("name", sorted(reference_losses.STOPS_GRADIENTS - {"gspo_token"}))
+def test_losses_that_stop_gradients_have_that_of_their_weight_times_the_score(name: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    old_T = -torch.rand(12, generator=generator, dtype=torch.float64) - 0.5
+    policy_T = (old_T - 0.3 * torch.rand(12, generator=generator, dtype=torch.float64)).requires_grad_()
+    segments = Segments(torch.tensor([12]))
+    loss_T, _ = POLICY_LOSSES.get(name)(policy_T, old_T, torch.randn(12, generator=generator), segments, **CLIP)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), policy_T)
+    torch.testing.assert_close(gradient_T, (loss_T / policy_T).detach())

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.pool import sample_seed
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig
+from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.actor import OptimizerStep
 
@@ -55,7 +56,9 @@ def echo(batches: Sequence[Batch | None], *_: Any) -> list[torch.Tensor | None]:
 
 def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorGroup:
     rule = MicroBatchRule(None, 2)
-    return ActorGroup(ranks, ActorConfig(**config), train_rule=rule, forward_rule=rule, always_old=always_old)
+    settings = ActorConfig(**config)
+    objective = Objective.from_config(settings)
+    return ActorGroup(ranks, settings, train_rule=rule, forward_rule=rule, always_old=always_old, objective=objective)
 
 
 def empty_stats(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
@@ -185,6 +188,67 @@ def test_every_update_makes_new_weights():
     group.update(INTERLEAVED)
     group.update(INTERLEAVED)
     assert group.version == 2
+
+
+# ---- what the objective knows of a whole mini-batch ---------------------------------------------------
+
+
+def with_advantages(batch: Batch) -> Batch:
+    values = torch.sin(torch.arange(batch.num_trained_tokens, dtype=torch.float32))
+    return batch.replace(advantages_T=values, old_logprobs_T=-values.abs())
+
+
+def gathered(steps: Sequence[Sequence[OptimizerStep]], step: int) -> list[Batch]:
+    return [batch for rank in steps for batch in rank[step].micro_batches if batch is not None]
+
+
+def test_tokens_of_a_group_are_counted_over_all_ranks_and_micro_batches():
+    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=2, loss_agg_mode="prompt-mean")
+    for step in range(3):
+        for batch in gathered(steps, step):
+            for group, tokens in zip(batch.group_N.tolist(), batch.group_tokens_N.tolist(), strict=True):
+                assert tokens == int(INTERLEAVED.response_lengths_N[INTERLEAVED.group_N == group].sum())
+
+
+@pytest.mark.parametrize("loss_mode", ["kl_cov", "clip_cov"])
+def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_mode):
+    options = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}}[loss_mode]
+    loss = PolicyLossConfig(loss_mode=loss_mode, **options)
+
+    def chosen(num_ranks: int, times: int = 1) -> list[set[float]]:
+        runs = run_update(with_advantages(INTERLEAVED), num_ranks, times, ppo_mini_batch_size=5, policy_loss=loss)
+        return [
+            {float(token) for batch in gathered(steps, 0) for token in batch.rollout_logprobs_T[batch.selected_T]}
+            for steps in runs
+        ]
+
+    [alone] = chosen(1)
+    number = int(0.2 * INTERLEAVED.num_trained_tokens)
+    assert len(alone) == number
+    assert chosen(3) == [alone]
+    first, second = chosen(2, times=2)
+    # The same data in a later step: a new draw, where there is one.
+    assert first == alone and (second == alone) == (loss_mode == "kl_cov")
+
+
+def test_rejected_tokens_leave_every_count():
+    batch = INTERLEAVED.replace(keep_T=INTERLEAVED.rollout_logprobs_T % 2 == 0)
+    batch.keep_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+    [steps] = run_update(batch, ppo_mini_batch_size=5, loss_agg_mode="prompt-mean")
+    counts = steps[0][0].counts
+    kept = [int(part.sum()) for part in batch.keep_T.split(batch.response_lengths_N.tolist())]
+    assert (counts.num_tokens, counts.num_sequences) == (sum(kept), sum(number > 0 for number in kept))
+    for part in gathered(steps, 0):
+        for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
+            assert tokens == sum(number for number, g in zip(kept, batch.group_N.tolist(), strict=True) if g == group)
+
+
+def test_with_bypass_the_engines_logprobs_are_the_old_ones():
+    ranks = Ranks(1, echo)
+    group = actor(ranks, ppo_mini_batch_size=1)
+    group.old_from_engine = True
+    assert torch.equal(group.old_logprobs(INTERLEAVED).old_logprobs_T, INTERLEAVED.rollout_logprobs_T)
+    assert ranks.asked == []
 
 
 # ---- statistics -------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{A}.ppo_mini_batch_size=2",
         "at least 3",
     ),
-    ({f"{R}.n": 1}, CPU, f"{R}.n=1", "at least 2"),
     (
         {f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": 4},
         CPU,
@@ -88,6 +87,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "no effect",
     ),
     ({f"{R}.max_model_len": 1000}, CPU, f"{R}.max_model_len=1000", "at least 1024"),
+    ({"reward.overlong_buffer.len": 513}, CPU, "reward.overlong_buffer.len=513", "at most 512"),
+    ({"reward.overlong_buffer.penalty_factor": 2}, CPU, "reward.overlong_buffer.penalty_factor=2", "overlong_buffer.len"),
     ({f"{R}.max_num_batched_tokens": 100}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
     # algorithm
     ({"algorithm.use_kl_in_reward": True}, CPU, "algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false"),
@@ -216,8 +217,14 @@ def test_a_contradiction_is_refused_with_its_key_and_what_to_do(
 
 
 def test_everything_wrong_is_reported_together() -> None:
-    keys = {"trainer.save_freq": 0, f"{R}.n": 1, f"{A}.optim.betas": [1], "data.train_files": ["none.csv"], f"{V}.n": 2}
-    starts = ["data.train_files=none.csv", f"{R}.n=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
+    keys = {
+        "trainer.save_freq": 0,
+        f"{R}.max_model_len": 1,
+        f"{A}.optim.betas": [1],
+        "data.train_files": ["none.csv"],
+        f"{V}.n": 2,
+    }
+    starts = ["data.train_files=none.csv", f"{R}.max_model_len=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
     problems = check(config_of(keys), CPU)
     assert [problem.startswith(start) for problem, start in zip(problems, starts, strict=True)] == [True] * 5
 

@@ -64,7 +64,11 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{A}.clip_ratio_high", 0, "out of range"),
     (f"{A}.entropy_coeff", math.inf, "not finite"),
     (f"{A}.kl_loss_coef", -0.1, "out of range"),
-    (f"{A}.kl_loss_type", "k4", "one of kl, k1, abs, mse, k2, low_var_kl, k3, full"),
+    (
+        f"{A}.kl_loss_type",
+        "k4",
+        "one of kl, k1, abs, mse, k2, low_var_kl, k3, kl+, k1+, abs+, mse+, k2+, low_var_kl+, k3+, k3_unbiased, full",
+    ),
     (f"{A}.use_kl_loss", "maybe", "not true or false"),
     (f"{A}.use_kl_loss", 1, "not true or false"),
     (f"{A}.ppo_epochs", 0, "out of range"),
@@ -123,7 +127,7 @@ def test_all_wrong_values_are_reported_together() -> None:
         ("actor_rollout_ref.actor.lr", f"{A}.optim.lr"),
         ("actor_rollout_ref.actor.cliip_ratio", f"{A}.clip_ratio"),
         ("algorithm.adv_estimater", "algorithm.adv_estimator"),
-        ("algorithm.clip", "adv_estimator"),
+        ("algorithm.whitening", "adv_estimator"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, expected: str) -> None:

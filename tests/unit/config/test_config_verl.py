@@ -150,7 +150,7 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
         "actor_rollout_ref.model.lora_rank",
         f"{A}.ulysses_sequence_parallel_size",
         "data.val_batch_size",
-        "algorithm.rollout_correction.rollout_is",
+        "algorithm.rollout_correction.loss_type",
         "distillation.teacher_key",
         "global_profiler.tool",
     ],

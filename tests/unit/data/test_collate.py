@@ -53,3 +53,13 @@ def test_a_rollout_without_reward_is_refused():
 def test_a_rollout_with_fewer_logprobs_than_tokens_is_refused():
     with pytest.raises(ValueError, match="2 tokens and 1 log-probs"):
         collate([rollout("a", [1], [2, 3], 0.0, logprobs=[-0.1])])
+
+
+def test_parts_of_the_reward_become_columns_where_they_are_asked_for():
+    rollouts = [rollout("a", [1], [2], 1.0), rollout("a", [1], [3], 0.0)]
+    for number, each in enumerate(rollouts):
+        each.reward_parts = {"gsm8k": 1.0 - number, "gsm8k/acc": 9.0, "format": 0.5}
+    batch = collate(rollouts, ["format", "gsm8k"])
+    assert batch.reward_parts_NP.tolist() == [[0.5, 1.0], [0.5, 0.0]]
+    assert batch.select([1]).reward_parts_NP.tolist() == [[0.5, 0.0]]
+    assert collate(rollouts).reward_parts_NP is None

@@ -91,3 +91,33 @@ def test_the_controllers_state_survives_a_resume():
     second.load_state_dict(first.state_dict())
     assert second(batch)[1] == first(batch)[1]
     assert second.kl_controller.value == first.kl_controller.value != 0.5
+
+
+# ---- other estimators --------------------------------------------------------------------------------
+
+
+def test_options_of_the_estimator_are_those_of_the_configuration():
+    batch = make_batch([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1], [0, 0, 1, 1])
+    out, _ = Advantage(AlgorithmConfig(adv_options={"std": "batch", "epsilon": 0.0}))(batch)
+    # Deviations 1/2, -1/2, 0, 0: their sample standard deviation is sqrt(1/2 / 3).
+    assert out.advantages_T.tolist() == pytest.approx([1.5**0.5, -(1.5**0.5), 0, 0])
+
+
+def test_rewards_are_discounted_by_gamma():
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 1])
+    plain, _ = Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus"))(batch)
+    out, _ = Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5))(batch)
+    # Rewards to go 1, 1, 0, or 1/2, 1, 0 with the discount, then whitened: the middle of 0, 1/2, 1 is 0.
+    assert plain.advantages_T[0] == plain.advantages_T[1]
+    assert out.advantages_T.tolist() == pytest.approx([0, 1, -1], abs=1e-6)
+
+
+def test_parts_of_the_reward_are_weighed_by_their_factors():
+    parts = torch.tensor([[1.0, 0.0], [0.0, 10.0]])
+    batch = make_batch([1.0, 1.0], [1, 1], [0, 0], reward_parts_NP=parts)
+    estimate = Advantage(AlgorithmConfig(adv_estimator="gdpo"), {"answer": 1.0, "length": 0.25})
+    assert estimate.parts == ("answer", "length")
+    out, _ = estimate(batch)
+    # Each part by itself is ± sqrt(1/2) whatever its size: 3/4 of it remains, and is brought to unit spread.
+    assert out.advantages_T.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
+    assert Advantage(AlgorithmConfig(), {"answer": 1.0}).parts == ()

@@ -1,0 +1,280 @@
+"""Rollout correction: the engine that sampled is another policy than the trainer's old one, token by token.
+
+With d = old_logprobs - rollout_logprobs of the sampled token, e^d is the importance weight from the engine to the
+trainer. Weights make up for the difference, rejections take out what is too far off. Everything is computed in float64
+and detached; the metrics say how far the two are apart and are worth logging always.
+
+    truncated importance sampling   rollout_is="token", rollout_is_threshold=2
+    IcePop                          rollout_is="token", rollout_rs=(Rejection("token_k1", 0.5, 5),)
+    masked importance sampling      rollout_is="sequence", rollout_rs=(Rejection("seq_sum_k1", 0.5, 2),)
+    sequence-geometric bounds       rollout_rs=(Rejection("seq_mean_k1", 0.999, 1.001),)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from grpo_rl.algos.segments import Segments
+from grpo_rl.config.schema import RejectionMode, RolloutCorrectionConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.types import Counts
+
+MAX_LOG_WEIGHT = 20.0
+"""Logs of weights and ratios are cut to +-20 before exp, as in verl."""
+
+MODES: tuple[str, ...] = get_args(RejectionMode)
+"""What is compared (each token, or a response's sum, mean or largest token) and by which measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
+
+    For k1 the bounds are those of the ratio e^(Σ d), e^(mean d) or e^d. For k2 = d²/2 and k3 = e^d - 1 - d, which are
+    never negative, there is only an upper one, of their sum, mean or largest value.
+    """
+
+    mode: RejectionMode
+    lower: float | None = None
+    upper: float | None = None
+
+    def problems(self) -> list[str]:
+        """What is wrong with it, if anything."""
+        if self.mode not in MODES:
+            return [f"rollout_rs={self.mode}: one of {', '.join(MODES)}"]
+        if not self.mode.endswith("k1"):
+            if self.lower is not None or self.upper is None or not self.upper > 0:
+                return [f"rollout_rs={self.mode}: takes an upper bound > 0 and no lower one, not {self.lower} and {self.upper}"]
+            return []
+        if self.lower is None and self.upper is None:
+            return [f"rollout_rs={self.mode}: rejects nothing without a bound"]
+        if not (self.lower or 0.0) < 1.0 < (math.inf if self.upper is None else self.upper):
+            return [f"rollout_rs={self.mode}: the bounds of the ratio, {self.lower} and {self.upper}, must have 1 between them"]
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCorrection:
+    """How the difference between engine and trainer is corrected. Built without arguments it corrects nothing.
+
+    Raises ConfigError, with all problems, for settings that contradict each other or have no effect.
+    """
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weight each token by its own ratio, or by the ratio of its whole response."""
+    rollout_is_threshold: float | None = None
+    """Weights above are cut to it; None: not cut, which needs a rejection that bounds them."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean, over kept tokens or over responses with a kept token."""
+    rollout_rs: tuple[Rejection, ...] = ()
+    """Rejections; what any of them rejects is not trained."""
+    bypass_mode: bool = False
+    """Take the engine's log-probs as the old ones. The ratio of the loss then is the whole correction."""
+
+    def __post_init__(self) -> None:
+        problems = [problem for rejection in self.rollout_rs for problem in rejection.problems()]
+        problems += self._weight_problems() or self._bound_problems()
+        modes = [rejection.mode for rejection in self.rollout_rs]
+        problems += [f"rollout_rs={mode}: given twice" for mode in sorted(set(modes)) if modes.count(mode) > 1]
+        if self.bypass_mode and (self.rollout_is or self.rollout_rs):
+            problems.append(
+                "bypass_mode=true: old and rollout log-probs are the same, so rollout_is and rollout_rs have nothing to correct; "
+                "leave them out, or bypass_mode=false"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
+        """What `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
+        modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
+        ratios = [mode for mode in modes if mode.endswith("k1")]
+        problems = []
+        if len(uppers) != len(modes):
+            problems.append(f"rollout_rs_threshold has {len(uppers)} entries; one for each of the {len(modes)} of rollout_rs")
+        if lowers and len(lowers) != len(ratios):
+            problems.append(
+                f"rollout_rs_threshold_lower has {len(lowers)} entries; one for each k1 entry of rollout_rs, or none"
+            )
+        if problems:
+            raise ConfigError(problems)
+        given = iter(lowers)
+        rejections = []
+        for mode, upper in zip(modes, uppers, strict=True):
+            lower = None if not mode.endswith("k1") else next(given) if lowers else 1.0 / upper
+            rejections.append(Rejection(mode, lower, upper))
+        threshold = config.rollout_is_threshold
+        if config.rollout_is is not None and threshold is None:
+            threshold = None if {"token": "token_k1", "sequence": "seq_sum_k1"}[config.rollout_is] in modes else 2.0
+        return cls(config.rollout_is, threshold, config.rollout_is_batch_normalize, tuple(rejections), config.bypass_mode)
+
+    @property
+    def active(self) -> bool:
+        """Whether there are weights or rejections."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
+    def _weight_problems(self) -> list[str]:
+        if self.rollout_is is None:
+            problems = []
+            if self.rollout_is_threshold is not None:
+                problems.append(f"rollout_is_threshold={self.rollout_is_threshold}: has no effect without rollout_is")
+            if self.rollout_is_batch_normalize:
+                problems.append("rollout_is_batch_normalize=true: has no effect without rollout_is")
+            return problems
+        if self.rollout_is not in ("token", "sequence"):
+            return [f"rollout_is={self.rollout_is}: token, sequence or null"]
+        if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 1.0:
+            return [f"rollout_is_threshold={self.rollout_is_threshold}: a number > 1; the weight of equal policies is 1"]
+        return []
+
+    def _bound_problems(self) -> list[str]:
+        if self.rollout_is is None:
+            return []
+        mode = "token_k1" if self.rollout_is == "token" else "seq_sum_k1"
+        uppers = [r.upper for r in self.rollout_rs if r.mode == mode and r.upper is not None]
+        if self.rollout_is_threshold is None and not uppers:
+            return [
+                f"rollout_is={self.rollout_is}: nothing bounds the weights; rollout_is_threshold, or an upper bound for {mode}"
+            ]
+        if self.rollout_is_threshold is not None and uppers and min(uppers) <= self.rollout_is_threshold:
+            return [
+                f"rollout_is_threshold={self.rollout_is_threshold}: has no effect, because {mode} rejects weights above {min(uppers)}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the correction came to."""
+
+    weights_T: Tensor | None
+    """Float32, detached; None without `rollout_is`."""
+    keep_T: Tensor | None
+    """Tokens that are trained; None without `rollout_rs`. The others leave every denominator."""
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> Correction:
+    """Weights, kept tokens and metrics of a whole batch: batch normalisation is over what is passed in."""
+    d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
+    metrics = mismatch_metrics(old_logprobs_T, rollout_logprobs_T, segments)
+    keep_T = torch.ones(len(d_T), dtype=torch.bool, device=d_T.device)
+    for rejection in settings.rollout_rs:
+        inside_T = _inside(rejection, d_T, segments)
+        metrics[f"rollout_rs_{rejection.mode}_fraction"] = _mean((~inside_T).double())
+        keep_T &= inside_T
+    if settings.rollout_rs:
+        kept_N = kept_lengths(keep_T, segments.lengths_N)
+        metrics["rollout_rs_masked_fraction"] = _mean((~keep_T).double())
+        metrics["rollout_rs_seq_masked_fraction"] = _mean((kept_N == 0)[segments.nonempty_N].double())
+    weights_T = _weights(settings, d_T, keep_T, segments, metrics) if settings.rollout_is else None
+    return Correction(weights_T, keep_T if settings.rollout_rs else None, metrics)
+
+
+@torch.no_grad()
+def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
+    """How far the engine's policy is from the trainer's. Log-ratios are cut to +-20 where they are exponentiated.
+
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
+    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared
+    weights - 1.
+    """
+    d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
+    cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    mean_N, sum_N = segments.mean(d_T)[segments.nonempty_N], segments.sum(d_T)[segments.nonempty_N]
+    half = MAX_LOG_WEIGHT / 2
+    return {
+        "kl": _mean(-d_T),
+        "k3_kl": _mean(torch.expm1(cut_T) - cut_T),
+        "log_ppl_diff": _mean(-mean_N),
+        "log_ppl_abs_diff": _mean(mean_N.abs()),
+        "ppl_ratio": _mean((-mean_N).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()),
+        "chi2_token": _mean(torch.expm1(2.0 * d_T.clamp(-half, half))),
+        "chi2_seq": _mean(torch.expm1(2.0 * sum_N.clamp(-half, half))),
+        "logprob_diff_mean": _mean(d_T.abs()),
+        "logprob_diff_max": float(d_T.abs().max()) if len(d_T) else 0.0,
+    }
+
+
+def mismatch_shares(
+    policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments, counts: Counts
+) -> dict[str, float]:
+    """This micro-batch's shares of `mismatch_metrics` over a mini-batch: they add up. Without the largest difference."""
+    metrics = mismatch_metrics(policy_logprobs_T, rollout_logprobs_T, segments)
+    per_token = segments.num_tokens / max(1, counts.num_tokens)
+    per_sequence = int(segments.nonempty_N.sum()) / max(1, counts.num_sequences)
+    over_sequences = ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq")
+    return {
+        name: value * (per_sequence if name in over_sequences else per_token)
+        for name, value in metrics.items()
+        if not name.startswith("logprob_diff")
+    }
+
+
+def kept_lengths(keep_T: Tensor, lengths_N: Tensor) -> Tensor:
+    """Kept tokens of each response. Counts and averages are taken over these."""
+    return Segments(lengths_N).sum(keep_T.double()).long()
+
+
+def _weights(settings: RolloutCorrection, d_T: Tensor, keep_T: Tensor, segments: Segments, metrics: dict[str, float]) -> Tensor:
+    log_T = d_T if settings.rollout_is == "token" else segments.broadcast(segments.sum(d_T))
+    raw_T = log_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    limit = math.inf if settings.rollout_is_threshold is None else settings.rollout_is_threshold
+    weights_T = raw_T.clamp(max=limit)
+    metrics["rollout_is_truncated_fraction"] = _mean((raw_T > limit).double()[keep_T])
+    if settings.rollout_is_batch_normalize:
+        if settings.rollout_is == "token":
+            mean = _mean(weights_T[keep_T])
+        else:
+            kept_N = kept_lengths(keep_T, segments.lengths_N)
+            # All kept tokens of a response have its weight, so their mean is it.
+            sums_N = segments.sum(torch.where(keep_T, weights_T, 0.0))
+            mean = _mean((sums_N / kept_N.clamp(min=1))[kept_N > 0])
+        metrics["rollout_is_batch_norm_factor"] = mean
+        weights_T = weights_T / mean if mean > 0 else weights_T
+    kept = weights_T[keep_T]
+    squares = float(kept.square().sum())
+    metrics |= {
+        "rollout_is_mean": _mean(kept),
+        "rollout_is_std": float(kept.std()) if len(kept) > 1 else 0.0,
+        "rollout_is_min": float(kept.min()) if len(kept) else 0.0,
+        "rollout_is_max": float(kept.max()) if len(kept) else 0.0,
+        # (Σ w)² / (n Σ w²): the share of tokens that an unweighted sample of equal variance would have.
+        "rollout_is_eff_sample_size": float(kept.sum()) ** 2 / (len(kept) * squares) if squares else 0.0,
+    }
+    return weights_T.float()
+
+
+def _inside(rejection: Rejection, d_T: Tensor, segments: Segments) -> Tensor:
+    """Which tokens the rejection lets pass."""
+    level, _, measure = rejection.mode.rpartition("_")
+    if measure == "k1":
+        x_T = d_T
+    elif measure == "k2":
+        x_T = 0.5 * d_T.square()
+    else:
+        cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        x_T = torch.expm1(cut_T) - cut_T
+    if level == "seq_sum":
+        x_T = segments.broadcast(segments.sum(x_T))
+    elif level == "seq_mean":
+        x_T = segments.broadcast(segments.mean(x_T))
+    elif level == "seq_max":
+        highest_N = torch.segment_reduce(x_T, "max", lengths=segments.lengths_N, unsafe=True, initial=0)
+        x_T = segments.broadcast(highest_N)
+    lower = -math.inf if rejection.lower is None else rejection.lower
+    upper = math.inf if rejection.upper is None else rejection.upper
+    if measure == "k1":
+        # Compared as logarithms: a ratio can overflow, its logarithm cannot.
+        lower, upper = math.log(lower) if lower > 0 else -math.inf, math.log(upper)
+    return (x_T >= lower) & (x_T <= upper)
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.mean()) if len(x) else 0.0

@@ -1,0 +1,125 @@
+"""Float64 arithmetic along a long flat axis on the CPU, piece by piece: what the controller computes advantages with.
+
+A batch has tens of millions of trained tokens, so a float64 copy of a column costs more than the arithmetic
+on it. These functions take columns of any float type and keep only pieces of them in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PIECE = 1 << 17
+"""Tokens per piece, unless one response alone is longer: 1 MiB in float64, which stays in the cache."""
+
+BLOCK = 32
+"""Tokens that one matrix product scans."""
+
+
+def spread(x_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Each response's value on all of its tokens, in float32."""
+    return torch.from_numpy(np.repeat(x_N.float().numpy(), lengths_N.numpy()))
+
+
+def sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
+    """Sum over the tokens of each response in float64; 0 for an empty one."""
+    total_N = torch.zeros(len(lengths_N), dtype=torch.float64)
+    filled_N = lengths_N > 0
+    lengths = lengths_N[filled_N]
+    ends = lengths.cumsum(0)
+    pieces = []
+    for rows in _consecutive(lengths.tolist()):
+        start = int(ends[rows.start] - lengths[rows.start])
+        piece_T = x_T[start : int(ends[rows.stop - 1])].double()
+        offsets = (ends[rows] - lengths[rows] - start).numpy()
+        pieces.append(torch.from_numpy(np.add.reduceat(piece_T.numpy(), offsets)))
+    total_N[filled_N] = torch.cat(pieces) if pieces else total_N.new_zeros(0)
+    return total_N
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """A few responses of similar length, longest first, and their places on the axis."""
+
+    rollouts: list[int]
+    places: list[slice]
+
+    def rows(self, column_T: Tensor) -> Tensor:
+        """The responses' values as rows [R, L] of float64, zeros after each one's last."""
+        x_RL = torch.zeros(len(self.places), self.places[0].stop - self.places[0].start, dtype=torch.float64)
+        for i, place in enumerate(self.places):
+            x_RL[i, : place.stop - place.start] = column_T[place]
+        return x_RL
+
+    def write(self, x_RL: Tensor, out_T: Tensor) -> None:
+        """Put rows to their places on the axis."""
+        for i, place in enumerate(self.places):
+            out_T[place] = x_RL[i, : place.stop - place.start]
+
+
+def lots(lengths_N: Tensor) -> Iterator[Lot]:
+    """All responses that are not empty, in lots of at most PIECE tokens with padding."""
+    lengths = lengths_N.tolist()
+    ends = lengths_N.cumsum(0).tolist()
+    order = sorted((n for n, length in enumerate(lengths) if length > 0), key=lambda n: -lengths[n])
+    start = 0
+    while start < len(order):
+        rollouts = order[start : start + max(1, PIECE // lengths[order[start]])]
+        yield Lot(rollouts, [slice(ends[n] - lengths[n], ends[n]) for n in rollouts])
+        start += len(rollouts)
+
+
+def suffix_sums(x_RL: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay y_(t+1) along each row: within blocks by a matrix product, over the blocks' heads by itself.
+
+    Raises ValueError for a decay outside [0, 1].
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"a discount lies between 0 and 1, not {decay}")
+    num_rows, length = x_RL.shape
+    base = torch.tensor(decay, dtype=torch.float64)
+    position_B = torch.arange(min(length, BLOCK))
+    # W[j, i] = decay^(j - i) for j >= i, else 0.
+    weight_BB = torch.pow(base, (position_B[:, None] - position_B).clamp(min=0)).tril()
+    if length <= BLOCK:
+        return x_RL @ weight_BB
+    num_blocks = -(-length // BLOCK)
+    if length % BLOCK:
+        x_RL = torch.nn.functional.pad(x_RL, (0, num_blocks * BLOCK - length))
+    y_RMB = (x_RL.view(-1, BLOCK) @ weight_BB).view(num_rows, num_blocks, BLOCK)
+    head_RM = suffix_sums(y_RMB[:, :, 0].contiguous(), decay**BLOCK)
+    y_RMB[:, :-1].addcmul_(head_RM[:, 1:, None], torch.pow(base, BLOCK - position_B))
+    return y_RMB.view(num_rows, -1)[:, :length]
+
+
+def whiten_(x_T: Tensor) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) of a float32 column, in its place, with the sample's variance.
+
+    Sums are taken in float64. Equal numbers give exactly 0.
+    """
+    lowest, highest = torch.aminmax(x_T) if len(x_T) else (0.0, 0.0)
+    if lowest == highest:
+        return x_T.zero_()
+    pieces = x_T.split(PIECE)
+    mean = sum(float(piece.sum(dtype=torch.float64)) for piece in pieces) / len(x_T)
+    squares = sum(float((piece.double() - mean).square_().sum()) for piece in pieces)
+    scale = (squares / (len(x_T) - 1) + 1e-8) ** -0.5
+    for piece in pieces:
+        piece.copy_((piece.double() - mean).mul_(scale))
+    return x_T
+
+
+def _consecutive(lengths: Sequence[int]) -> Iterator[slice]:
+    """Runs of responses with together at most PIECE tokens, at least one response each."""
+    start = filled = 0
+    for n, length in enumerate(lengths):
+        if n > start and filled + length > PIECE:
+            yield slice(start, n)
+            start, filled = n, 0
+        filled += length
+    if len(lengths) > start:
+        yield slice(start, len(lengths))

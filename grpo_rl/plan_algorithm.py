@@ -1,0 +1,156 @@
+"""What of the algorithm does not fit together, found before anything starts: estimators and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
+from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.correction import RolloutCorrection
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.options import check_options, options_of
+from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
+from grpo_rl.config import derived
+from grpo_rl.config.schema import Config
+from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.trainer.advantage import estimator_options
+
+_A = "actor_rollout_ref.actor"
+_WITHOUT_RATIO = ("reinforce", "gpg")
+_MISSING = {
+    "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
+    "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
+    "steps": "reads rewards of reasoning steps, and reward functions score whole responses; grpo reads those",
+}
+
+
+def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each rule: what its messages begin with, and the check that raises ConfigError."""
+    yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
+    yield "", lambda: _check_options(config)
+    actor = config.actor_rollout_ref.actor
+    yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+    yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
+    yield f"{_A}: ", lambda: _check_objective(config)
+    yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+
+
+def recomputes_old_logprobs(config: Config) -> bool:
+    """Whether the actor has to compute old log-probs: also where the loss chooses tokens by them, or rollouts are corrected."""
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    if correction.bypass_mode:
+        return False
+    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection or correction.active
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective of the run."""
+    return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
+
+
+def _check_objective(config: Config) -> None:
+    """Raise ConfigError for options that the policy loss or the average does not take."""
+    actor = config.actor_rollout_ref.actor
+    try:
+        loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+        AGGREGATIONS.get(actor.loss_agg_mode)
+    except ConfigError:
+        return  # reported by itself
+    options = options_of(selection_of(loss) or loss) | dict(objective_of(config).loss_options)
+    low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(f"policy_loss.clip_cov_lb={low:g} must be below policy_loss.clip_cov_ub={high:g}")
+
+
+def _check_estimator(config: Config) -> None:
+    """Raise ConfigError for an unknown estimator, and for one that asks for what the run does not have."""
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
+    problems = [f"{algorithm.adv_estimator} {why}" for what, why in _MISSING.items() if getattr(wanted, what)]
+    if wanted.group and n == 1:
+        problems.append(
+            f"{algorithm.adv_estimator} compares the responses to one prompt, so it needs at least 2, and "
+            "actor_rollout_ref.rollout.n=1; usual is 5 to 16"
+        )
+    if algorithm.use_kl_in_reward and not wanted.reads_token_rewards:
+        problems.append(
+            f"{algorithm.adv_estimator} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
+            "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
+        )
+    if config.reward.overlong_buffer.len is not None and not wanted.reads_token_rewards:
+        problems.append(
+            f"{algorithm.adv_estimator} reads the parts of the reward, so reward.overlong_buffer would have no effect"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_correction(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    actor = config.actor_rollout_ref.actor
+    corrected_kl = actor.use_kl_loss and actor.kl_loss_type == "k3_unbiased"
+    if correction.bypass_mode and actor.policy_loss.loss_mode in _WITHOUT_RATIO and not corrected_kl:
+        raise ConfigError(
+            f"bypass_mode=true: has no effect with {_A}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
+        )
+
+
+def _check_options(config: Config) -> None:
+    """Raise ConfigError for options that the estimator does not take, or whose value it refuses."""
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    try:
+        estimate = ADVANTAGES.get(name)
+    except ConfigError:
+        return  # reported by itself
+    taken = options_of(estimate)
+    problems = []
+    if name != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
+        problems.append(
+            f"algorithm.norm_adv_by_std_in_grpo=false: only algorithm.adv_estimator=grpo reads it, and it is {name}; leave it out"
+        )
+    elif not algorithm.norm_adv_by_std_in_grpo and "std" in algorithm.adv_options:
+        problems.append("algorithm.adv_options: std says the same as algorithm.norm_adv_by_std_in_grpo=false; give one of them")
+    for key in ("gamma", "lam"):
+        if getattr(algorithm, key) != 1.0 and key not in taken:
+            problems.append(
+                f"algorithm.{key}={getattr(algorithm, key):g}: algorithm.adv_estimator={name} has none; leave it out"
+            )
+        if key in algorithm.adv_options:
+            problems.append(f"algorithm.adv_options: {key} is set by algorithm.{key}")
+    if "weights" in algorithm.adv_options and needs_of(estimate).parts:
+        problems.append("algorithm.adv_options: weights are the factors in reward.functions, such as 0.2*format")
+    if problems:
+        raise ConfigError(problems)
+    check_options(f"algorithm.adv_options: {name}", [estimate], algorithm.adv_options)
+    if name in ADVANTAGES and not _lacks(needs_of(estimate)):
+        _try_out(config)
+
+
+def _lacks(wanted: Needs) -> bool:
+    return any(getattr(wanted, what) for what in _MISSING)
+
+
+def _try_out(config: Config) -> None:
+    """Raise ConfigError when the estimator refuses its options on a batch of four one-token responses."""
+    try:
+        factors = RewardFunction.from_config(config.reward).factors
+    except ConfigError:
+        return  # reported by itself
+    rewards_N = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    inputs = AdvantageInput(
+        token_rewards_T=rewards_N,
+        lengths_N=torch.ones(4, dtype=torch.long),
+        group_N=torch.tensor([0, 0, 1, 1]),
+        rewards_N=rewards_N,
+        reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
+    )
+    try:
+        ADVANTAGES.get(config.algorithm.adv_estimator)(inputs, **estimator_options(config.algorithm, factors))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_options: {config.algorithm.adv_estimator}: {error}") from error

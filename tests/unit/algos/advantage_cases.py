@@ -1,0 +1,46 @@
+"""Inputs of advantage estimators for tests."""
+
+from __future__ import annotations
+
+import torch
+from algos_reference import Ragged
+from torch import Tensor
+
+from grpo_rl.algos.advantages import AdvantageInput, token_rewards
+
+
+def inputs(
+    rewards: list[float], lengths: list[int], group: list[int], kl: list[float] | None = None, kl_coef: float = 0.0
+) -> AdvantageInput:
+    """What outcome estimators see."""
+    rewards_N, lengths_N = torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths, dtype=torch.long)
+    kl_T = None if kl is None else torch.tensor(kl)
+    group_N = torch.tensor(group, dtype=torch.long)
+    return AdvantageInput(token_rewards(rewards_N, lengths_N, kl_T, kl_coef), lengths_N, group_N, rewards_N)
+
+
+def complete(data: Ragged, kl: list[float] | None = None, kl_coef: float = 0.0) -> AdvantageInput:
+    """What any estimator may see."""
+    base = inputs(data.rewards, data.lengths, data.group, kl, kl_coef)
+    starts = [sum(data.lengths[:i]) for i in range(len(data.lengths))]
+    steps = [(start + t, reward) for start, steps in zip(starts, data.steps, strict=True) for t, reward in steps]
+    return AdvantageInput(
+        base.token_rewards_T,
+        base.lengths_N,
+        base.group_N,
+        base.rewards_N,
+        values_T=torch.tensor(data.values, dtype=torch.float32),
+        baselines_N=torch.tensor(data.baselines, dtype=torch.float32),
+        step_ends_K=torch.tensor([end for end, _ in steps], dtype=torch.long),
+        step_rewards_K=torch.tensor([reward for _, reward in steps], dtype=torch.float32),
+        reward_parts_NP=torch.tensor(data.parts, dtype=torch.float32),
+    )
+
+
+def per_rollout(advantages_T: Tensor, lengths: list[int]) -> list[float]:
+    """The advantage of each response, which must be the same on all its tokens."""
+    values = []
+    for tokens_T in advantages_T.split(lengths):
+        assert (tokens_T == tokens_T[0]).all()
+        values.append(tokens_T[0].item())
+    return values

@@ -1,0 +1,221 @@
+"""What holds for every registered advantage estimator: the reference, order, zero signal, shift and scale."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import algos_reference as reference
+import algos_reference_advantages as reference_advantages
+import pytest
+import torch
+from advantage_cases import complete, per_rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, AdvantageOutput, Needs, gae, needs, needs_of
+from grpo_rl.algos.options import options_of
+from grpo_rl.registry import load_function
+
+ALL = sorted(ADVANTAGES)
+GROUPED = [name for name in ALL if needs_of(ADVANTAGES.get(name)).group]
+PER_RESPONSE = sorted(set(GROUPED) - {"grpo_process"})
+OF_THE_BATCH = {"gpg", "gdpo", "reinforce_plus_plus_baseline"}
+"""Estimators whose scale is taken over the whole batch."""
+SCALE_WITH_REWARDS = {"dr_grpo", "rloo", "opo", "gpg", "remax"}
+
+
+def run(name: str, inp: AdvantageInput) -> AdvantageOutput:
+    return ADVANTAGES.get(name)(inp)
+
+
+def test_the_reference_knows_every_registered_estimator() -> None:
+    assert sorted(reference_advantages.ESTIMATORS) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.01])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_estimator_agrees_with_the_plain_python_reference(name: str, seed: int, kl_coef: float) -> None:
+    data = reference.ragged(seed, num_rollouts=24, extremes=seed % 2 == 1)
+    kl = [abs(p - r) for p, r in zip(data.policy, data.ref, strict=True)]
+    inp = complete(data, kl, kl_coef)
+    expected = reference_advantages.ESTIMATORS[name](reference_advantages.Case(data, inp.token_rewards_T.tolist()))
+    advantages = run(name, inp).advantages_T
+    assert advantages.dtype == torch.float32
+    size = max(abs(value) for value in expected)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6 * size)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.95), (1.0, 0.95), (0.5, 0.0), (0.0, 1.0)])
+def test_gae_agrees_with_the_reference_over_responses_of_many_blocks(gamma: float, lam: float) -> None:
+    data = reference.ragged(3, num_rollouts=4)
+    lengths = [31, 32, 33, 1, 0, 700]
+    rng = random.Random(0)
+    total = sum(lengths)
+    long = replace(
+        data,
+        lengths=lengths,
+        group=[0] * 6,
+        rewards=[rng.gauss(0, 1) for _ in lengths],
+        values=torch.randn(total, generator=torch.Generator().manual_seed(0)).tolist(),
+        baselines=[0.0] * 6,
+        parts=[[0.0]] * 6,
+        steps=[[]] * 6,
+    )
+    inp = complete(long)
+    case = reference_advantages.Case(long, inp.token_rewards_T.tolist())
+    expected = reference_advantages.gae_unwhitened(case, gamma, lam)
+    out = gae(inp, gamma=gamma, lam=lam, whiten=False)
+    assert out.advantages_T.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert out.returns_T is not None
+    returns = [a + v for a, v in zip(expected, long.values, strict=True)]
+    assert out.returns_T.tolist() == pytest.approx(returns, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("seed", range(2))
+def test_permuting_the_rollouts_permutes_the_advantages(name: str, seed: int) -> None:
+    data = reference.ragged(seed)
+    order = list(range(len(data.lengths)))
+    random.Random(seed).shuffle(order)
+    permuted = data.select(order)
+    before = data.nested(run(name, complete(data)).advantages_T.tolist())
+    after = permuted.nested(run(name, complete(permuted)).advantages_T.tolist())
+    for position, i in enumerate(order):
+        assert after[position] == pytest.approx(before[i], rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUPED) - OF_THE_BATCH))
+def test_a_group_is_not_touched_by_the_others(name: str) -> None:
+    data = reference.ragged(9, num_rollouts=20)
+    whole = data.nested(run(name, complete(data)).advantages_T.tolist())
+    for group in set(data.group):
+        members = [i for i, g in enumerate(data.group) if g == group]
+        alone = data.select(members)
+        assert alone.nested(run(name, complete(alone)).advantages_T.tolist()) == [whole[i] for i in members]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@settings(deadline=None, max_examples=25)
+@given(
+    reward=st.floats(-1e6, 1e6, width=32),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    length=st.integers(1, 3),
+)
+def test_groups_of_equal_rewards_and_groups_of_one_give_exactly_zero(
+    name: str, reward: float, sizes: list[int], length: int
+) -> None:
+    group = [g for g, size in enumerate(sizes) for _ in range(size)]
+    rewards = torch.tensor([reward * (g + 1) for g in group], dtype=torch.float32).tolist()
+    rows = len(group)
+    data = reference.Ragged(
+        lengths=[length] * rows,
+        group=group,
+        rewards=rewards,
+        parts=[[r, -0.1] for r in rewards],
+        steps=[[(0, r), (length - 1, r)] for r in rewards],
+        baselines=[0.0] * rows,
+        group_tokens=[0] * rows,
+        **{column: [0.0] * (rows * length) for column in reference.TOKEN_COLUMNS},
+    )
+    advantages_T = run(name, complete(data)).advantages_T
+    assert len(advantages_T) == length * rows
+    assert (advantages_T == 0).all()
+
+
+@pytest.mark.parametrize("name", PER_RESPONSE)
+def test_all_tokens_of_a_response_have_its_advantage(name: str) -> None:
+    data = reference.ragged(2)
+    filled = data.select([i for i, length in enumerate(data.lengths) if length])
+    assert len(per_rollout(run(name, complete(filled)).advantages_T, filled.lengths)) == len(filled.lengths)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_constant_added_to_all_rewards_changes_nothing_and_a_factor_only_what_has_no_spread_to_divide_by(name: str) -> None:
+    data = reference.ragged(1, num_rollouts=20)
+    # Exact in float32 after the shift, too. A group estimator forgives another shift in each group.
+    shift = {g: 16.0 * (k + 1 if name in GROUPED else 1) for k, g in enumerate(sorted(set(data.group)))}
+    filled = [i for i, length in enumerate(data.lengths) if length]
+    data = data.select(filled)
+
+    def changed(factor: float, shifts: bool) -> list[float]:
+        def new(value: float, i: int) -> float:
+            return factor * round(value * 8) / 8 + (shift[data.group[i]] if shifts else 0.0)
+
+        token_owner = [i for i, length in enumerate(data.lengths) for _ in range(length)]
+        other = replace(
+            data,
+            rewards=[new(value, i) for i, value in enumerate(data.rewards)],
+            values=[new(value, i) for i, value in zip(token_owner, data.values, strict=True)],
+            baselines=[new(value, i) for i, value in enumerate(data.baselines)],
+            parts=[[new(value, i) for value in parts] for i, parts in enumerate(data.parts)],
+            steps=[[(end, new(value, i)) for end, value in steps] for i, steps in enumerate(data.steps)],
+        )
+        return run(name, complete(other)).advantages_T.tolist()
+
+    base = changed(1.0, shifts=False)
+    assert max(map(abs, base)) > 0.5
+    assert changed(1.0, shifts=True) == pytest.approx(base, rel=1e-5, abs=1e-5)
+    expected = [4.0 * value for value in base] if name in SCALE_WITH_REWARDS else base
+    assert changed(4.0, shifts=False) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("lengths", [[], [0, 0], [0, 1, 0]])
+def test_batches_with_hardly_a_token_give_finite_numbers(name: str, lengths: list[int]) -> None:
+    rows, tokens = len(lengths), sum(lengths)
+    data = reference.Ragged(
+        lengths=lengths,
+        group=[0] * rows,
+        rewards=[1.0] * rows,
+        parts=[[1.0, 2.0]] * rows,
+        steps=[[]] * rows,
+        baselines=[0.5] * rows,
+        group_tokens=[tokens] * rows,
+        **{column: [0.0] * tokens for column in reference.TOKEN_COLUMNS},
+    )
+    inp = complete(data)
+    if not rows:
+        inp = replace(inp, reward_parts_NP=torch.zeros(0, 2))
+    out = run(name, inp)
+    assert len(out.advantages_T) == tokens and torch.isfinite(out.advantages_T).all()
+    assert out.returns_T is None or len(out.returns_T) == tokens
+
+
+def test_what_each_estimator_asks_of_the_run() -> None:
+    asked = {name: needs_of(ADVANTAGES.get(name)) for name in ALL}
+    assert {name for name, need in asked.items() if not need.group} == {"gae", "reinforce_plus_plus", "remax"}
+    assert {name for name, need in asked.items() if need.values} == {"gae"}
+    assert {name for name, need in asked.items() if need.baselines} == {"remax"}
+    assert {name for name, need in asked.items() if need.steps} == {"grpo_process"}
+    assert {name for name, need in asked.items() if need.parts} == {"gdpo"}
+    assert {name for name, need in asked.items() if not need.reads_token_rewards} == {"grpo_process", "gdpo"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_estimator_without_a_column_that_it_needs_says_which(name: str) -> None:
+    need = needs_of(ADVANTAGES.get(name))
+    inp = replace(
+        complete(reference.ragged(0)),
+        **dict.fromkeys(("values_T", "baselines_N", "step_ends_K", "step_rewards_K", "reward_parts_NP")),
+    )
+    if need.values or need.baselines or need.steps or need.parts:
+        with pytest.raises(AssertionError, match=r"needs (values_T|baselines_N|step_ends_K|reward_parts_NP)"):
+            run(name, inp)
+    else:
+        run(name, inp)
+
+
+def test_options_are_the_keywords_of_the_signature() -> None:
+    assert options_of(ADVANTAGES.get("gae")) == {"gamma": 1.0, "lam": 1.0, "whiten": True}
+    assert options_of(ADVANTAGES.get("dr_grpo")) == {}
+
+
+def test_a_user_s_own_estimator_can_say_what_it_needs() -> None:
+    @needs(values=True, group=True)
+    def mine(inp: AdvantageInput) -> AdvantageOutput:
+        return AdvantageOutput(inp.column("values_T"))
+
+    assert needs_of(mine) == Needs(group=True, values=True)
+    assert needs_of(load_function("grpo_rl.algos.flat:spread")) == Needs()

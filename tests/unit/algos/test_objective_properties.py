@@ -1,0 +1,251 @@
+"""What holds for every loss with every average and every KL estimator: values, gradients, splits, zero signal."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import algos_reference as reference
+import algos_reference_losses as reference_losses
+import pytest
+import torch
+from advantage_cases import complete
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_cases import COMBINATIONS, FACTOR, SMOOTH, TERMS, combine, extras, make, run
+from torch import Tensor
+
+from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+from grpo_rl.algos.aggregate import count
+from grpo_rl.algos.correction import kept_lengths
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.policy_losses import POLICY_LOSSES
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode", "kl_type"), TERMS)
+@pytest.mark.parametrize("extremes", [False, True])
+def test_every_combination_agrees_with_the_plain_python_reference(
+    loss_mode: str, agg_mode: str, kl_type: str, extremes: bool
+) -> None:
+    data = reference.ragged(13, num_rollouts=16, extremes=extremes)
+    objective = make(loss_mode, agg_mode, clip_high=0.3, entropy_coeff=0.01, kl_loss_type=kl_type, kl_loss_coef=0.1)
+    loss, _, gradient_T = run(objective, data, data.counts())
+
+    advantages = [r for r, length in zip(data.rewards, data.lengths, strict=True) for _ in range(length)]
+    pg = reference_losses.policy_loss(loss_mode, data, advantages, 0.2, 0.3, 3.0)
+    columns = zip(data.policy, data.ref, data.old, strict=True)
+    kl = [math.exp(p) if kl_type == "full" else reference.kl(kl_type, p, r, o) for p, r, o in columns]
+
+    def average(values: list[float]) -> float:
+        return reference.average(agg_mode, data.nested(values), data.group_tokens, data.group, FACTOR)
+
+    terms = [(1.0, average(pg)), (-0.01, average([p * p for p in data.policy])), (0.1, average(kl))]
+    size = sum(abs(weight * value) for weight, value in terms)
+    assert abs(loss.item() - math.fsum(weight * value for weight, value in terms)) <= 1e-6 * size
+    assert torch.isfinite(gradient_T).all()
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode", "kl_type"), SMOOTH)
+def test_gradients_of_every_combination_are_those_of_finite_differences(loss_mode: str, agg_mode: str, kl_type: str) -> None:
+    data = reference.ragged(5, num_rollouts=5)
+    objective = make(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type=kl_type, kl_loss_coef=0.5)
+    fixed = {
+        "advantages_T": torch.tensor(data.policy, dtype=torch.float64).sin(),
+        "lengths_N": torch.tensor(data.lengths),
+        "old_logprobs_T": torch.tensor(data.old, dtype=torch.float64),
+        "ref_logprobs_T": torch.tensor(data.ref, dtype=torch.float64),
+        **extras(objective, data),
+    }
+
+    def loss(policy_T: Tensor) -> Tensor:
+        return objective(
+            policy_logprobs_T=policy_T,
+            counts=data.counts(),
+            entropy_T=policy_T.square(),
+            full_kl_T=policy_T.exp(),
+            **fixed,
+        )[0]
+
+    assert torch.autograd.gradcheck(loss, torch.tensor(data.policy, dtype=torch.float64, requires_grad=True))
+
+
+# ---- properties of every combination ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 10_000), num_parts=st.integers(2, 6))
+def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(
+    loss_mode: str, agg_mode: str, seed: int, num_parts: int
+) -> None:
+    data = reference.ragged(seed, extremes=seed % 2 == 1)
+    objective = make(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type="k3_unbiased", kl_loss_coef=0.5)
+    loss, stats, gradient_T = run(objective, data, data.counts())
+    whole = data.nested(gradient_T.tolist())
+
+    rng = random.Random(seed)
+    order = list(range(len(data.lengths)))
+    rng.shuffle(order)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for i in order:
+        rng.choice(parts).append(i)
+    losses, part_stats = [], []
+    for part in parts:
+        piece = data.select(part)
+        part_loss, part_stat, part_gradient_T = run(objective, piece, data.counts())
+        losses.append(part_loss.item())
+        part_stats.append(part_stat)
+        for i, gradient in zip(part, piece.nested(part_gradient_T.tolist()), strict=True):
+            assert gradient == pytest.approx(whole[i], rel=1e-6, abs=1e-9)
+    assert math.fsum(losses) == pytest.approx(loss.item(), rel=1e-9, abs=1e-9)
+    together = combine(part_stats)
+    assert together == pytest.approx({key: value.item() for key, value in stats.items()}, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
+def test_the_order_of_rollouts_does_not_matter(loss_mode: str, agg_mode: str) -> None:
+    data = reference.ragged(2)
+    order = list(range(len(data.lengths)))
+    random.Random(0).shuffle(order)
+    objective = make(loss_mode, agg_mode, kl_loss_type="k3", kl_loss_coef=0.5)
+    permuted = data.select(order)
+    loss, _, gradient_T = run(objective, data, data.counts())
+    permuted_loss, _, permuted_gradient_T = run(objective, permuted, data.counts())
+    assert permuted_loss.item() == pytest.approx(loss.item(), rel=1e-12)
+    before, after = data.nested(gradient_T.tolist()), permuted.nested(permuted_gradient_T.tolist())
+    assert after == [before[i] for i in order]
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
+def test_on_policy_the_gradient_is_that_of_reinforce(loss_mode: str, agg_mode: str) -> None:
+    data = reference.ragged(4)
+    data = replace(data, entropy=[0.0 for _ in data.entropy])  # no token is chosen for other treatment
+    _, stats, gradient_T = run(make(loss_mode, agg_mode), data, data.counts(), on_policy=True)
+    counts = data.counts()
+    expected = []
+    for reward, length, tokens in zip(data.rewards, data.lengths, data.group_tokens, strict=True):
+        weight = {
+            "token-mean": 1 / counts.num_tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / counts.num_sequences,
+            "seq-mean-token-sum-norm": 1 / counts.num_sequences / FACTOR,
+            "seq-mean-token-mean": 1 / counts.num_sequences / max(length, 1),
+            "prompt-mean": 1 / counts.num_groups / max(tokens, 1),
+        }[agg_mode]
+        expected += [-reward * weight] * length
+    assert gradient_T.tolist() == pytest.approx(expected, rel=1e-6)
+    assert stats["sum/ppo_kl"] == 0
+
+
+def test_on_policy_the_ratio_is_exactly_one_for_any_log_prob() -> None:
+    data = reference.ragged(4, extremes=True)
+    _, stats, _ = run(Objective(), data, data.counts(), on_policy=True)
+    assert stats["max/ratio_max"] == 1.0
+    assert stats["sum/pg_clipfrac"] == stats["sum/pg_clipfrac_lower"] == 0
+
+
+def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> bool:
+    """Whether groups of equal rewards give no loss and no gradient at all."""
+    data = reference.ragged(6)
+    same = [0.1 * group for group in data.group]
+    data = replace(data, rewards=same, parts=[[r, r] for r in same], steps=[[] for _ in same])
+    advantages_T = ADVANTAGES.get(estimator)(complete(data)).advantages_T
+    policy_T, old_T = torch.tensor(data.policy, requires_grad=True), torch.tensor(data.old)
+    columns = extras(objective, data)
+    if objective.needs_selection:
+        columns["selected_T"] = objective.select(advantages_T, old_T, torch.Generator())
+    loss, _ = objective(
+        policy_logprobs_T=policy_T,
+        advantages_T=advantages_T,
+        lengths_N=torch.tensor(data.lengths),
+        counts=data.counts(),
+        old_logprobs_T=None if on_policy else old_T,
+        **columns,
+    )
+    loss.backward()
+    assert policy_T.grad is not None
+    return loss.item() == 0 and bool((policy_T.grad == 0).all())
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
+def test_groups_without_signal_leave_the_policy_exactly_where_it_is(loss_mode: str, agg_mode: str) -> None:
+    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=True)
+    # Only dro pulls back towards the old policy even without a signal.
+    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=False) == (loss_mode != "dro")
+
+
+@pytest.mark.parametrize("estimator", [name for name in ADVANTAGES if needs_of(ADVANTAGES.get(name)).group])
+def test_every_group_estimator_leaves_the_policy_where_it_is_without_signal(estimator: str) -> None:
+    assert leaves_the_policy(Objective(), estimator, on_policy=False)
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode", "kl_type"), TERMS)
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [0, 1, 0]])
+def test_tiny_micro_batches_give_finite_numbers(loss_mode: str, agg_mode: str, kl_type: str, lengths: list[int]) -> None:
+    n, t = len(lengths), sum(lengths)
+    columns = {"policy": [-100.0] * t, "old": [-1.0] * t, "ref": [-1.0] * t}
+    columns |= {name: [2.0] * t for name in ("entropy", "full_kl", "values")}
+    rollouts = {"rewards": [1.0] * n, "baselines": [0.0] * n, "parts": [[]] * n, "steps": [[]] * n, "group_tokens": [t] * n}
+    data = reference.Ragged(lengths=lengths, group=[0] * n, **columns, **rollouts)
+    objective = make(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type=kl_type, kl_loss_coef=0.1)
+    loss, stats, gradient_T = run(objective, data, data.counts())
+    assert torch.isfinite(loss) and torch.isfinite(gradient_T).all()
+    assert all(value.shape == () and value.dtype == torch.float64 and torch.isfinite(value) for value in stats.values())
+    if not t:
+        assert loss == 0
+
+
+# ---- weights and rejected tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
+def test_rejected_tokens_leave_the_loss_and_every_denominator(loss_mode: str, agg_mode: str) -> None:
+    """Training kept tokens alone is training a batch that never had the others."""
+    data = reference.ragged(8, num_rollouts=10)
+    keep = [i % 3 != 0 for i in range(len(data.policy))]
+    keep_T, lengths_N, group_N = torch.tensor(keep), torch.tensor(data.lengths), torch.tensor(data.group)
+    kept_N = kept_lengths(keep_T, lengths_N)
+    tokens = {name: [x for x, k in zip(getattr(data, name), keep, strict=True) if k] for name in reference.TOKEN_COLUMNS}
+    group_tokens = [sum(int(n) for n, h in zip(kept_N, data.group, strict=True) if h == g) for g in data.group]
+    thinned = replace(data, lengths=kept_N.tolist(), group_tokens=group_tokens, **tokens)
+    objective = make(loss_mode, agg_mode, kl_loss_type="k3", kl_loss_coef=0.5)
+    expected, expected_stats, expected_gradient_T = run(objective, thinned, thinned.counts())
+
+    policy_T = torch.tensor(data.policy, requires_grad=True)
+    columns = extras(objective, replace(data, group_tokens=group_tokens))
+    loss, stats = objective(
+        policy_logprobs_T=policy_T,
+        advantages_T=torch.tensor(data.rewards)[torch.repeat_interleave(lengths_N)],
+        lengths_N=lengths_N,
+        counts=count(kept_N, group_N),
+        old_logprobs_T=torch.tensor(data.old),
+        ref_logprobs_T=torch.tensor(data.ref),
+        keep_T=keep_T,
+        **columns,
+    )
+    loss.backward()
+    assert policy_T.grad is not None
+    assert torch.equal(loss.detach(), expected) and stats == expected_stats
+    assert torch.equal(policy_T.grad[keep_T], expected_gradient_T) and not policy_T.grad[~keep_T].any()
+
+
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+def test_weights_multiply_the_policy_loss_of_each_token_and_nothing_else(loss_mode: str) -> None:
+    data = reference.ragged(3)
+    objective = make(loss_mode, "token-sum", kl_loss_type="k1", kl_loss_coef=1.0)
+    fixed = {
+        "policy_logprobs_T": torch.tensor(data.policy, dtype=torch.float64),
+        "advantages_T": torch.tensor(data.values),
+        "lengths_N": torch.tensor(data.lengths),
+        "counts": data.counts(),
+        "old_logprobs_T": torch.tensor(data.old, dtype=torch.float64),
+        "ref_logprobs_T": torch.tensor(data.ref, dtype=torch.float64),
+        **extras(objective, data),
+    }
+    plain, plain_stats = objective(**fixed)
+    weighted, stats = objective(**fixed, weights_T=torch.full((len(data.policy),), 3.0))
+    assert stats["share/kl_loss"] == plain_stats["share/kl_loss"]
+    assert stats["share/pg_loss"].item() == pytest.approx(3 * plain_stats["share/pg_loss"].item(), rel=1e-12)
+    weights_T = torch.rand(len(data.policy), requires_grad=True)
+    assert not objective(**fixed, weights_T=weights_T)[0].requires_grad and plain != weighted

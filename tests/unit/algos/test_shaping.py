@@ -1,0 +1,135 @@
+"""Overlong responses, groups without signal, adaptive entropy, prompts that are learnt, and the critic's loss."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, overlong_penalty, with_signal
+from grpo_rl.algos.value_loss import explained_variance, value_loss
+
+
+def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
+    lengths_N = torch.tensor([0, 60, 70, 80, 100, 130])
+    assert overlong_penalty(lengths_N, max_length=100, buffer=40).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    assert overlong_penalty(lengths_N, max_length=100, buffer=40, penalty_factor=2.0).tolist() == [0, 0, -0.5, -1, -2, -2]
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_a_buffer_that_does_not_fit_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match="1 to 100"):
+        overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
+
+
+def test_only_groups_whose_scores_differ_have_a_signal() -> None:
+    scores_N = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0])
+    assert with_signal(scores_N, torch.tensor([3, 4, 3, 4, 3, 9])).tolist() == [False, True, False, True, False, False]
+
+
+def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() -> None:
+    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25, initial=0.5)
+    values = [controller.value]
+    for entropy in (0.1, 0.2, 0.3, 0.3, 0.1):
+        controller.update(entropy)
+        values.append(controller.value)
+    # +, unchanged at the target, - and off, - and off, +
+    assert values == [0.5, 0.75, 0.75, 0.0, 0.0, 0.5]
+
+
+def test_the_entropy_coefficient_never_turns_negative() -> None:
+    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25, initial=0.1)
+    controller.update(1.0)
+    controller.update(0.1)
+    assert controller.value == 0.25
+
+
+def test_the_entropy_controller_goes_on_where_a_checkpoint_left_it() -> None:
+    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25)
+    for entropy in (0.1, 0.1, 0.5):
+        controller.update(entropy)
+    resumed = AdaptiveEntropy(target_entropy=0.2, step=0.25)
+    resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert resumed.value == controller.value == 0.0
+    controller.update(0.1)
+    resumed.update(0.1)
+    assert resumed.value == controller.value == 0.5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_an_entropy_that_is_none_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="broken down"):
+        AdaptiveEntropy(0.2, 0.1).update(bad)
+
+
+@pytest.mark.parametrize("bad", [{"target_entropy": 0.0, "step": 0.1}, {"target_entropy": 1.0, "step": 0.0}])
+def test_settings_that_steer_nowhere_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="target_entropy"):
+        AdaptiveEntropy(**bad)
+
+
+def test_a_prompt_retires_when_its_pass_rate_reaches_the_bound_and_stays_so() -> None:
+    rates = PassRates(bound=0.9, min_samples=8)
+    rates.record(7, passed=7, sampled=8)
+    rates.record(8, passed=4, sampled=4)  # too few
+    assert not rates.is_retired(7) and not rates.is_retired(8) and not rates.is_retired(99)
+    rates.record(7, passed=9, sampled=10)  # exactly at the bound
+    rates.record(7, passed=0, sampled=8)
+    assert rates.is_retired(7) and rates.rate(7) == 0.0
+    assert rates.rate(99) is None and rates.num_retired == 1
+
+
+def test_pass_rates_go_on_where_a_checkpoint_left_them() -> None:
+    rates = PassRates()
+    rates.record("row 1", 8, 8)
+    rates.record("row 2", 1, 8)
+    resumed = PassRates()
+    resumed.load_state_dict(json.loads(json.dumps(rates.state_dict())))
+    assert resumed.is_retired("row 1") and not resumed.is_retired("row 2")
+    assert resumed.rate("row 2") == 0.125 and resumed.state_dict() == rates.state_dict()
+
+
+@pytest.mark.parametrize(("passed", "sampled"), [(3, 2), (-1, 2), (0, 0)])
+def test_what_is_no_pass_rate_is_refused(passed: int, sampled: int) -> None:
+    with pytest.raises(ValueError, match="not a pass rate"):
+        PassRates().record(0, passed, sampled)
+    with pytest.raises(ValueError, match="bound"):
+        PassRates(bound=0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "returned", "loss", "slope", "clipped"),
+    [
+        (1.0, 1.0, 3.0, 2.0, -2.0, 0),
+        (2.0, 1.0, 3.0, 1.125, 0.0, 1),  # a step of 1 counts as 0.5: (1.5 - 3)² / 2
+        (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # a step the wrong way is charged in full
+        (1.2, 1.0, 3.0, 1.62, -1.8, 0),
+        (3.0, 1.0, 0.0, 4.5, 3.0, 0),
+    ],
+)
+def test_the_clipped_value_loss_by_hand(
+    value: float, old: float, returned: float, loss: float, slope: float, clipped: int
+) -> None:
+    values_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    loss_T, stats = value_loss(values_T, torch.tensor([old]), torch.tensor([returned]))
+    loss_T.sum().backward()
+    assert loss_T.item() == pytest.approx(loss)
+    assert values_T.grad is not None and values_T.grad.item() == pytest.approx(slope)
+    assert stats["vf_clipfrac"].item() == clipped and stats["vpred_mean"].item() == value
+
+
+def test_the_gradient_of_the_value_loss_is_that_of_finite_differences() -> None:
+    values_T, old_T, returns_T = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values_T.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old_T, returns_T, cliprange_value=0.3)[0], values_T)
+
+
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one() -> None:
+    returns_T = torch.tensor([1.0, 2.0, 4.0])
+    assert explained_variance(returns_T, returns_T) == 1.0
+    assert explained_variance(returns_T + 5, returns_T) == 1.0  # an offset is bias, not variance
+    assert explained_variance(torch.ones(3), returns_T) == pytest.approx(0.0, abs=1e-12)
+    assert explained_variance(-returns_T, returns_T) == pytest.approx(-3.0)
+    assert explained_variance(torch.randn(3), torch.ones(3)) == explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0

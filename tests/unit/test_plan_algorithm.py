@@ -1,0 +1,226 @@
+"""What the plan says of the algorithm: what fits together, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.policy_losses import POLICY_LOSSES
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan import Plan, make_plan
+
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BASE = [
+    "data.train_files=task:arithmetic?num_rows=1000",
+    "actor_rollout_ref.model.path=builtin:arithmetic",
+    "data.train_batch_size=16",
+    f"{A}.ppo_mini_batch_size=16",
+    f"{R}.n=8",
+    "trainer.total_epochs=1",
+]
+E = "algorithm.adv_estimator"
+KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
+REFUSED = {"gae": "critic", "remax": "greedy", "grpo_process": "steps"}
+NO_GROUP = {"reinforce_plus_plus"}
+
+
+def plan_of(*words: str) -> Plan:
+    return make_plan(compose([*BASE, *words]), CPU)
+
+
+def page_of(*words: str) -> str:
+    return " ".join(plan_of(*words).render().split())
+
+
+def problems_of(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(*words)
+    return caught.value.problems
+
+
+# ---- estimators ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+def test_every_estimator_that_rewards_are_enough_for_can_be_chosen(name: str) -> None:
+    assert f"[{name}]" in page_of(f"{E}={name}")
+
+
+@pytest.mark.parametrize(("name", "lacking"), REFUSED.items())
+def test_an_estimator_that_needs_what_is_not_there_is_refused_with_the_reason(name: str, lacking: str) -> None:
+    (problem,) = problems_of(f"{E}={name}")
+    assert problem.startswith(f"{E}: {name}") and lacking in problem
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to_a_prompt(name: str) -> None:
+    if name in NO_GROUP:
+        plan_of(f"{E}={name}", f"{R}.n=1")
+        return
+    (problem,) = problems_of(f"{E}={name}", f"{R}.n=1")
+    assert "at least 2" in problem and f"{R}.n=1" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{E}=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
+        (["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_options={std: batch}"], "give one of them"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: algorithm.adv_estimator=grpo has none"),
+        ([f"{E}=reinforce_plus_plus", "algorithm.lam=0.9"], "algorithm.lam=0.9"),
+        ([f"{E}=reinforce_plus_plus", "algorithm.adv_options={gamma: 0.9}"], "is set by algorithm.gamma"),
+        (["algorithm.adv_options={sdt: batch}"], "has no option sdt. Did you mean std?"),
+        (["algorithm.adv_options={std: bach}"], "std='bach': group, batch, batch_rewards or none"),
+        (["algorithm.adv_options={epsilon: small}"], "epsilon='small'"),
+        ([f"{E}=dr_grpo", "algorithm.adv_options={std: batch}"], "has no option std"),
+        ([f"{E}=gdpo", "algorithm.adv_options={weights: [1.0]}"], "factors in reward.functions"),
+        ([f"{E}=gdpo", *KL_IN_REWARD], "algorithm.use_kl_in_reward=true would have no effect"),
+    ],
+)
+def test_what_an_estimator_does_not_read_is_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "formula"),
+    [
+        (["algorithm.adv_options={std: none}"], "A = (R - mean(R of group)) [grpo]"),
+        (
+            ["algorithm.adv_options={std: batch, epsilon: 0.5}"],
+            "A = (R - mean(R of group)) / (std(deviations in the batch) + 0.5) [grpo]",
+        ),
+        (["algorithm.adv_options={std: batch_rewards}"], "A = (R - mean(R of group)) / (std(R of batch) + 1e-06) [grpo]"),
+        ([f"{E}=gpg"], " (R - mean(R of group)); "),
+        ([f"{E}=gpg", "algorithm.adv_options={std: group}"], " (R - mean(R of group)) / (std(R of group) + 1e-06); "),
+        ([f"{E}=reinforce_plus_plus", "algorithm.gamma=0.9"], "over all tokens of the batch; gamma = 0.9"),
+    ],
+)
+def test_the_formula_is_the_one_that_the_options_make(words: list[str], formula: str) -> None:
+    assert formula in page_of(*words)
+
+
+def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
+        "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T)\n"
+        "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
+    )
+    assert "critic" in problems_of(f"{E}={file}:with_critic")[0]
+    assert "has no option size" in problems_of(f"{E}={file}:plain", "algorithm.adv_options={size: 2}")[0]
+    plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
+
+
+# ---- losses and averages -------------------------------------------------------------------------------
+
+P = f"{A}.policy_loss"
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_every_policy_loss_can_be_chosen(name: str) -> None:
+    plan = plan_of(f"{P}.loss_mode={name}")
+    assert plan.recomputes_old_logprobs is (name in ("clip_cov", "kl_cov"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([f"{P}.loss_mode=sapo", f"{P}.tau_pos=2.5"], "= 2.5 where A > 0, else 1.05"),
+        ([f"{P}.loss_mode=dro", f"{P}.dro_beta=0.3"], "0.3/2"),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=-2"], "-2 < (A - mean A)"),
+        ([f"{P}.loss_mode=kl_cov", f"{P}.ppo_kl_coef=0.7", f"{P}.kl_cov_ratio=0.1"], "0.7 |log"),
+        ([f"{P}.loss_mode=kl_cov"], "computed for the choice of tokens by kl_cov only"),
+        ([f"{P}.loss_mode=dppo_tv", f"{P}.max_ratio=7"], "min(r, 7)"),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=96"], "1/(num_sequences 96)"),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=33"], "1/(num_sequences 33)"),
+        ([f"{A}.loss_agg_mode=prompt-mean"], "[prompt-mean]"),
+        ([f"{A}.loss_agg_mode=token-sum"], "[token-sum]"),
+        ([f"{A}.kl_loss_type=k3+"], "[k3+]"),
+        ([f"{A}.kl_loss_type=k3_unbiased"], "[k3_unbiased]"),
+    ],
+)
+def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], shown: str) -> None:
+    assert shown in page_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{P}.tau_pos=2"], f"{A}: policy loss 'vanilla' has no option tau_pos. It takes none"),
+        ([f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"], "has no option clip_cov_ratio. Did you mean kl_cov_ratio?"),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below policy_loss.clip_cov_ub=5"),
+        ([f"{A}.loss_scale_factor=33"], "loss_agg_mode 'token-mean' has no option loss_scale_factor"),
+    ],
+)
+def test_options_that_the_chosen_function_does_not_take_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem
+
+
+# ---- correction of rollouts, long responses --------------------------------------------------------------
+
+C = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([f"{C}.rollout_is=token"], "ratio of old policy to engine, by token, at most 2"),
+        ([f"{C}.rollout_is=token"], "loss = avg(w·pg) + 0.001·avg(KL)"),
+        ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_threshold=5"], "by sequence, at most 5"),
+        (
+            [f"{C}.rollout_is=token", f"{C}.rollout_rs=[token_k1]", f"{C}.rollout_rs_threshold=[5]"],
+            "by token rejected token_k1 below 0.2 or above 5",
+        ),
+        (
+            [
+                f"{C}.rollout_rs=[seq_max_k2,seq_mean_k1]",
+                f"{C}.rollout_rs_threshold=[0.5,1.01]",
+                f"{C}.rollout_rs_threshold_lower=[0.9]",
+            ],
+            "seq_max_k2 above 0.5 rejected seq_mean_k1 below 0.9 or above 1.01",
+        ),
+        ([f"{C}.rollout_is=token"], "computed for the correction of rollouts only"),
+        ([f"{C}.bypass_mode=true"], "against the engine's log-probs"),
+        (["algorithm.mask_truncated=true"], "only responses that were not cut off"),
+        (["reward.overlong_buffer.len=32"], "up to -1 in the reward, over the last 32 tokens"),
+    ],
+)
+def test_corrections_are_part_of_the_page(words: list[str], shown: str) -> None:
+    assert shown in page_of(*words)
+
+
+def test_old_logprobs_are_computed_for_weights_and_rejections_and_never_with_bypass() -> None:
+    assert not plan_of().recomputes_old_logprobs
+    assert plan_of(f"{C}.rollout_is=token").recomputes_old_logprobs
+    assert plan_of(f"{C}.rollout_rs=[seq_max_k2]", f"{C}.rollout_rs_threshold=[0.1]").recomputes_old_logprobs
+    assert not plan_of(f"{C}.bypass_mode=true", f"{A}.ppo_epochs=2").recomputes_old_logprobs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{C}.rollout_is_threshold=3"], f"{C}.rollout_is_threshold=3.0: has no effect without rollout_is"),
+        ([f"{C}.rollout_is_batch_normalize=true"], "has no effect without rollout_is"),
+        ([f"{C}.rollout_rs=[token_k1]"], f"{C}.rollout_rs_threshold has 0 entries; one for each of the 1"),
+        ([f"{C}.rollout_rs_threshold=[2.0]"], "rollout_rs_threshold has 1 entries"),
+        (
+            [f"{C}.rollout_rs=[token_k2]", f"{C}.rollout_rs_threshold=[1]", f"{C}.rollout_rs_threshold_lower=[0.5]"],
+            "one for each k1 entry",
+        ),
+        # What 0.5_5 of a verl command is read as.
+        ([f"{C}.rollout_rs=[token_k1]", f"{C}.rollout_rs_threshold=[0.55]"], "must have 1 between them"),
+        ([f"{C}.bypass_mode=true", f"{C}.rollout_is=token"], "bypass_mode=true"),
+        ([f"{C}.bypass_mode=true", f"{P}.loss_mode=gpg"], "has no effect with"),
+        ([f"{E}=gdpo", "reward.overlong_buffer.len=32"], "reward.overlong_buffer would have no effect"),
+    ],
+)
+def test_corrections_without_effect_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem

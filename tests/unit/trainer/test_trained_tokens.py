@@ -1,0 +1,96 @@
+"""Penalties for long responses, and which tokens are trained with what weight."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_rl.config.schema import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
+from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
+from grpo_rl.types import Batch, Prompt, Rollout
+
+
+def rollout(length: int, reward: float) -> Rollout:
+    prompt = Prompt("a", (1,), "a", "test")
+    return Rollout(prompt, 0, (2,) * length, (-1.0,) * length, "stop", 0, reward=reward, reward_parts={"mine": reward})
+
+
+def make_batch(d: list[float], lengths: list[int], truncated: list[bool] | None = None, old: bool = True) -> Batch:
+    """A batch in which the trainer's log-probs are the engine's plus `d`."""
+    rollout_T = torch.full((sum(lengths),), -2.0)
+    return Batch(
+        prompt_lengths_N=torch.ones(len(lengths), dtype=torch.long),
+        response_lengths_N=torch.tensor(lengths),
+        group_N=torch.zeros(len(lengths), dtype=torch.long),
+        token_ids_S=torch.zeros(len(lengths) + sum(lengths), dtype=torch.long),
+        rewards_N=torch.zeros(len(lengths)),
+        rollout_logprobs_T=rollout_T,
+        old_logprobs_T=rollout_T + torch.tensor(d) if old else None,
+        truncated_N=torch.tensor(truncated or [False] * len(lengths)),
+    )
+
+
+def trained(batch: Batch, mask_truncated: bool = False, **correction: object) -> tuple[Batch, dict[str, float]]:
+    config = AlgorithmConfig(mask_truncated=mask_truncated, rollout_correction=RolloutCorrectionConfig(**correction))
+    return TrainedTokens(config)(batch)
+
+
+def test_the_penalty_is_in_the_reward_and_a_part_of_its_own() -> None:
+    out = penalize_overlong([rollout(6, 1.0), rollout(8, 1.0), rollout(10, 0.0)], OverlongBufferConfig(4, 0.5), max_length=10)
+    assert [each.reward for each in out] == [1.0, 0.75, -0.5]
+    assert [each.reward_parts for each in out] == [
+        {"mine": 1.0, "overlong": 0.0},
+        {"mine": 1.0, "overlong": -0.25},
+        {"mine": 0.0, "overlong": -0.5},
+    ]
+
+
+def test_without_a_buffer_rewards_stay_what_they_are() -> None:
+    (out,) = penalize_overlong([rollout(10, 1.0)], OverlongBufferConfig(), max_length=10)
+    assert (out.reward, out.reward_parts) == (1.0, {"mine": 1.0})
+
+
+def test_without_correction_only_the_distance_is_measured() -> None:
+    out, metrics = trained(make_batch([0.1, -0.3], [1, 1]))
+    assert out.keep_T is None and out.weights_T is None
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["rollout_corr/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
+    assert trained(make_batch([], [1, 1], old=False))[1] == {}
+
+
+def test_weights_are_ratios_cut_at_two_where_nothing_else_is_said() -> None:
+    out, _ = trained(make_batch([0.0, math.log(1.5), math.log(3.0)], [2, 1]), rollout_is="token")
+    assert out.weights_T.tolist() == pytest.approx([1.0, 1.5, 2.0])
+    out, _ = trained(make_batch([0.0, math.log(1.5), math.log(3.0)], [2, 1]), rollout_is="sequence", rollout_is_threshold=2.5)
+    assert out.weights_T.tolist() == pytest.approx([1.5, 1.5, 2.5])
+
+
+def test_what_is_outside_the_bounds_is_not_trained() -> None:
+    bounds = {"rollout_rs": ["token_k1"], "rollout_rs_threshold": [2.0]}
+    out, metrics = trained(make_batch([0.0, math.log(1.9), math.log(2.1), -math.log(2.1)], [3, 1]), **bounds)
+    assert out.keep_T.tolist() == [True, True, False, False]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+
+
+def test_truncated_responses_are_not_trained_and_weigh_in_no_mean() -> None:
+    batch = make_batch([math.log(2.0), 5.0, 5.0, math.log(4.0)], [1, 2, 1], [False, True, False])
+    out, metrics = trained(
+        batch, mask_truncated=True, rollout_is="token", rollout_is_threshold=10.0, rollout_is_batch_normalize=True
+    )
+    assert out.keep_T.tolist() == [True, False, False, True]
+    # The mean of 2 and 4, without the truncated response.
+    assert out.weights_T.tolist() == pytest.approx([2 / 3, 0.0, 0.0, 4 / 3])
+    assert metrics["rollout/masked_fraction"] == pytest.approx(1 / 3)
+
+
+def test_rejections_are_made_among_the_responses_that_were_not_truncated() -> None:
+    bounds = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [1.5]}
+    out, _ = trained(make_batch([0.0, 0.0, 3.0], [1, 1, 1], [False, True, False]), mask_truncated=True, **bounds)
+    assert out.keep_T.tolist() == [True, False, False]
+
+
+def test_with_bypass_the_engines_own_logprobs_are_compared_with_nothing() -> None:
+    out, metrics = trained(make_batch([0.0], [1]), bypass_mode=True)
+    assert metrics == {} and out.keep_T is None and out.weights_T is None
