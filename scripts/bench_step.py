@@ -1,7 +1,7 @@
 """How much a whole training step costs over its bare parts, measured in one run on the same tokens.
 
     .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
-    .venv/bin/python scripts/bench_step.py --steps 7 --no-ragged
+    .venv/bin/python scripts/bench_step.py --steps 7 --no-ragged --model 1m
 
 (a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
 the bare parts: one vLLM engine that generates the same responses, and one plain PyTorch loop that does
@@ -26,8 +26,29 @@ NUM_EOS = 64
 VOCABULARY = 2048
 
 
-def make_model(folder: Path) -> Path:
-    """A random Qwen3 of 10.9 M parameters. 64 of its 2048 tokens end a response: geometric lengths with mean 32."""
+SIZES: dict[str, dict[str, int]] = {
+    "10m": {
+        "hidden_size": 320,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 64,
+    },
+    "1m": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+}
+"""Two Qwen3 models: 11.8 M and 1.1 M parameters with their tied embedding."""
+
+
+def make_model(folder: Path, size: str) -> Path:
+    """A random Qwen3 of that size. 64 of its 2048 tokens end a response: geometric lengths with mean 32."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -37,14 +58,9 @@ def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=320,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        **SIZES[size],
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=list(range(NUM_EOS)), pad_token_id=0)
@@ -278,9 +294,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
     parser.add_argument("--no-ragged", action="store_true", help="equal lengths only")
+    parser.add_argument("--model", choices=sorted(SIZES), default="10m", help="how many parameters")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model")
+        make_model(Path(folder) / "model", arguments.model)
         make_data(Path(folder), 16 * (arguments.steps + 2))
         for ragged in (False,) if arguments.no_ragged else (False, True):
             bench(Path(folder), ragged=ragged, steps=arguments.steps)

@@ -21,7 +21,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_algorithm import recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.environment import engine_environment
+from grpo_rl.rollout.environment import SPIN_COUNT, engine_environment
 from grpo_rl.telemetry.console import Console
 from grpo_rl.workers.actor import ActorSpec, SenderSpec
 from grpo_rl.workers.policy import PolicySpec, Rank
@@ -107,8 +107,7 @@ class Cluster:
 
 
 ENVIRONMENT = {
-    # A thread that waits for work must not burn a core that another worker group is using.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": str(SPIN_COUNT),
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }

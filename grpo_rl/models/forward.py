@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
+from grpo_rl.models.linear import linear, use_fast_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class PolicyModel(nn.Module):
 
     def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
         super().__init__()
+        use_fast_linear(lm)
         self.lm = lm
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
@@ -179,7 +181,7 @@ def _head(
 
 
 def _head_logprobs(hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    logits_TV = nn.functional.linear(hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float())
+    logits_TV = linear(hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float())
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
     return logits_TV.log_softmax(dim=-1)

@@ -6,6 +6,13 @@ import os
 
 from grpo_rl.rollout.engine import EngineSpec
 
+SPIN_COUNT = 10_000
+"""How long a thread spins for its fellows before it sleeps: a fraction of a millisecond, the length of one operation.
+
+Without any spinning every operation waits for the kernel to wake a thread: sampling from 11.8 M parameters took
+1.4 times as long. With libgomp's default (several milliseconds) two processes on the same cores take each other's
+time away, and both become ten times slower."""
+
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """What the process should be started with.
@@ -24,8 +31,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(spec.threads),
-            # Threads that spin while they wait make two processes on the same cores ten times slower.
-            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": str(SPIN_COUNT),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if spec.enforce_eager:

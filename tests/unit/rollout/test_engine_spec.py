@@ -76,10 +76,10 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
         ENGINES.get("sglang")
 
 
-def test_threads_wait_without_spinning_and_nothing_is_compiled_on_cpu() -> None:
+def test_threads_spin_only_briefly_and_nothing_is_compiled_on_cpu() -> None:
     environment = engine_environment(EngineSpec("m", 10, threads=2))
     assert environment["OMP_NUM_THREADS"] == "2"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 0 < int(environment["GOMP_SPINCOUNT"]) <= 10_000
     assert environment["TORCHDYNAMO_DISABLE"] == "1"
     compiled = engine_environment(EngineSpec("m", 10, enforce_eager=False))
     assert "TORCHDYNAMO_DISABLE" not in compiled

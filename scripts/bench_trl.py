@@ -1,0 +1,110 @@
+"""TRL's GRPO step on the work of bench_step.py: the same model, prompts, response lengths, reference and KL term.
+
+TRL wants an environment of its own; this script runs there and needs nothing of grpo_rl's environment:
+
+    python3 -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.19.0
+    trl/bin/python scripts/bench_trl.py --model 10m --steps 4
+    .venv/bin/python scripts/bench_step.py --model 10m --steps 4 --no-ragged
+
+A shared machine changes its speed within minutes: run the two in turns and compare neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_step import NUM_EOS, VOCABULARY, make_model
+
+NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 16, 8, 128
+
+
+def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int) -> None:
+    """Train for `steps` steps after one for warming up; print medians."""
+    import random
+
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rng = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(8))}
+        for _ in range(NUM_PROMPTS * (steps + 2))
+    ]
+    step_seconds: list[float] = []
+    sampling_seconds: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            step_seconds.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step_seconds[-1] = time.perf_counter() - step_seconds[-1]
+
+    config = GRPOConfig(
+        output_dir=str(out),
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=NUM_PROMPTS * NUM_SAMPLES // micro_batch,
+        num_generations=NUM_SAMPLES,
+        max_completion_length=MAX_TOKENS,
+        # The lengths are forced; masking the end of a response does not change the time.
+        generation_kwargs={"min_new_tokens": MAX_TOKENS},
+        beta=beta,
+        learning_rate=1e-6,
+        max_steps=steps + 1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=lambda completions, **_: [len(text) % 7 / 7 for text in completions],
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+    )
+    generate = trainer._generate_and_score_completions
+
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        started = time.perf_counter()
+        result = generate(*arguments, **keywords)
+        sampling_seconds.append(time.perf_counter() - started)
+        tokens = int(result["completion_mask"].sum())
+        assert tokens == NUM_PROMPTS * NUM_SAMPLES * MAX_TOKENS, f"{tokens} tokens were sampled"
+        return result
+
+    trainer._generate_and_score_completions = timed
+    trainer.train()
+    whole, sampling = statistics.median(step_seconds[1:]), statistics.median(sampling_seconds[1:])
+    print(f"TRL, beta {beta:g}: medians of {steps} steps, seconds")
+    print(f"  whole step                         {whole:8.3f}")
+    print(f"    sampling and reference           {sampling:8.3f}")
+    print(f"    update                           {whole - sampling:8.3f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("10m", "1m"), default="10m", help="how many parameters")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after one for warming up")
+    parser.add_argument("--beta", type=float, default=0.001, help="weight of the KL term; 0 runs without a reference")
+    parser.add_argument("--micro-batch", type=int, default=32, help="rows of one forward and backward pass")
+    arguments = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", arguments.model)
+        bench(model, Path(folder) / "out", steps=arguments.steps, beta=arguments.beta, micro_batch=arguments.micro_batch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
