@@ -25,8 +25,6 @@ _DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
 _MISSING = {
     "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
-    "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
-    "steps": "reads rewards of reasoning steps, and reward functions score whole responses; grpo reads those",
 }
 
 
@@ -92,6 +90,11 @@ def _check_estimator(config: Config) -> None:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
     problems = [f"{algorithm.adv_estimator} {why}" for what, why in _MISSING.items() if getattr(wanted, what)]
+    if wanted.steps and not _may_score_steps(config):
+        problems.append(
+            f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
+            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'"
+        )
     if wanted.group and n == 1:
         problems.append(
             f"{algorithm.adv_estimator} compares the responses to one prompt, so it needs at least 2, and "
@@ -104,7 +107,8 @@ def _check_estimator(config: Config) -> None:
         )
     if config.reward.overlong_buffer.len is not None and not wanted.reads_token_rewards:
         problems.append(
-            f"{algorithm.adv_estimator} reads the parts of the reward, so reward.overlong_buffer would have no effect"
+            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, "
+            "so reward.overlong_buffer would have no effect"
         )
     if problems:
         raise ConfigError(problems)
@@ -153,6 +157,13 @@ def _check_options(config: Config) -> None:
         _try_out(config)
 
 
+def _may_score_steps(config: Config) -> bool:
+    try:
+        return RewardFunction.from_config(config.reward).may_score_steps
+    except ConfigError:
+        return True  # reported by itself
+
+
 def _lacks(wanted: Needs) -> bool:
     return any(getattr(wanted, what) for what in _MISSING)
 
@@ -169,6 +180,9 @@ def _try_out(config: Config) -> None:
         lengths_N=torch.ones(4, dtype=torch.long),
         group_N=torch.tensor([0, 0, 1, 1]),
         rewards_N=rewards_N,
+        baselines_N=rewards_N,
+        step_ends_K=torch.arange(4),
+        step_rewards_K=rewards_N,
         reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
     )
     try:
