@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.formula import formula_of
@@ -26,10 +26,6 @@ from grpo_rl.trainer.advantage import estimator_options
 _A = "actor_rollout_ref.actor"
 _DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
-_MISSING = {
-    "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
-    "steps": "reads rewards of reasoning steps, and reward functions score whole responses; grpo reads those",
-}
 
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -121,7 +117,12 @@ def _check_estimator(config: Config) -> None:
     """Raise ConfigError for an unknown estimator, and for one that asks for what the run does not have."""
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
-    problems = [f"{algorithm.adv_estimator} {why}" for what, why in _MISSING.items() if getattr(wanted, what)]
+    problems = []
+    if wanted.steps and not _may_score_steps(config):
+        problems.append(
+            f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
+            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'"
+        )
     if wanted.group and n == 1:
         problems.append(
             f"{algorithm.adv_estimator} compares the responses to one prompt, so it needs at least 2, and "
@@ -134,7 +135,8 @@ def _check_estimator(config: Config) -> None:
         )
     if config.reward.overlong_buffer.len is not None and not wanted.reads_token_rewards:
         problems.append(
-            f"{algorithm.adv_estimator} reads the parts of the reward, so reward.overlong_buffer would have no effect"
+            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, "
+            "so reward.overlong_buffer would have no effect"
         )
     if problems:
         raise ConfigError(problems)
@@ -179,12 +181,15 @@ def _check_options(config: Config) -> None:
     if problems:
         raise ConfigError(problems)
     check_options(f"algorithm.adv_options: {name}", [estimate], algorithm.adv_options)
-    if name in ADVANTAGES and not _lacks(needs_of(estimate)):
+    if name in ADVANTAGES:
         _try_out(config)
 
 
-def _lacks(wanted: Needs) -> bool:
-    return any(getattr(wanted, what) for what in _MISSING)
+def _may_score_steps(config: Config) -> bool:
+    try:
+        return RewardFunction.from_config(config.reward).may_score_steps
+    except ConfigError:
+        return True  # reported by itself
 
 
 def _try_out(config: Config) -> None:
@@ -199,6 +204,9 @@ def _try_out(config: Config) -> None:
         lengths_N=torch.ones(4, dtype=torch.long),
         group_N=torch.tensor([0, 0, 1, 1]),
         rewards_N=rewards_N,
+        baselines_N=rewards_N,
+        step_ends_K=torch.arange(4),
+        step_rewards_K=rewards_N,
         reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
         values_T=torch.zeros(4),
     )

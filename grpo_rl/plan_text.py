@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
@@ -125,9 +125,10 @@ def _roles(config: Config, plan: Plan) -> Rows:
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor = config.data, config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
+    greedy = ", and a greedy one to compare with" if needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).baselines else ""
     yield (
         "sample",
-        f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {derived.rollouts_per_step(config):,} rollouts, "
+        f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {derived.rollouts_per_step(config):,} rollouts{greedy}, "
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     mini_batches = data.train_batch_size // actor.ppo_mini_batch_size

@@ -67,8 +67,13 @@ class RolloutPool(Protocol):
         n: int,
         sampling: Sampling,
         on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
     ) -> list[Rollout]:
-        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends."""
+        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends.
+
+        With `greedy` each prompt's are followed by a greedy one, whose sample index is `GREEDY`.
+        """
 
 
 class Rewarder(Protocol):
@@ -81,4 +86,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward` and `reward_parts` filled. Submits those that were not."""
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled. Submits those that were not."""

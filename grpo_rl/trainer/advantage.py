@@ -39,7 +39,8 @@ class Advantage:
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
-        self.parts = tuple(factors) if needs_of(self.estimate).parts else ()
+        self.needs = needs_of(self.estimate)
+        self.parts = tuple(factors) if self.needs.parts else ()
         """Parts of the reward that the estimator reads."""
         control = config.kl_ctrl
         self.kl_controller = (
@@ -60,6 +61,9 @@ class Advantage:
             lengths_N=batch.response_lengths_N,
             group_N=batch.group_N,
             rewards_N=batch.rewards_N,
+            baselines_N=batch.baselines_N,
+            step_ends_K=_step_ends(batch),
+            step_rewards_K=batch.step_rewards_K,
             reward_parts_NP=batch.reward_parts_NP,
             values_T=batch.values_T,
         )
@@ -86,6 +90,15 @@ class Advantage:
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
+
+
+def _step_ends(batch: Batch) -> Tensor | None:
+    """Positions of the steps' last tokens on the token axis of the whole batch."""
+    if batch.step_ends_K is None:
+        return None
+    assert batch.num_steps_N is not None
+    starts_N = batch.response_lengths_N.cumsum(0) - batch.response_lengths_N
+    return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
 def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:

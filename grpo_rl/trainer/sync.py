@@ -22,6 +22,7 @@ from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.advantage import Advantage
+from grpo_rl.trainer.baselines import with_baselines
 from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
@@ -90,11 +91,10 @@ class SyncTrainer:
             self.rollout.sync_weights(self.actor)
         with timer("gen"):
             prompts = self._next_prompts()
-            rollouts = self.rollout.generate(
-                prompts, self.config.actor_rollout_ref.rollout.n, self._step_sampling(), self.rewarder.submit
-            )
+            n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
+            rollouts = self.rollout.generate(prompts, n, self._step_sampling(), self.rewarder.submit, greedy=greedy)
         with timer("reward"):
-            rollouts = self._penalized(self.rewarder.wait(rollouts))
+            rollouts = with_baselines(self._penalized(self.rewarder.wait(rollouts)))
         batch = collate(rollouts, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)

@@ -25,8 +25,9 @@ BASE = [
 ]
 E = "algorithm.adv_estimator"
 KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
-REFUSED = {"remax": "greedy", "grpo_process": "steps"}
-NO_GROUP = {"reinforce_plus_plus", "gae"}
+NO_GROUP = {"reinforce_plus_plus", "remax", "gae"}
+WORDS = {"grpo_process": ["reward.functions=[arithmetic_process]"]}
+"""What an estimator needs beside its name."""
 
 
 def plan_of(*words: str) -> Plan:
@@ -46,23 +47,17 @@ def problems_of(*words: str) -> list[str]:
 # ---- estimators ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
-def test_every_estimator_that_rewards_are_enough_for_can_be_chosen(name: str) -> None:
-    assert f"[{name}]" in page_of(f"{E}={name}")
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_estimator_can_be_chosen(name: str) -> None:
+    assert f"[{name}]" in page_of(f"{E}={name}", *WORDS.get(name, []))
 
 
-@pytest.mark.parametrize(("name", "lacking"), REFUSED.items())
-def test_an_estimator_that_needs_what_is_not_there_is_refused_with_the_reason(name: str, lacking: str) -> None:
-    (problem,) = problems_of(f"{E}={name}")
-    assert problem.startswith(f"{E}: {name}") and lacking in problem
-
-
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to_a_prompt(name: str) -> None:
     if name in NO_GROUP:
         plan_of(f"{E}={name}", f"{R}.n=1")
         return
-    (problem,) = problems_of(f"{E}={name}", f"{R}.n=1")
+    (problem,) = problems_of(f"{E}={name}", f"{R}.n=1", *WORDS.get(name, []))
     assert "at least 2" in problem and f"{R}.n=1" in problem
 
 
@@ -181,6 +176,25 @@ def test_the_critic_is_cut_like_the_actor_unless_it_has_sizes_of_its_own() -> No
     own = page_of(*GAE, f"{A}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_max_token_len_per_gpu=2048")
     assert "<= 2,048 tokens per rank (critic)" in own
     assert "actor_rollout_ref" not in own
+
+
+def test_the_greedy_responses_are_part_of_the_plan() -> None:
+    said = "16 prompts x 8 responses = 128 rollouts, and a greedy one to compare with"
+    assert said in page_of(f"{E}=remax")
+    assert "greedy" not in page_of()
+
+
+def test_rewards_of_whole_responses_are_refused_where_steps_are_read(tmp_path: Path) -> None:
+    for functions in ("[auto]", "[gsm8k,0.2*format]"):
+        (problem,) = problems_of(f"{E}=grpo_process", f"reward.functions={functions}")
+        assert problem.startswith(f"{E}: grpo_process reads the rewards of reasoning steps, and reward.functions=")
+        assert "name arithmetic_process, or your own path.py:function" in problem
+    plan_of(f"{E}=grpo_process", "reward.functions=[format,arithmetic_process]")
+    file = tmp_path / "mine.py"
+    file.write_text("def steps(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 0.0, 'steps': []}\n")
+    plan_of(f"{E}=grpo_process", f"reward.functions=[{file}:steps]")
+    (problem,) = problems_of(f"{E}=grpo_process", *WORDS["grpo_process"], "reward.overlong_buffer.len=8")
+    assert "reads steps of the reward, so reward.overlong_buffer would have no effect" in problem
 
 
 # ---- losses and averages -------------------------------------------------------------------------------

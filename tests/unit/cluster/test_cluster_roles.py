@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.pool import sample_seed
+from grpo_rl.cluster.pool import sample_seed, sampling_of
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
-from grpo_rl.types import Batch, Counts
+from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.actor import OptimizerStep
 
 
@@ -298,3 +299,9 @@ def test_every_response_has_a_seed_of_its_own_that_never_changes():
 
 def test_without_a_seed_the_engine_draws_freely():
     assert sample_seed(None, "e0-r1", 0) is None
+
+
+def test_a_greedy_response_is_sampled_without_chance_and_the_others_as_without_it():
+    sampling = Sampling(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, ignore_eos=True, seed=3)
+    assert sampling_of(sampling, "e0-r1", GREEDY) == Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert sampling_of(sampling, "e0-r1", 2) == dataclasses.replace(sampling, seed=sample_seed(3, "e0-r1", 2))

@@ -62,6 +62,28 @@ def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
         Advantage(AlgorithmConfig(adv_estimator=f"{file}:mine"))(make_batch([1.0], [2], [0], values_T=torch.zeros(2)))
 
 
+def test_remax_subtracts_each_rollouts_baseline():
+    batch = make_batch([1.0, 0.0, 0.5], [2, 1, 1], [0, 0, 1], baselines_N=torch.tensor([0.25, 0.25, 1.0]))
+    out, _ = Advantage(AlgorithmConfig(adv_estimator="remax"))(batch)
+    assert out.advantages_T.tolist() == [0.75, 0.75, -0.25, -0.5]
+
+
+def test_steps_are_counted_from_their_own_responses_beginning():
+    steps = {"num_steps_N": [2, 0, 1], "step_ends_K": [0, 2, 1], "step_rewards_K": [1.0, 0.0, 0.5]}
+    columns = {name: torch.tensor(values) for name, values in steps.items()}
+    batch = make_batch([1.0, 0.0, 0.0], [3, 2, 3], [0, 0, 0], **columns)
+    out, _ = Advantage(AlgorithmConfig(adv_estimator="grpo_process"))(batch)
+    # Step rewards 1, 0 and 1/2: mean 1/2, sample standard deviation 1/2.
+    assert out.advantages_T.tolist() == pytest.approx([0.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_a_batch_without_any_step_has_no_signal_and_no_error():
+    empty = {"num_steps_N": torch.zeros(2, dtype=torch.long), "step_ends_K": torch.zeros(0, dtype=torch.long)}
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **empty, step_rewards_K=torch.zeros(0))
+    out, _ = Advantage(AlgorithmConfig(adv_estimator="grpo_process"))(batch)
+    assert out.advantages_T.tolist() == [0.0, 0.0, 0.0]
+
+
 # ---- KL in the reward --------------------------------------------------------------------------------
 
 # Two responses of two tokens and one; old - ref is 0.2, 0.4 on the first and -0.3 on the second.

@@ -22,7 +22,7 @@ from grpo_rl.telemetry.rollouts import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
-from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling
 
 
 class Policy:
@@ -45,14 +45,18 @@ class Policy:
         n: int,
         sampling: Sampling,
         on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
     ) -> list[Rollout]:
-        self.calls.append(f"generate {len(prompts)}x{n}")
+        self.calls.append(f"generate {len(prompts)}x{n}" + (" and greedy" if greedy else ""))
         self.samplings.append(sampling)
         self.prompts.append([prompt.uid for prompt in prompts])
         rollouts = []
         for prompt in prompts:
-            for sample in range(n):
-                text = str(prompt.ground_truth) if sample % 2 == 0 else "no idea"
+            for sample in [*range(n), *([GREEDY] if greedy else [])]:
+                # Greedily it knows every other prompt.
+                knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
+                text = str(prompt.ground_truth) if knows else "no idea"
                 rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
@@ -177,6 +181,20 @@ def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advant
     assert policy.calls == ["sync", "generate 2x4", "old", "ref", "update"]
     [row] = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others_alone(make):
+    trainer, policy = make(make_config(AlgorithmConfig(adv_estimator="remax")), total_steps=1, rows=2)
+    trainer.fit()
+    assert policy.calls == [*VALIDATION, "sync", "generate 2x4 and greedy", "old", "update", *VALIDATION]
+    _, row = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["reward/mean"] == 0.5 and row["reward/greedy_baseline_mean"] == 0.5
+    prompt_tokens = sum(len(trainer.train_data.prompt(row, "").token_ids) for row in range(2))
+    assert row["perf/total_num_tokens"] == 4 * prompt_tokens + 8 * len((2, 3))
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
+    # Rewards 1 0 1 0, minus 1 where the greedy response was right, and minus 0 where it was not.
+    assert [record["advantage"] for record in records] == [0.0, -1.0, 0.0, -1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):
