@@ -150,6 +150,7 @@ class ReplicaPool:
             finish_reason=completion.finish_reason,
             weight_version=completion.weight_version,
             text=self.decode(completion.response_ids),
+            support=completion.support,
         )
 
 

@@ -25,6 +25,9 @@ def make_batch(lengths: list[tuple[int, int]], groups: list[int] | None = None, 
         rollout_logprobs_T=trained,
         old_logprobs_T=trained + 0.25 if optional else None,
         ref_hidden_TD=torch.stack([trained, -trained], 1) if optional else None,
+        # Token t of a response has 1 + t % 3 entries, each the token's own value.
+        support_counts_T=(1 + trained.long() % 1000 % 3) if optional else None,
+        support_ids_M=trained.int().repeat_interleave(1 + trained.long() % 1000 % 3) if optional else None,
     )
 
 
@@ -38,6 +41,8 @@ def test_selecting_takes_all_columns_of_the_chosen_rollouts_in_the_order_asked_f
     assert chosen.rollout_logprobs_T.tolist() == [1000, 1001, 0]
     assert chosen.old_logprobs_T.tolist() == [1000.25, 1001.25, 0.25]
     assert chosen.ref_hidden_TD.tolist() == [[1000, -1000], [1001, -1001], [0, 0]]
+    assert chosen.support_counts_T.tolist() == [1, 2, 1]
+    assert chosen.support_ids_M.tolist() == [1000, 1001, 1001, 0]
     assert chosen.ref_logprobs_T is None and chosen.advantages_T is None
 
 
