@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
 
 The body of the model runs on a flat axis of all tokens. The LM head runs only where a token is
-trained, in float32, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
+trained, in float32 whatever the engine computes in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
 `[tokens, vocabulary]` never exist at once.
 """
 
