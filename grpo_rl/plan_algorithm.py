@@ -10,16 +10,18 @@ import torch
 from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection
+from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import derived
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema import ActorConfig, Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
 
 _A = "actor_rollout_ref.actor"
+_DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
 _MISSING = {
     "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
@@ -64,6 +66,25 @@ def _check_objective(config: Config) -> None:
     low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
     if low is not None and high is not None and low >= high:
         raise ConfigError(f"policy_loss.clip_cov_lb={low:g} must be below policy_loss.clip_cov_ub={high:g}")
+    if actor.policy_loss.loss_mode in POLICY_LOSSES and (problems := _idle_bounds(actor)):
+        raise ConfigError(problems)
+
+
+def _idle_bounds(actor: ActorConfig) -> list[str]:
+    """Clip bounds that were set and that the policy loss does not have; its formula names those it has."""
+    formula = formula_of(POLICY_LOSSES.get(actor.policy_loss.loss_mode))
+    reads = {
+        "clip_ratio": ("clip_low", "clip_high"),
+        "clip_ratio_low": ("clip_low",),
+        "clip_ratio_high": ("clip_high",),
+        "clip_ratio_c": ("clip_c",),
+    }
+    return [
+        f"{key}={getattr(actor, key):g}: has no effect with policy_loss.loss_mode={actor.policy_loss.loss_mode}, "
+        "which has no such bound; leave it out"
+        for key, bounds in reads.items()
+        if getattr(actor, key) != getattr(_DEFAULT_ACTOR, key) and not any(bound in formula for bound in bounds)
+    ]
 
 
 def _check_estimator(config: Config) -> None:

@@ -36,8 +36,8 @@ types() {
 }
 
 unit() {
-    # Tensors of a few numbers: a second thread only gets in the way (half the time without it).
-    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests --ignore=tests/integration --ignore=tests/gpu "$@"
+    # Tensors of a few numbers: a second thread only gets in the way, a second process does not.
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/gpu "$@"
 }
 
 integration() {

@@ -169,6 +169,25 @@ C = "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["policy_loss.loss_mode=sapo", "clip_ratio_high=0.3"],
+            "clip_ratio_high=0.3: has no effect with policy_loss.loss_mode=sapo",
+        ),
+        (
+            ["policy_loss.loss_mode=reinforce", "clip_ratio=0.1"],
+            "clip_ratio=0.1: has no effect with policy_loss.loss_mode=reinforce",
+        ),
+        (["policy_loss.loss_mode=gspo", "clip_ratio_c=10"], "clip_ratio_c=10: has no effect with policy_loss.loss_mode=gspo"),
+    ],
+)
+def test_clip_bounds_that_the_loss_does_not_have_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*(f"{A}.{word}" for word in words))
+    assert said in problem
+
+
+@pytest.mark.parametrize(
     ("words", "shown"),
     [
         ([f"{C}.rollout_is=token"], "ratio of old policy to engine, by token, at most 2"),
