@@ -15,7 +15,10 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import derived
+from grpo_rl.config.convert import show
+from grpo_rl.config.fields import leaves
 from grpo_rl.config.schema import ActorConfig, Config
+from grpo_rl.config.switch_checks import value_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
@@ -24,7 +27,6 @@ _A = "actor_rollout_ref.actor"
 _DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
 _MISSING = {
-    "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
     "baselines": "compares with a greedy response to each prompt, which is not sampled; rloo compares with the other responses",
     "steps": "reads rewards of reasoning steps, and reward functions score whole responses; grpo reads those",
 }
@@ -34,11 +36,39 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each rule: what its messages begin with, and the check that raises ConfigError."""
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_options(config)
+    yield "", lambda: _check_critic(config)
     actor = config.actor_rollout_ref.actor
     yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
     yield f"{_A}: ", lambda: _check_objective(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the estimator reads a critic's values."""
+    return needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).values
+
+
+def _check_critic(config: Config) -> None:
+    """Raise ConfigError for settings of a critic that is not there, and for one that is switched off and needed."""
+    name = config.algorithm.adv_estimator
+    try:
+        needed = needs_critic(config)
+    except ConfigError:
+        return  # reported by itself
+    if needed:
+        if config.critic.enable is False:
+            raise ConfigError(f"critic.enable=false: algorithm.adv_estimator={name} learns from a critic; leave it out")
+        return
+    settings = [leaf for key, leaf in leaves().items() if key.startswith("critic.") or key == "trainer.critic_warmup"]
+    unused = [(leaf.key, value_of(config, leaf.key)) for leaf in settings if value_of(config, leaf.key) != leaf.default]
+    problems = [
+        f"{key}={show(value)}: algorithm.adv_estimator={name} needs no critic; leave it out, or algorithm.adv_estimator=gae"
+        for key, value in unused
+        if not (key == "critic.enable" and value is False)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
@@ -170,6 +200,7 @@ def _try_out(config: Config) -> None:
         group_N=torch.tensor([0, 0, 1, 1]),
         rewards_N=rewards_N,
         reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
+        values_T=torch.zeros(4),
     )
     try:
         ADVANTAGES.get(config.algorithm.adv_estimator)(inputs, **estimator_options(config.algorithm, factors))

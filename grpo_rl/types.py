@@ -135,6 +135,10 @@ class Batch:
     """Their ids, int32; every log-prob of the batch is normalised over them."""
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token, as it was before the update."""
+    returns_T: Tensor | None = None
+    """What the critic learns."""
     advantages_T: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
