@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,8 +40,27 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    """Leave out tokens less likely than this times the likeliest one."""
     ignore_eos: bool = False
     seed: int | None = None
+    keep_support: bool = False
+    """Return which tokens could be sampled, where top_p, top_k or min_p leave some out."""
+
+    @property
+    def returns_support(self) -> bool:
+        """Whether a completion has to say what it was sampled from. Greedy is no sampling."""
+        return self.keep_support and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The tokens that top-k, top-p and min-p left to sample from, for each token of a response: the sampling mask."""
+
+    counts: np.ndarray
+    """int32 [tokens]: how many were left."""
+    token_ids: np.ndarray
+    """int32 [counts.sum()]: their ids, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +83,8 @@ class Completion:
     """The engine's log-probability of each sampled token, after temperature."""
     finish_reason: FinishReason
     weight_version: int
+    support: Support | None = None
+    """What each token was sampled from, where the request's sampling returns it."""
 
 
 @dataclass(slots=True)
@@ -83,6 +105,7 @@ class Rollout:
     """Reward of the greedy response to the same prompt, where the estimator compares with it."""
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
+    support: Support | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +122,8 @@ class Batch:
     """Rollouts as columns over flat axes: no padding, so no masks.
 
     `token_ids_S` holds prompt and response of each rollout back to back; per-token columns `_T` cover
-    the response tokens only (the trained ones), in the same order; columns `_K` run over reasoning steps.
-    Columns that a run does not need stay None.
+    the response tokens only (the trained ones), in the same order; columns `_K` run over reasoning steps, a
+    column `_M` holds `support_counts_T` entries for each trained token. Columns that a run does not need stay None.
     """
 
     prompt_lengths_N: Tensor
@@ -112,6 +135,10 @@ class Batch:
     rollout_logprobs_T: Tensor
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
+    support_counts_T: Tensor | None = None
+    """How many tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
+    support_ids_M: Tensor | None = None
+    """Their ids, int32; every log-prob of the batch is normalised over them."""
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
     values_T: Tensor | None = None
@@ -176,6 +203,9 @@ class Batch:
             elif column.name.endswith("_K"):
                 assert self.num_steps_N is not None
                 columns[column.name] = value[_segments_index(self.num_steps_N, index_K)]
+            elif column.name.endswith("_M"):
+                assert self.support_counts_T is not None
+                columns[column.name] = value[_segments_index(self.support_counts_T, token_index)]
             else:
                 columns[column.name] = value[token_index]
         return Batch(**columns)

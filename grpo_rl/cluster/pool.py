@@ -152,6 +152,7 @@ class ReplicaPool:
             finish_reason=completion.finish_reason,
             weight_version=completion.weight_version,
             text=self.decode(completion.response_ids),
+            support=completion.support,
         )
 
 

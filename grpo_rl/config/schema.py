@@ -257,6 +257,14 @@ class RolloutConfig:
     """Responses per prompt: the group of GRPO."""
     temperature: Positive = 1.0
     """Of sampling; the trainer's log-probs are taken at the same temperature."""
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability; the trainer's log-probs are of the same set."""
+    top_k: CountOrOff = -1
+    """Sample from the so many likeliest tokens; -1: all. Likewise. vllm: also bounds the sets of top_p and min_p."""
+    min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
+    """Sample only tokens with at least this share of the likeliest one's probability. Likewise."""
+    fp32_lm_head: bool = False
+    """vllm: logits in float32 though `dtype` is less, as the trainer's always are."""
     seed: CountOrZero = 0
     """Seed of sampling; each response has its own, derived from this, the step, the prompt and its number."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

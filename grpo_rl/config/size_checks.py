@@ -131,7 +131,12 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _devices(config: Config, machine: Machine) -> Iterator[str]:
-    trainer = config.trainer
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if rollout.fp32_lm_head and (rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")):
+        yield (
+            "actor_rollout_ref.rollout.fp32_lm_head=true: has no effect, everything in the engine is float32 with "
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype}{' on CPU' if rollout.dtype == 'auto' else ''}; leave it out, or set dtype=bfloat16"
+        )
     if machine.device == "cpu":
         yield from _without_gpus(config)
         return
@@ -147,7 +152,6 @@ def _devices(config: Config, machine: Machine) -> Iterator[str]:
     if actors + engines > machine.num_gpus:
         count = f"trainer.nnodes x n_gpus_per_node = {trainer.nnodes} x {derived.ranks_per_node(config, machine)}"
         if engines:
-            rollout = config.actor_rollout_ref.rollout
             count += (
                 f", rollout.nnodes x n_gpus_per_node = {rollout.nnodes} x {derived.rollout_devices_per_node(config, machine)}"
             )

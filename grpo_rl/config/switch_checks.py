@@ -15,6 +15,7 @@ _RESUMABLE = ("model", "optimizer", "extra")
 def problems(config: Config) -> Iterator[str]:
     """Contradictions, and every setting without an effect."""
     yield from _kl(config)
+    yield from _sampling(config)
     yield from _optimizer(config)
     yield from _validation(config)
     yield from _checkpoints(config)
@@ -30,6 +31,24 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef=0: makes the penalty 0 for ever; set algorithm.use_kl_in_reward=false"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    cuts = [
+        f"{key}.{name}={getattr(rollout, name):g}"
+        for name, off in (("top_p", 1.0), ("min_p", 0.0))
+        if getattr(rollout, name) != off
+    ]
+    if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
+        yield (
+            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer has to know which tokens could be sampled, and vllm tells it "
+            "of the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+        )
+    if rollout.fp32_lm_head and rollout.name != "vllm":
+        yield f"{key}.fp32_lm_head=true: is of rollout.name=vllm, and it is {rollout.name}; leave it out"
 
 
 def _optimizer(config: Config) -> Iterator[str]:

@@ -24,7 +24,6 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
-_PLAIN_SAMPLING = "training samples from the whole distribution, so that the engine and the trainer mean the same one"
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
@@ -109,8 +108,6 @@ _REFERENCE: dict[str, Answer] = {
 
 _ROLLOUT: dict[str, Answer] = {
     "mode": Answer("requests always go to the replicas one by one, by load", ("async",)),
-    "top_k": Answer(_PLAIN_SAMPLING, (-1, 0)),
-    "top_p": Answer(_PLAIN_SAMPLING, (1,)),
     "do_sample": Answer("training needs samples; greedy is for val_kwargs", (True,)),
     "full_determinism": Answer("every response has its own seed, derived from rollout.seed", (False,)),
     "prompt_length": Answer("use data.max_prompt_length"),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.types import Batch, Rollout
+from grpo_rl.types import Batch, Rollout, Support
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
@@ -17,7 +17,8 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
     makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
-    differ in number, and where only some have a baseline, or steps.
+    differ in number; where only some have a baseline, or steps, or a support; and where a support does not fit
+    its tokens.
     """
     for rollout in rollouts:
         if rollout.reward is None:
@@ -30,6 +31,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     for rollout in rollouts:
         group_of.setdefault(rollout.prompt.uid, len(group_of))
     sequences = chain.from_iterable((rollout.prompt.token_ids, rollout.response_ids) for rollout in rollouts)
+    support_counts_T, support_ids_M = _supports(rollouts)
     return Batch(
         prompt_lengths_N=_column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64),
         response_lengths_N=_column((len(rollout.response_ids) for rollout in rollouts), np.int64),
@@ -37,6 +39,8 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         token_ids_S=_column(chain.from_iterable(sequences), np.int64),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
         rollout_logprobs_T=_column(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+        support_counts_T=support_counts_T,
+        support_ids_M=support_ids_M,
         truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
         reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
         if parts
@@ -66,6 +70,37 @@ def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
     if without and len(without) < len(rollouts):
         raise ValueError(f"rollout {_name(without[0])} has no {name}, and others of the batch have")
     return bool(rollouts) and not without
+
+
+def _supports(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
+    """Sizes [T] and ids [M] of what every token was sampled from; None where nothing was left out."""
+    given = [rollout for rollout in rollouts if rollout.support is not None]
+    if not given:
+        return None, None
+    # A response without tokens was not sampled from anything.
+    if any(rollout.support is None and rollout.response_ids for rollout in rollouts):
+        raise ValueError("some rollouts say what they were sampled from and some do not: their log-probs cannot be compared")
+    for rollout in given:
+        _check_support(rollout)
+    supports = [rollout.support for rollout in given if rollout.support is not None]
+    counts = np.concatenate([support.counts for support in supports])
+    token_ids = np.concatenate([support.token_ids for support in supports])
+    return torch.from_numpy(counts.astype(np.int64)), torch.from_numpy(token_ids.astype(np.int32))
+
+
+def _check_support(rollout: Rollout) -> None:
+    """Raise ValueError unless there is one set for each token, with that token in it."""
+    support = rollout.support
+    assert isinstance(support, Support)
+    if len(support.counts) != len(rollout.response_ids) or int(support.counts.sum()) != len(support.token_ids):
+        raise ValueError(
+            f"rollout {_name(rollout)} has {len(rollout.response_ids)} tokens and {len(support.counts)} sets of "
+            f"{int(support.counts.sum())} that they were sampled from, with {len(support.token_ids)} ids"
+        )
+    of_token = np.repeat(np.arange(len(support.counts)), support.counts)
+    sampled = support.token_ids == np.asarray(rollout.response_ids, dtype=np.int64)[of_token]
+    if len(np.unique(of_token[sampled])) < len(support.counts):
+        raise ValueError(f"rollout {_name(rollout)} has a token that is not among those it was sampled from")
 
 
 def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:

@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
 
 The body of the model runs on a flat axis of all tokens. The LM head runs only where a token is
-trained, in float32, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
+trained, in float32 whatever the engine computes in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
 `[tokens, vocabulary]` never exist at once.
 """
 
@@ -29,9 +29,20 @@ class Sequences:
     """Flat position of the token before each trained token: its hidden state predicts the trained one."""
     target_T: Tensor
     """The trained tokens' ids."""
+    support_counts_T: Tensor | None = None
+    """On the CPU: how many tokens each trained one was sampled from; None: from all."""
+    support_ids_M: Tensor | None = None
+    """Their ids, one trained token's after the other's."""
 
     @staticmethod
-    def of(token_ids_S: Tensor, prompt_lengths_N: Tensor, response_lengths_N: Tensor, device: torch.device) -> Sequences:
+    def of(
+        token_ids_S: Tensor,
+        prompt_lengths_N: Tensor,
+        response_lengths_N: Tensor,
+        device: torch.device,
+        support_counts_T: Tensor | None = None,
+        support_ids_M: Tensor | None = None,
+    ) -> Sequences:
         """The trained tokens are the responses; every prompt has at least one token."""
         if int(prompt_lengths_N.min()) < 1:
             raise ValueError("a prompt without tokens cannot predict its response's first token")
@@ -48,6 +59,8 @@ class Sequences:
             packing=Packing.of(lengths_N, device),
             predict_T=(trained_T - 1).to(device),
             target_T=token_ids_S[trained_T].to(device),
+            support_counts_T=support_counts_T,
+            support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
         )
 
 
@@ -104,6 +117,9 @@ class PolicyModel(PackedModel):
     ) -> TokenOutputs:
         """Outputs for each trained token, at the model's sampling temperature.
 
+        Where the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
+        logit - logsumexp of their logits, and entropy and KL are sums over them.
+
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
         KL(policy || reference) as well.
         """
@@ -120,6 +136,7 @@ class PolicyModel(PackedModel):
             ref_hidden_TD=ref_hidden_TD,
             ref_head_VD=ref_head_VD,
             ref_bias_V=ref_bias_V,
+            support=_support_of_chunks(sequences, self.chunk_tokens),
         )
         logprobs_T, entropy_T, full_kl_T = columns
         return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
@@ -137,11 +154,12 @@ def _chunked_head(
     ref_hidden_TD: Tensor | None,
     ref_head_VD: Tensor | None,
     ref_bias_V: Tensor | None,
+    support: Sequence[tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob, entropy and KL to the reference of each trained token; None for what is not wanted."""
     chunks = []
     recompute = torch.is_grad_enabled() and len(target_T) > chunk_tokens
-    for start in range(0, max(1, len(target_T)), chunk_tokens):
+    for number, start in enumerate(range(0, max(1, len(target_T)), chunk_tokens)):
         stop = start + chunk_tokens
         arguments = (
             hidden_TD[start:stop],
@@ -153,6 +171,7 @@ def _chunked_head(
             None if ref_hidden_TD is None else ref_hidden_TD[start:stop],
             ref_head_VD,
             ref_bias_V,
+            None if support is None else support[number],
         )
         if recompute:
             chunks.append(checkpoint(_head, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -160,6 +179,20 @@ def _chunked_head(
             chunks.append(_head(*arguments))
     logprobs, entropies, kls = zip(*chunks, strict=True)
     return _join(logprobs), _join(entropies) if want_entropy else None, _join(kls) if ref_hidden_TD is not None else None
+
+
+def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Tensor, Tensor]] | None:
+    """For each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
+    counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
+    if counts_T is None or ids_M is None:
+        return None
+    chunks, begin = [], 0
+    for counts_C in counts_T.split(chunk_tokens):
+        row_M = torch.repeat_interleave(torch.arange(len(counts_C), dtype=torch.int32), counts_C)
+        end = begin + len(row_M)
+        chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
+        begin = end
+    return chunks
 
 
 def _join(chunks: Sequence[Tensor]) -> Tensor:
@@ -176,23 +209,41 @@ def _head(
     ref_hidden_TD: Tensor | None,
     ref_head_VD: Tensor | None,
     ref_bias_V: Tensor | None,
+    support: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature)
+    left_out_TV = None if support is None else _left_out(len(target_T), len(head_VD), *support)
+    logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature, left_out_TV)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
     logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
     if not want_entropy and ref_hidden_TD is None:
         return logprobs_T, None, None
     probs_TV = logprobs_TV.exp()
+    if left_out_TV is not None:
+        # 0 log 0 is 0, in the gradient too.
+        logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
     entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
     if ref_hidden_TD is None:
         return logprobs_T, entropy_T, None
     assert ref_head_VD is not None
-    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature)
+    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature, left_out_TV)
+    if left_out_TV is not None:
+        ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
     return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
 
 
-def _head_logprobs(hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+def _left_out(num_tokens: int, num_ids: int, row_M: Tensor, id_M: Tensor) -> Tensor:
+    """bool [T, V]: the tokens that could not be sampled."""
+    left_out_TV = torch.ones(num_tokens, num_ids, dtype=torch.bool, device=id_M.device)
+    left_out_TV[row_M, id_M] = False
+    return left_out_TV
+
+
+def _head_logprobs(
+    hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, left_out_TV: Tensor | None
+) -> Tensor:
     logits_TV = linear(hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float())
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
+    if left_out_TV is not None:
+        logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
     return logits_TV.log_softmax(dim=-1)

@@ -48,6 +48,8 @@ class EngineSpec:
     weight_backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
     verify_checksum: bool = False
+    fp32_lm_head: bool = False
+    """vLLM: compute the logits in float32 whatever `dtype` is."""
     seed: int = 0
     """For requests that bring no seed of their own."""
     threads: int = 1
@@ -85,6 +87,7 @@ class EngineSpec:
             weight_backend=weight_backend(cfg, device),
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=rollout.checkpoint_engine.verify_checksum,
+            fp32_lm_head=rollout.fp32_lm_head,
             seed=rollout.seed,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),
@@ -126,7 +129,8 @@ class RolloutEngine(Protocol):
     """One replica. It is used from one thread.
 
     A request is answered by exactly one Completion, unless it is aborted. Log-probabilities are those of
-    the distribution that was sampled from: after temperature, top-k and top-p (greedy: temperature 1).
+    the distribution that was sampled from: after temperature, min-p, top-k and top-p (greedy: temperature 1). A request
+    whose sampling returns its support gets the tokens that were left of it too, exactly those.
     """
 
     @property

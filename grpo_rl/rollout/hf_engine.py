@@ -15,7 +15,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable
 from grpo_rl.rollout.model_info import load_config, stop_token_ids
 from grpo_rl.rollout.requests import check_requests
-from grpo_rl.rollout.sampling import sample
+from grpo_rl.rollout.sampling import sample, support_of
 from grpo_rl.rollout.update import WeightUpdate
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest
 from grpo_rl.types import Completion, FinishReason, Request
@@ -29,6 +29,8 @@ class _Row:
     generator: torch.Generator
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    left: list[Tensor] = field(default_factory=list)
+    """Ids that each token was sampled from, where the request wants to know."""
 
 
 class HfEngine:
@@ -75,12 +77,14 @@ class HfEngine:
             if not self._waiting:
                 return []
             self._start_batch()
-        tokens_B, logprobs_B = sample(
+        tokens_B, logprobs_B, left = sample(
             self._last_logits(), [row.request.sampling for row in self._rows], [row.generator for row in self._rows]
         )
-        for row, token, logprob in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+        for row, token, logprob, ids in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), left, strict=True):
             row.response_ids.append(token)
             row.logprobs.append(logprob)
+            if ids is not None:
+                row.left.append(ids)
         reasons = [self._finish_reason(row) for row in self._rows]
         ended = [self._completion(row, reason) for row, reason in zip(self._rows, reasons, strict=True) if reason]
         self._next_BL = tokens_B[:, None]
@@ -182,6 +186,7 @@ class HfEngine:
             logprobs=tuple(row.logprobs),
             finish_reason=reason,
             weight_version=self._update.version,
+            support=support_of(row.left) if row.left else None,
         )
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.types import Sampling
+from grpo_rl.types import Sampling, Support
 
 
-def sample(logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """One token per row and its log-probability under what it was drawn from: int64 [B], float32 [B].
 
-    The distribution is softmax(logits / temperature), cut to the top k, then to the smallest set with
-    probability top_p, and normalised again. Temperature 0 takes the likeliest token and reports its
+    The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest one's
+    probability, to the top k, then to the smallest set with probability top_p, and normalised again. The third part are
+    the ids left in it, int64, for the rows whose settings return them. Temperature 0 takes the likeliest token and reports its
     log-probability at temperature 1. A row's draw depends only on its logits and its generator.
     """
     temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=logits_BV.device)
     logits_BV = logits_BV.float() / temperature_B[:, None]
     for row, s in enumerate(settings):
+        if s.min_p > 0:
+            logits_BV[row] = keep_min_p(logits_BV[row], s.min_p)
         if s.top_k > 0:
             logits_BV[row] = keep_top_k(logits_BV[row], s.top_k)
         if s.top_p < 1:
@@ -29,7 +35,22 @@ def sample(logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence
     for row, s in enumerate(settings):
         if s.temperature > 0:
             tokens_B[row] = torch.multinomial(logprobs_BV[row].exp(), 1, generator=generators[row])[0]
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+    left = [
+        logits_V.isfinite().nonzero()[:, 0] if s.returns_support else None
+        for s, logits_V in zip(settings, logits_BV, strict=True)
+    ]
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0], left
+
+
+def support_of(left: Sequence[Tensor]) -> Support:
+    """The ids left for each token of a response, as `sample` gives them."""
+    ids = [ids.cpu().numpy().astype(np.int32) for ids in left]
+    return Support(np.array([len(each) for each in ids], dtype=np.int32), np.concatenate(ids))
+
+
+def keep_min_p(logits_V: Tensor, p: float) -> Tensor:
+    """The logits with all set to -inf whose probability is below p times the largest one."""
+    return logits_V.masked_fill(logits_V.softmax(-1) < p * logits_V.softmax(-1).max(), float("-inf"))
 
 
 def keep_top_k(logits_V: Tensor, k: int) -> Tensor:

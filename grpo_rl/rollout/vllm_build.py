@@ -48,7 +48,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "model": spec.model_path,
         "skip_tokenizer_init": True,
         "trust_remote_code": spec.trust_remote_code,
-        "hf_overrides": dict(spec.override_config),
+        "hf_overrides": dict(spec.override_config) | ({"head_dtype": "float32"} if spec.fp32_lm_head else {}),
         # Sampling is what the request says; stop tokens are passed with it.
         "generation_config": "vllm",
         "dtype": spec.dtype,
@@ -63,6 +63,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if parallel > 1 else "uni",
         "worker_extension_cls": "grpo_rl.rollout.vllm_weight_transfer.RolloutWorkerExtension",
         "logprobs_mode": "processed_logprobs",
+        # No limit of its own: how many are asked for follows from the request (vllm_support).
+        "max_logprobs": -1,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -11,6 +11,7 @@ from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
 from grpo_rl.rollout.requests import check_requests
 from grpo_rl.rollout.update import WeightUpdate
 from grpo_rl.rollout.vllm_build import build_llm_engine
+from grpo_rl.rollout.vllm_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError
 from grpo_rl.types import Completion, FinishReason, Request, Sampling
 
@@ -31,7 +32,7 @@ class VllmEngine:
         self._stop_ids = stop_token_ids(spec)
         self._update = WeightUpdate(expected_tensors(spec))
         self._llm = build_llm_engine(spec)
-        self._unfinished: set[str] = set()
+        self._unfinished: dict[str, Sampling] = {}
         if spec.weight_backend == "ipc":
             # No rendezvous: this only says that buckets come packed, to be copied out of one buffer.
             self._rpc("init_weight_transfer_engine", init_info={"packed": True})
@@ -54,7 +55,7 @@ class VllmEngine:
             self._llm.add_request(
                 request.request_id, tokens_input(list(request.prompt_ids)), self._sampling_params(request.sampling)
             )
-            self._unfinished.add(request.request_id)
+            self._unfinished[request.request_id] = request.sampling
 
     def step(self) -> list[Completion]:
         if not self._unfinished:
@@ -132,10 +133,11 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=sampling.seed,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
-            logprobs=0,
+            logprobs=num_logprobs(sampling, self._llm.model_config.get_vocab_size()),
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -147,13 +149,14 @@ class VllmEngine:
         if reason is None:
             raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
         logprobs: Any = sampled.logprobs
-        self._unfinished.remove(output.request_id)
+        sampling = self._unfinished.pop(output.request_id)
         return Completion(
             request_id=output.request_id,
             response_ids=tuple(sampled.token_ids),
-            logprobs=tuple(logprobs.logprobs),
+            logprobs=sampled_logprobs(logprobs),
             finish_reason=reason,
             weight_version=self._update.version,
+            support=support_of(logprobs) if sampling.returns_support else None,
         )
 
     def _warm_up(self) -> None:

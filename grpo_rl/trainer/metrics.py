@@ -50,9 +50,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
-    """Lengths and throughput; tokens per second count prompts and responses over the whole step."""
+    """Lengths and throughput; tokens per second count prompts and responses over the whole step.
+
+    `rollout/support_mean`: tokens that top_p, top_k and min_p leave to sample from.
+    """
     lengths_N = batch.response_lengths_N
-    return {
+    counts_T = batch.support_counts_T
+    sampled_from = {} if counts_T is None or not len(counts_T) else {"rollout/support_mean": float(counts_T.double().mean())}
+    return sampled_from | {
         "response_length/mean": float(lengths_N.float().mean()),
         "response_length/max": float(lengths_N.max()),
         "response_length/min": float(lengths_N.min()),

@@ -78,6 +78,10 @@ class SyncTrainer:
         self.sampling = Sampling(
             max_tokens=data.max_response_length,
             temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            keep_support=True,
             ignore_eos=rollout.ignore_eos,
             seed=rollout.seed,
         )
@@ -154,6 +158,8 @@ class SyncTrainer:
             temperature=values.temperature if values.do_sample else 0.0,
             top_p=values.top_p,
             top_k=values.top_k,
+            min_p=0.0,
+            keep_support=False,
             seed=_mix(self.sampling.seed, -1),
         )
         with timer("testing"):

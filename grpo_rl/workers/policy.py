@@ -150,7 +150,14 @@ def sequences_of(batch: Batch | None, device: torch.device) -> Sequences:
     if batch is None:
         one = torch.ones(1, dtype=torch.long)
         return Sequences.of(torch.zeros(2, dtype=torch.long), one, one, device)
-    return Sequences.of(batch.token_ids_S, batch.prompt_lengths_N, batch.response_lengths_N, device)
+    return Sequences.of(
+        batch.token_ids_S,
+        batch.prompt_lengths_N,
+        batch.response_lengths_N,
+        device,
+        batch.support_counts_T,
+        batch.support_ids_M,
+    )
 
 
 def collect(outputs: Sequence[TokenOutputs | None], column: str) -> list[Tensor | None]:

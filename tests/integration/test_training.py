@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -107,6 +108,28 @@ def assert_group_advantages(records: list[dict[str, Any]]) -> None:
         for record in group:
             expected = (record["reward"] - statistics.fmean(rewards)) / (spread + 1e-6) if spread else 0.0
             assert record["advantage"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_sampling_from_a_part_of_the_vocabulary_trains_on_the_distribution_that_was_sampled_from(model, tmp_path):
+    sampling = [f"actor_rollout_ref.rollout.{setting}" for setting in ("top_p=0.8", "top_k=8", "min_p=0.02", "temperature=1.2")]
+    terms = ["actor_rollout_ref.actor.kl_loss_type=full", "actor_rollout_ref.actor.entropy_coeff=0.01"]
+    # Two micro-batches, so that rollouts and what they were sampled from are cut and put together again.
+    run = train(
+        tmp_path,
+        "cut",
+        *arithmetic(model),
+        *sampling,
+        *terms,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "trainer.total_training_steps=2",
+    )
+    assert_trains_like_its_engine(run, last=2)
+    for row in run.steps.values():
+        assert row["actor/ratio_max"] == 1.0
+        assert 1 <= row["rollout/support_mean"] <= 8
+        assert 0 < row["actor/entropy"] < math.log(8), "the entropy is of the tokens that could be sampled"
+    assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert run.steps[2]["actor/kl_loss"] > 1e-6
 
 
 def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):

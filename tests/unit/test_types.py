@@ -30,6 +30,9 @@ def make_batch(lengths: list[tuple[int, int]], groups: list[int] | None = None, 
         num_steps_N=torch.tensor(num_steps, dtype=torch.long) if optional else None,
         step_ends_K=torch.tensor([t for r in num_steps for t in range(r)], dtype=torch.long) if optional else None,
         step_rewards_K=torch.tensor([1000.0 * n + t for n, r in enumerate(num_steps) for t in range(r)]) if optional else None,
+        # Token t of a response has 1 + t % 3 entries, each the token's own value.
+        support_counts_T=(1 + trained.long() % 1000 % 3) if optional else None,
+        support_ids_M=trained.int().repeat_interleave(1 + trained.long() % 1000 % 3) if optional else None,
     )
 
 
@@ -45,6 +48,8 @@ def test_selecting_takes_all_columns_of_the_chosen_rollouts_in_the_order_asked_f
     assert chosen.ref_hidden_TD.tolist() == [[1000, -1000], [1001, -1001], [0, 0]]
     assert chosen.num_steps_N.tolist() == [1, 1]
     assert (chosen.step_ends_K.tolist(), chosen.step_rewards_K.tolist()) == ([0, 0], [1000, 0])
+    assert chosen.support_counts_T.tolist() == [1, 2, 1]
+    assert chosen.support_ids_M.tolist() == [1000, 1001, 1001, 0]
     assert chosen.ref_logprobs_T is None and chosen.advantages_T is None
 
 

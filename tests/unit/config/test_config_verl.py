@@ -87,7 +87,7 @@ def test_every_answer_takes_its_right_values_and_null_and_refuses_others_with_ad
     ("key", "values"),
     [
         ("actor_rollout_ref.model.use_remove_padding", [True, "True", "true"]),
-        (f"{R}.top_p", [1, 1.0, "1.0"]),
+        (f"{R}.pipeline_model_parallel_size", [1, 1.0, "1"]),
         (f"{A}.fsdp_config.model_dtype", ["fp32", "float32"]),
         (f"{R}.over_sample_rate", [0, "0", 0.0]),
         (f"{R}.mode", ["async"]),
@@ -105,7 +105,7 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
         (f"{R}.over_sample_rate", 1),
         ("actor_rollout_ref.model.use_remove_padding", 1),
         ("actor_rollout_ref.model.use_remove_padding", False),
-        (f"{R}.top_p", True),
+        (f"{R}.pipeline_model_parallel_size", True),
         (f"{R}.mode", "sync"),
     ],
 )

@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
 from grpo_rl.data.collate import collate
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Prompt, Rollout, Support
 
 
 def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same text"):
@@ -43,6 +44,31 @@ def test_an_empty_response_has_length_zero_and_no_tokens():
     assert batch.token_ids_S.tolist() == [1, 2, 1, 2, 3]
     assert batch.select([1]).token_ids_S.tolist() == [1, 2, 3]
     assert batch.counts().num_sequences == 1
+
+
+def sampled_from(sets):
+    return Support(np.array([len(s) for s in sets], dtype=np.int32), np.array([i for s in sets for i in s], dtype=np.int32))
+
+
+def test_what_the_tokens_were_sampled_from_becomes_sizes_and_ids():
+    one, empty, two = rollout("a", [1], [5, 6], 0.0), rollout("a", [1], [], 0.0), rollout("b", [1], [7], 1.0)
+    one.support, two.support = sampled_from([[5, 9], [6]]), sampled_from([[3, 7, 8]])
+    batch = collate([one, empty, two])
+    assert batch.support_counts_T.tolist() == [2, 1, 3]
+    assert batch.support_ids_M.tolist() == [5, 9, 6, 3, 7, 8]
+    assert batch.select([2, 1]).support_ids_M.tolist() == [3, 7, 8]
+    assert collate([rollout("a", [1], [5], 0.0)]).support_ids_M is None
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [([[5, 9]], "2 tokens and 1 sets"), ([[5], [5]], "not among those it was sampled from"), (None, "some do not")],
+)
+def test_a_support_that_does_not_fit_the_tokens_is_refused(sets, message):
+    one, other = rollout("a", [1], [5, 6], 0.0), rollout("a", [1], [7], 0.0)
+    one.support, other.support = None if sets is None else sampled_from(sets), sampled_from([[7]])
+    with pytest.raises(ValueError, match=message):
+        collate([one, other])
 
 
 def test_a_rollout_without_reward_is_refused():

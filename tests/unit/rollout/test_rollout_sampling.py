@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from grpo_rl.rollout.sampling import keep_top_k, keep_top_p, sample
+from grpo_rl.rollout.sampling import keep_min_p, keep_top_k, keep_top_p, sample, support_of
 from grpo_rl.types import Sampling
 
 LOGITS_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 
 def draw(sampling: Sampling, seed: int = 0) -> tuple[int, float]:
-    tokens_B, logprobs_B = sample(LOGITS_V[None], [sampling], [torch.Generator().manual_seed(seed)])
+    tokens_B, logprobs_B, _ = sample(LOGITS_V[None], [sampling], [torch.Generator().manual_seed(seed)])
     return int(tokens_B[0]), float(logprobs_B[0])
 
 
@@ -40,9 +40,30 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: list[float]
     assert keep_top_p(LOGITS_V, p).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("p", "kept"), [(0.2, [0.5263158, 0.3157895, 0.1578947, 0]), (0.5, [0.625, 0.375, 0, 0]), (1.0, [1, 0, 0, 0])]
+)
+def test_min_p_keeps_what_has_that_share_of_the_largest_probability(p: float, kept: list[float]) -> None:
+    assert keep_min_p(LOGITS_V, p).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
+
+
+def test_the_tokens_left_are_told_where_the_settings_ask_and_leave_some_out() -> None:
+    settings = [
+        Sampling(1, top_k=3, top_p=0.7, keep_support=True),
+        Sampling(1, min_p=0.2, keep_support=True),
+        Sampling(1, min_p=0.2),
+        Sampling(1, keep_support=True),
+        Sampling(1, temperature=0.0, top_k=2, keep_support=True),
+    ]
+    _, _, left = sample(LOGITS_V.repeat(5, 1), settings, [torch.Generator().manual_seed(0)] * 5)
+    assert [None if ids is None else ids.tolist() for ids in left] == [[0, 1], [0, 1, 2], None, None, None]
+    support = support_of([left[0], left[1]])
+    assert support.counts.tolist() == [2, 3] and support.token_ids.tolist() == [0, 1, 0, 1, 2]
+
+
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     count = 4000
-    tokens_B, _ = sample(
+    tokens_B, _, _ = sample(
         LOGITS_V.repeat(count, 1),
         [Sampling(1)] * count,
         [torch.Generator().manual_seed(seed) for seed in range(count)],
@@ -56,6 +77,6 @@ def test_a_row_is_drawn_the_same_whatever_the_other_rows_are() -> None:
     alone = [draw(Sampling(1, temperature=0.9), seed) for seed in range(8)]
     settings = [Sampling(1, temperature=0.9)] * 8 + [Sampling(1, temperature=0.0, top_k=1)]
     generators = [torch.Generator().manual_seed(seed) for seed in [*range(8), 99]]
-    tokens_B, logprobs_B = sample(LOGITS_V.repeat(9, 1), settings, generators)
+    tokens_B, logprobs_B, _ = sample(LOGITS_V.repeat(9, 1), settings, generators)
     together = list(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True))[:8]
     assert together == alone

@@ -1,0 +1,57 @@
+"""What vLLM sampled from, read from its log-probs of the likeliest tokens.
+
+vLLM's log-probs are taken after top-k, top-p and min-p (`logprobs_mode=processed_logprobs`), so a token that was left out
+has -inf, and the others are the sampling mask. vLLM's own `return_sampling_mask` gives the same set, but only with Triton
+(no CPU), and an engine with it refuses every greedy request, so validation too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from grpo_rl.types import Sampling, Support
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+
+_TIES = 32
+"""More tokens than top_k are asked for: those as likely as the k-th are sampled too."""
+_LOST = 1e-3
+"""Probability that may be missing from what was asked for, before the log-probs are no longer the trainer's."""
+
+
+def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
+    """How many of the likeliest tokens vLLM has to report beside the sampled one, so that none that was left is missed."""
+    if not sampling.returns_support:
+        return 0
+    return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
+
+
+def sampled_logprobs(logprobs: FlatLogprobs) -> tuple[float, ...]:
+    """The log-prob of each sampled token: the first of those reported for its place."""
+    values = logprobs.logprobs
+    return tuple(values[start] for start in logprobs.start_indices)
+
+
+def support_of(logprobs: FlatLogprobs) -> Support:
+    """The tokens with a probability, for each place.
+
+    Raises RuntimeError where so many are as likely as the k-th that not all were reported.
+    """
+    starts = np.asarray(logprobs.start_indices, dtype=np.int64)
+    token_ids = np.asarray(logprobs.token_ids, dtype=np.int32)
+    values = np.asarray(logprobs.logprobs, dtype=np.float64)
+    lengths = np.diff(starts, append=len(values))
+    first = np.zeros(len(values), dtype=bool)
+    first[starts] = True
+    # The sampled token comes first, and once more where it is among the likeliest.
+    kept = first | ((values > -np.inf) & (token_ids != np.repeat(token_ids[starts], lengths)))
+    found = np.add.reduceat(np.where(kept, np.exp(values), 0.0), starts)
+    if found.min() < 1 - _LOST:
+        raise RuntimeError(
+            f"more than {_TIES} tokens are as likely as the top_k-th, so {1 - found.min():.2g} of the probability is unknown; "
+            "set actor_rollout_ref.rollout.fp32_lm_head=true, another dtype, or another top_k"
+        )
+    return Support(np.add.reduceat(kept, starts, dtype=np.int32), token_ids[kept])

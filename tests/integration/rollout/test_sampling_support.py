@@ -1,0 +1,154 @@
+"""Sampling from a part of the vocabulary: the trainer's log-probs over what the engine sampled from are the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, response_logits
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from grpo_rl.data.collate import collate
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.rollout.engine import ENGINES, EngineSpec, RolloutEngine
+from grpo_rl.types import Batch, Completion, Prompt, Request, Rollout, Sampling
+from grpo_rl.workers.policy import sequences_of
+
+PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24)]
+CUTS = {
+    "top_p": {"top_p": 0.8},
+    "top_p of the 20 likeliest": {"top_p": 0.8, "top_k": 20},
+    "top_k": {"top_k": 5},
+    "top_k beyond the vocabulary": {"top_k": VOCAB + 100, "top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all three": {"top_p": 0.8, "top_k": 5, "min_p": 0.1},
+    "all three, warmer": {"top_p": 0.9, "top_k": 12, "min_p": 0.05, "temperature": 1.3},
+}
+
+
+@dataclass
+class Replica:
+    engine: RolloutEngine
+    folder: Path
+    model: Qwen3ForCausalLM
+
+    def run(self, sampling: dict[str, float], count: int = 16, **more: bool) -> list[tuple[Request, Completion]]:
+        requests = [
+            Request(f"r{i}", PROMPTS[i % len(PROMPTS)], Sampling(16, ignore_eos=True, seed=100 + i, **sampling, **more))  # type: ignore[arg-type]
+            for i in range(count)
+        ]
+        return run(self.engine, requests)
+
+
+def run(engine: RolloutEngine, requests: list[Request]) -> list[tuple[Request, Completion]]:
+    engine.submit(requests)
+    ended: dict[str, Completion] = {}
+    while engine.num_unfinished:
+        ended |= {completion.request_id: completion for completion in engine.step()}
+    return [(request, ended[request.request_id]) for request in requests]
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) -> Iterator[Replica]:
+    folder = tiny_qwen3(False)
+    engine = ENGINES.get(request.param)(EngineSpec(model_path=str(folder), name=request.param, max_model_len=64))
+    yield Replica(engine, folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    engine.close()
+
+
+def allowed(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
+    """What is left of the distribution, token by token from the likeliest on."""
+    probs = (logits_V.double() / sampling.temperature).softmax(-1).tolist()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    order = [token for token in order if probs[token] >= sampling.min_p * probs[order[0]]]
+    order = order[: sampling.top_k] if sampling.top_k > 0 else order
+    total, mass, kept = sum(probs[token] for token in order), 0.0, set()
+    for token in order:
+        if mass >= sampling.top_p * total:
+            break
+        kept.add(token)
+        mass += probs[token]
+    return kept
+
+
+def batch_of(pairs: list[tuple[Request, Completion]]) -> Batch:
+    return collate(
+        [
+            Rollout(
+                prompt=Prompt(str(number), request.prompt_ids, "", "test"),
+                sample_index=0,
+                response_ids=completion.response_ids,
+                rollout_logprobs=completion.logprobs,
+                finish_reason=completion.finish_reason,
+                weight_version=0,
+                reward=0.0,
+                support=completion.support,
+            )
+            for number, (request, completion) in enumerate(pairs)
+        ]
+    )
+
+
+@torch.no_grad()
+def trainer_logprobs(folder: Path, batch: Batch, temperature: float) -> torch.Tensor:
+    policy = PolicyModel(load_lm(str(folder), load_config(str(folder))), temperature=temperature, chunk_tokens=50)
+    logprobs_T: torch.Tensor = policy(sequences_of(batch, torch.device("cpu"))).logprobs_T
+    return logprobs_T
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_support_is_exactly_what_the_settings_leave(replica: Replica, cut: str) -> None:
+    for request, completion in replica.run(CUTS[cut], count=4, keep_support=True):
+        assert completion.support is not None
+        logits = response_logits(replica.model, request.prompt_ids, completion.response_ids)
+        start = 0
+        for row, size in enumerate(completion.support.counts.tolist()):
+            ids = completion.support.token_ids[start : start + size].tolist()
+            assert len(set(ids)) == size and set(ids) == allowed(logits[row], request.sampling)
+            start += size
+        assert start == len(completion.support.token_ids)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_trainers_logprobs_are_the_engines_and_without_the_support_they_are_not(replica: Replica, cut: str) -> None:
+    batch = batch_of(replica.run(CUTS[cut], keep_support=True))
+    temperature = CUTS[cut].get("temperature", 1.0)
+    with_T = trainer_logprobs(replica.folder, batch, temperature) - batch.rollout_logprobs_T
+    assert float(with_T.abs().max()) <= 1e-4
+    without = batch.replace(support_counts_T=None, support_ids_M=None)
+    without_T = trainer_logprobs(replica.folder, without, temperature) - batch.rollout_logprobs_T
+    assert float(without_T.exp().mean()) < 0.92, "the ratio is off by what was cut away"
+
+
+def test_a_support_is_returned_only_where_it_is_asked_for_and_something_is_left_out(replica: Replica) -> None:
+    assert all(c.support is None for _, c in replica.run({"top_k": 5}, count=2))
+    assert all(c.support is None for _, c in replica.run({}, count=2, keep_support=True))
+    greedy = replica.run({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, count=2, keep_support=True)
+    assert all(c.support is None and len(c.logprobs) == 16 for _, c in greedy)
+
+
+def test_cut_and_whole_sampling_share_an_engine(replica: Replica) -> None:
+    settings = [Sampling(8, top_k=3, seed=1, ignore_eos=True, keep_support=True), Sampling(8, seed=2, ignore_eos=True)]
+    (_, cut), (_, whole) = run(replica.engine, [Request(str(i), PROMPTS[0], s) for i, s in enumerate(settings)])
+    assert cut.support is not None and cut.support.counts.tolist() == [3] * 8
+    assert whole.support is None and len(whole.logprobs) == 8
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_logits_of_a_bfloat16_engine_have_float32s_digits_only_with_a_float32_head(
+    tiny_qwen3: Callable[[bool], Path], fp32: bool
+) -> None:
+    spec = EngineSpec(model_path=str(tiny_qwen3(False)), max_model_len=64, dtype="bfloat16", fp32_lm_head=fp32)
+    engine = ENGINES.get("vllm")(spec)
+    pairs = run(engine, [Request(f"r{i}", PROMPTS[0], Sampling(1, top_k=4, seed=i)) for i in range(40)])
+    engine.close()
+    logprob_of = {completion.response_ids[0]: completion.logprobs[0] for _, completion in pairs}
+    assert len(logprob_of) == 4
+    # Gaps between log-probs are gaps between logits; bfloat16 numbers from 1 on are multiples of 1/128.
+    gaps = 128 * (torch.tensor(list(logprob_of.values())) - max(logprob_of.values()))
+    off_grid = float((gaps - gaps.round()).abs().max())
+    assert off_grid > 0.05 if fp32 else off_grid < 1e-3

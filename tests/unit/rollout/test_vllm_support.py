@@ -1,0 +1,46 @@
+"""Reading what was sampled from out of log-probs of the likeliest tokens."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_rl.rollout.vllm_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.types import Sampling
+
+OUT = -math.inf
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+def reported(*places: list[tuple[int, float]]) -> SimpleNamespace:
+    flat = [entry for place in places for entry in place]
+    starts = [sum(len(place) for place in places[:number]) for number in range(len(places))]
+    return SimpleNamespace(token_ids=[token for token, _ in flat], logprobs=[value for _, value in flat], start_indices=starts)
+
+
+def test_tokens_with_a_probability_are_the_support_and_the_sampled_one_counts_once() -> None:
+    logprobs = reported(
+        [(7, QUARTER), (3, HALF), (7, QUARTER), (9, QUARTER), (1, OUT)],
+        [(4, 0.0), (4, 0.0), (2, OUT), (3, OUT)],
+        # The sampled token ties with the last one that was reported.
+        [(8, QUARTER), (5, HALF), (6, QUARTER)],
+    )
+    support = support_of(logprobs)
+    assert support.counts.tolist() == [3, 1, 3]
+    assert support.token_ids.tolist() == [7, 3, 9, 4, 8, 5, 6]
+    assert sampled_logprobs(logprobs) == (QUARTER, 0.0, QUARTER)
+
+
+def test_a_probability_that_was_not_reported_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"0\.25 of the probability is unknown.*fp32_lm_head"):
+        support_of(reported([(3, 0.0), (3, 0.0)], [(5, HALF), (5, HALF), (6, QUARTER)]))
+
+
+def test_as_many_are_asked_for_as_can_be_left_with_room_for_ties() -> None:
+    cut = Sampling(1, top_k=5, top_p=0.9, keep_support=True)
+    assert num_logprobs(cut, 1000) == 37
+    assert num_logprobs(cut, 20) == 20
+    assert num_logprobs(Sampling(1, top_p=0.9, keep_support=True), 1000) == 1000
+    assert num_logprobs(Sampling(1, top_k=5), 1000) == num_logprobs(Sampling(1, keep_support=True), 1000) == 0
