@@ -63,8 +63,8 @@ class Selection:
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts.
         """
         if not self.groups.enable:
-            sampled = self._draw(sample)
-            return Selected(sampled, sampled, self._retired())
+            rollouts = self._draw(sample)
+            return Selected(rollouts, rollouts, self._retired())
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0

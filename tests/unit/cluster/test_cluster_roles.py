@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.pool import sample_seed
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
+from grpo_rl.config.schema import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.actor import OptimizerStep
 
@@ -298,3 +299,37 @@ def test_every_response_has_a_seed_of_its_own_that_never_changes():
 
 def test_without_a_seed_the_engine_draws_freely():
     assert sample_seed(None, "e0-r1", 0) is None
+
+
+def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_path: Path):
+    entropies = iter([0.1, 0.1, 0.3, 0.1])
+    batch = make_batch([(1, 2), (1, 2)]).replace(advantages_T=torch.zeros(4))
+    settings = AdaptiveEntropyConfig(enable=True, target=0.2, delta=0.01)
+
+    class WithFiles(Ranks):
+        def call(self, method: str, folder: str) -> None:
+            """Saving and loading is the ranks' own affair."""
+
+    def answer(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        sent.extend(step.entropy_coeff for step in steps)
+        return [{"sum/entropy": next(entropies) * 4}]
+
+    def make() -> ActorGroup:
+        return actor(WithFiles(1, answer), adaptive_entropy=settings, entropy_coeff=0.05)
+
+    sent: list[float | None] = []
+    first = make()
+    logged = [first.update(batch)["actor/entropy_coeff"] for _ in range(3)]
+    # 0.05, then up by 0.01 twice; after a step above the target it falls to 0.06 and does not act.
+    assert sent == logged == pytest.approx([0.05, 0.06, 0.07])
+    first.save(tmp_path)
+    second = make()
+    second.load(tmp_path)
+    assert second.update(batch)["actor/entropy_coeff"] == 0.0
+    # Below the target again: the weight that was saved has risen.
+    assert second.entropy is not None and second.entropy.value == pytest.approx(0.07)
+
+
+def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
+    steps = run_update(make_batch([(1, 2)]), num_ranks=1, entropy_coeff=0.01)
+    assert steps[0][0][0].entropy_coeff is None
