@@ -20,7 +20,7 @@ class ConfigError(GrpoRlError):
 
 
 class DataError(GrpoRlError):
-    """A data file or a row of it cannot be used: file, row, column, what was found, what was expected."""
+    """The data cannot be used: file, row, column, what was found, what was expected; or nothing in them can be learnt from."""
 
     exit_code = 3
 

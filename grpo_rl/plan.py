@@ -118,11 +118,12 @@ def _bind_names(config: Config, machine: Machine) -> int | None:
     for key, action in _names(config, machine):
         bind(key, action)
     rows = _count_rows(config, bind)
-    if rows is not None and rows < config.data.train_batch_size and not config.trainer.val_only:
-        problems.append(
-            f"data.train_batch_size={config.data.train_batch_size}: larger than the training data, which has {rows} rows; "
-            f"a batch of at most {rows}, or more data"
-        )
+    for key in ("train_batch_size", "gen_batch_size"):
+        size = getattr(config.data, key)
+        if rows is not None and size is not None and rows < size and not config.trainer.val_only:
+            problems.append(
+                f"data.{key}={size}: larger than the training data, which has {rows} rows; a batch of at most {rows}, or more data"
+            )
     if problems:
         raise ConfigError(problems)
     return rows

@@ -22,6 +22,7 @@ from grpo_rl.config.switch_checks import value_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
+from grpo_rl.trainer.selection import check_metric
 
 _A = "actor_rollout_ref.actor"
 _DEFAULT_ACTOR = ActorConfig()
@@ -38,6 +39,11 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
     yield f"{_A}: ", lambda: _check_objective(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable:
+        yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
+    if data.retire_above is not None:
+        yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)
 
 
 def needs_critic(config: Config) -> bool:

@@ -132,6 +132,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     mini_batches = data.train_batch_size // actor.ppo_mini_batch_size
+    yield from _selected(config)
     yield (
         "update",
         f"{_count(mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -156,6 +157,25 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "ratio", f"{ratio}; old log-probs are {old}"
     else:
         yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
+
+
+def _selected(config: Config) -> Rows:
+    """Which of the groups are trained, and which prompts come again."""
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable and groups.refill:
+        yield (
+            "keep",
+            f"groups whose {groups.metric} differs, refilled by {derived.gen_batch_size(config)} prompts at a time to "
+            f"{data.train_batch_size} groups, {_count(groups.max_num_gen_batches, 'batch', 'batches')} at most; epochs pass faster",
+        )
+    elif groups.enable:
+        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
+    if data.retire_above is not None:
+        yield (
+            "retire",
+            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
+            "from the next epoch on",
+        )
 
 
 def _old_readers(config: Config) -> str:
@@ -213,6 +233,10 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield "old policy", "the engine's own log-probs (rollout_correction.bypass_mode)"
     if algorithm.mask_truncated:
         yield "trained", "only responses that were not cut off"
+    entropy = config.actor_rollout_ref.actor.adaptive_entropy
+    if entropy.enable:
+        start = config.actor_rollout_ref.actor.entropy_coeff
+        yield "entropy", f"coefficient from {start:g} by {entropy.delta:g} a step towards H = {entropy.target:g}; 0 above it"
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
     for line in objective.formula().splitlines():
         name, _, value = line.partition("=")

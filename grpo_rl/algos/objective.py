@@ -79,6 +79,7 @@ class Objective:
             clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
             clip_c=actor.clip_ratio_c,
             entropy_coeff=actor.entropy_coeff,
+            adaptive_entropy=actor.adaptive_entropy.enable,
             # A term with weight 0 is no term: nothing then asks for the reference.
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss and actor.kl_loss_coef > 0 else None,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,

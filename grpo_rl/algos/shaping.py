@@ -103,7 +103,8 @@ class PassRates:
         return self._rates.get(prompt)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self._rates), "retired": sorted(self._retired, key=repr)}
+        # Pairs, as the keys of a mapping would come back from JSON as text.
+        return {"rates": [list(item) for item in self._rates.items()], "retired": sorted(self._retired, key=repr)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rates, self._retired = dict(state["rates"]), set(state["retired"])

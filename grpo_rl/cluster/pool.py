@@ -159,7 +159,7 @@ class ReplicaPool:
 def sampling_of(sampling: Sampling, uid: str, sample: int) -> Sampling:
     """How one response is sampled: with a seed of its own, or greedily."""
     if sample == GREEDY:
-        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, keep_support=False, seed=None)
     return replace(sampling, seed=sample_seed(sampling.seed, uid, sample))
 
 

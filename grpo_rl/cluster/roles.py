@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import count, group_tokens
 from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
@@ -49,6 +50,9 @@ class ActorGroup:
         """Take the engine's log-probs as the old ones (algorithm.rollout_correction.bypass_mode)."""
         self.tokenizer = tokenizer
         """Written beside every exported model, if there is one."""
+        settings = config.adaptive_entropy
+        self.entropy = AdaptiveEntropy(settings.target, settings.delta, config.entropy_coeff) if settings.enable else None
+        """Steers the weight of the entropy bonus from one batch to the next."""
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
@@ -69,15 +73,21 @@ class ActorGroup:
     def update(self, batch: Batch) -> Metrics:
         """`ppo_epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
         counts: list[Counts] = []
+        coefficient = None if self.entropy is None else self.entropy.value
         per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
         for number, chosen in enumerate(self._mini_batches(batch)):
             counts.append(count(trained_lengths(chosen), chosen.group_N))
             mini_batch = self._with_columns(chosen, number)
             for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
-                steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
+                steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows)), coefficient))
         results = self.group.call_each("update", [(steps,) for steps in per_rank])
         self.version += 1
-        return combine_stats(results, counts)
+        metrics = combine_stats(results, counts)
+        if self.entropy is not None and coefficient is not None:
+            metrics["actor/entropy_coeff"] = coefficient
+            if any(step_counts.num_tokens for step_counts in counts):
+                self.entropy.update(metrics["actor/entropy"])
+        return metrics
 
     def updates_per_batch(self, batch: Batch) -> int:
         """Optimizer steps on one batch."""
@@ -87,13 +97,19 @@ class ActorGroup:
     def save(self, folder: Path) -> None:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
         self.group.call("save", str(folder))
-        (folder / "actor.json").write_text(json.dumps({"num_shuffles": self.num_shuffles, "version": self.version}))
+        state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
+        if self.entropy is not None:
+            state["entropy"] = self.entropy.state_dict()
+        (folder / "actor.json").write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
         self.group.call("load", str(folder))
         state = json.loads((folder / "actor.json").read_text())
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
+        # A run may switch the steering on when it resumes: then it starts from the configured weight.
+        if self.entropy is not None and "entropy" in state:
+            self.entropy.load_state_dict(state["entropy"])
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""

@@ -139,6 +139,11 @@ def updates_per_step(config: Config) -> int:
     return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
 
+def gen_batch_size(config: Config) -> int:
+    """Prompts that are sampled at a time."""
+    return config.data.gen_batch_size or config.data.train_batch_size
+
+
 def has_kl_in_loss(config: Config) -> bool:
     """Whether the loss has a KL term that is not 0 everywhere."""
     actor = config.actor_rollout_ref.actor

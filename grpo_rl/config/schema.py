@@ -57,6 +57,14 @@ class DataConfig:
     """Column whose value chooses the rule-based reward."""
     train_batch_size: Count = 1024
     """Prompts per training step. The number of rollouts is this times rollout.n."""
+    gen_batch_size: Count | None = None
+    """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups); null: train_batch_size."""
+    retire_above: Annotated[float, Range(gt=0, le=1)] | None = None
+    """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
+    retire_metric: str = "score"
+    """What a response passes by: named as algorithm.filter_groups.metric is."""
+    retire_score: float = 1.0
+    """The least value of it with which a response passes."""
     max_prompt_length: Count = 512
     """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
     max_response_length: Count = 512
@@ -163,6 +171,16 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptiveEntropyConfig:
+    enable: bool = False
+    """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
+    target: Positive = 0.2
+    """Entropy per trained token, in nats, that it holds; above it there is no bonus."""
+    delta: Positive = 0.005
+    """By how much the weight rises after a step below the target, and falls after one above."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(
         default_factory=lambda: ["model", "optimizer", "extra"]
@@ -203,6 +221,7 @@ class ActorConfig:
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
     """Weight of the entropy bonus."""
+    adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     use_kl_loss: bool = True
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
     kl_loss_coef: NonNegative = 0.001
@@ -387,6 +406,18 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FilterGroupsConfig:
+    enable: bool = False
+    """Do not train groups whose responses all have the same metric, as these have no signal (DAPO, ScaleRL)."""
+    metric: str = "score"
+    """score (the sum of the rewards), seq_reward (with the overlong penalty too), or a part of the reward by its name, such as auto or acc."""
+    refill: bool = True
+    """Sample further prompts until data.train_batch_size groups have a signal; false: train those that do."""
+    max_num_gen_batches: Count = 10
+    """Most batches of data.gen_batch_size prompts for one step; if too few groups have a signal then, the run stops."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
@@ -406,6 +437,7 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     mask_truncated: bool = False
     """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
 
 @dataclass(frozen=True, slots=True)

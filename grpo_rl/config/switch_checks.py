@@ -17,6 +17,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
+    yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
     yield from _without_effect(config)
@@ -66,6 +67,20 @@ def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
         )
 
 
+def _selection(config: Config) -> Iterator[str]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if config.algorithm.filter_groups.enable and rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable=true: a group of one response never has a signal, and "
+            "actor_rollout_ref.rollout.n=1; usual is 5 to 16"
+        )
+    if actor.adaptive_entropy.enable and actor.entropy_coeff < 0:
+        yield (
+            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: where adaptive_entropy starts from, "
+            "and that is never negative; 0 or more"
+        )
+
+
 def _validation(config: Config) -> Iterator[str]:
     trainer, data = config.trainer, config.data
     if not data.val_files:
@@ -110,10 +125,15 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
     both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
     needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
+    groups, entropy = algorithm.filter_groups, actor.adaptive_entropy
+    needs_filter = "needs algorithm.filter_groups.enable=true"
     needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         "data.seed": (config.data.shuffle, "needs data.shuffle=true"),
+        "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
+        "data.retire_metric": (config.data.retire_above is not None, "needs data.retire_above"),
+        "data.retire_score": (config.data.retire_above is not None, "needs data.retire_above"),
         "data.val_max_samples": (bool(config.data.val_files), "needs data.val_files"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
@@ -129,6 +149,11 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             "needs critic.optim.lr_scheduler_type=linear or cosine",
         ),
         f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
+        f"{a}.adaptive_entropy.target": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
+        f"{a}.adaptive_entropy.delta": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
+        "algorithm.filter_groups.metric": (groups.enable, needs_filter),
+        "algorithm.filter_groups.refill": (groups.enable, needs_filter),
+        "algorithm.filter_groups.max_num_gen_batches": (groups.enable and groups.refill, needs_filter + ", with refill"),
         "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),
         "algorithm.kl_ctrl.type": (algorithm.use_kl_in_reward, needs_kl_in_reward),
         "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),

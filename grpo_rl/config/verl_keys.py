@@ -174,7 +174,6 @@ _MODEL: dict[str, Answer] = {
 _DATA: dict[str, Answer] = {
     "tokenizer": Answer(f"use {_M}.tokenizer_path"),
     "use_shm": Answer("files are read where they lie", (False,)),
-    "gen_batch_size": Answer("use data.train_batch_size: as many prompts are sampled as are trained on"),
     "val_batch_size": Answer("all validation prompts go to the engines at once; leave it out"),
     "tool_config_path": Answer(_NO_MULTI_TURN),
     "function_tool_path": Answer(_NO_MULTI_TURN),
@@ -200,7 +199,7 @@ _ALGORITHM: dict[str, Answer] = {
     "rollout_correction.loss_type": Answer(
         f"the loss is {_A}.policy_loss.loss_mode, with bypass_mode as without", ("ppo_clip",)
     ),
-    **_switch("filter_groups", "groups without signal stay in the batch with advantage 0"),
+    "filter_groups.max_inflight_gen_batches": Answer("one batch of prompts is sampled after the other", (1,)),
     "use_pf_ppo": Answer("there is no preference-feedback reweighting", (False,)),
     "pf_ppo": Answer("there is no preference-feedback reweighting"),
 }

@@ -25,15 +25,17 @@ class RolloutLog:
     def __init__(self, run_dir: RunDir) -> None:
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
 
-    def write(self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None = None) -> Path:
-        """The file `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages` has one per rollout."""
+    def write(
+        self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
+    ) -> Path:
+        """The file `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages`: one per rollout, None if not trained."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.jsonl"
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             for index, rollout in enumerate(rollouts):
-                file.write(dump_line(_record(rollout, None if advantages is None else float(advantages[index]))))
+                file.write(dump_line(_record(rollout, None if advantages is None else advantages[index])))
         os.replace(temporary, path)
         return path
 

@@ -13,7 +13,6 @@ from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.sampler import PromptSampler
 from grpo_rl.errors import CheckpointError
 from grpo_rl.rewards.metrics import validation_metrics
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
@@ -24,6 +23,7 @@ from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
 from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
+from grpo_rl.trainer.selection import Selected, Selection
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
@@ -72,7 +72,7 @@ class SyncTrainer:
         self.advantage = Advantage(config.algorithm, roles.rewarder.factors)
         self.trained_tokens = TrainedTokens(config.algorithm)
         data = config.data
-        self.sampler = PromptSampler(len(train_data), data.train_batch_size, data.shuffle, data.seed)
+        self.selection = Selection(config, train_data, roles.rewarder.factors)
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
         rollout = config.actor_rollout_ref.rollout
         self.sampling = Sampling(
@@ -93,13 +93,12 @@ class SyncTrainer:
         timer = Timer()
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
-        with timer("gen"):
-            prompts = self._next_prompts()
-            n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
-            rollouts = self.rollout.generate(prompts, n, self._step_sampling(), self.rewarder.submit, greedy=greedy)
-        with timer("reward"):
-            rollouts = with_baselines(self._penalized(self.rewarder.wait(rollouts)))
-        batch = collate(rollouts, self.advantage.parts)
+        selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
+        sampled = rollout_metrics(selected.sampled) | selected.metrics
+        if not selected.trained:
+            self._keep_rollouts(selected)
+            return sampled | timer.metrics()
+        batch = collate(selected.trained, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
         if self.reference is not None:
@@ -112,9 +111,17 @@ class SyncTrainer:
             batch, advantage_metrics = self.advantage(batch)
             batch, trained_metrics = self.trained_tokens(batch)
         update_metrics = self._update(batch, timer)
-        self._keep_rollouts(rollouts, batch)
-        sampled = rollout_metrics(rollouts) | batch_metrics(batch, timer)
-        return sampled | advantage_metrics | trained_metrics | update_metrics | timer.metrics()
+        self._keep_rollouts(selected, batch)
+        measured = batch_metrics(batch, timer) | advantage_metrics | trained_metrics | update_metrics
+        return sampled | measured | timer.metrics()
+
+    def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
+        """Scored rollouts of these prompts; each is scored as it ends."""
+        n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
+        with timer("gen"):
+            rollouts = self.rollout.generate(prompts, n, self._step_sampling(), self.rewarder.submit, greedy=greedy)
+        with timer("reward"):
+            return with_baselines(self._penalized(self.rewarder.wait(rollouts)))
 
     def _update(self, batch: Batch, timer: Timer) -> Metrics:
         """Train the critic, and the actor once the critic's warm-up is over."""
@@ -134,18 +141,23 @@ class SyncTrainer:
         trainer = self.config.trainer
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
             self._log(self.evaluate())
-        while self.step < self.total_steps and not trainer.val_only:
+        while self.step < self.total_steps and not trainer.val_only and not self.selection.exhausted:
             started = time.perf_counter()
             self.step += 1
             metrics = self.train_step()
-            last = self.step == self.total_steps
+            last = self.step == self.total_steps or self.selection.exhausted
             if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
                 metrics |= self.evaluate()
             if trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq)):
                 metrics |= self.save()
             metrics["timing_s/step"] = time.perf_counter() - started
-            metrics["trainer/epoch"] = float(self.sampler.epoch)
+            metrics["trainer/epoch"] = float(self.selection.epoch)
             self._log(metrics)
+        if self.selection.exhausted:
+            self.output.console.warn(
+                f"training ends at step {self.step} of {self.total_steps}: fewer prompts than a batch are left, the others "
+                "passed often enough to retire; give harder data, or raise data.retire_above"
+            )
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -206,7 +218,7 @@ class SyncTrainer:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "sampler": self.sampler.state_dict(),
+            "sampler": self.selection.state_dict(),
             "advantage": self.advantage.state_dict(),
             "num_rows": len(self.train_data),
         }
@@ -218,13 +230,10 @@ class SyncTrainer:
                 "its position in the data means nothing there"
             )
         self.step = int(state["step"])
-        self.sampler.load_state_dict(state["sampler"])
+        self.selection.load_state_dict(state["sampler"])
         self.advantage.load_state_dict(state["advantage"])
 
     # ---- small parts -----------------------------------------------------------------------------------
-
-    def _next_prompts(self) -> list[Prompt]:
-        return [self.train_data.prompt(row, uid) for row, uid in self.sampler.next_batch()]
 
     def _step_sampling(self) -> Sampling:
         """Sampling with the step mixed into the seed; the pool mixes in prompt and sample."""
@@ -233,8 +242,12 @@ class SyncTrainer:
     def _penalized(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         return penalize_overlong(rollouts, self.config.reward.overlong_buffer, self.config.data.max_response_length)
 
-    def _keep_rollouts(self, rollouts: Sequence[Rollout], batch: Batch) -> None:
-        if self.config.trainer.save_rollouts:
+    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None) -> None:
+        """Write all that was sampled, with the advantages of what was trained: the rollouts of `batch`."""
+        if not self.config.trainer.save_rollouts:
+            return
+        advantages: dict[tuple[str, int], float] = {}
+        if batch is not None:
             assert batch.advantages_T is not None
             ends_N = batch.response_lengths_N.cumsum(0).tolist()
             lengths_N = batch.response_lengths_N.tolist()
@@ -242,7 +255,9 @@ class SyncTrainer:
             last = [
                 float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)
             ]
-            self.output.rollouts.write("rollouts", self.step, rollouts, last)
+            advantages = dict(zip(map(_occurrence, selected.trained), last, strict=True))
+        logged = [advantages.get(_occurrence(rollout)) for rollout in selected.sampled]
+        self.output.rollouts.write("rollouts", self.step, selected.sampled, logged)
 
     @contextmanager
     def _bar(self, title: str, total: int) -> Iterator[Callable[[Rollout], None]]:
@@ -258,6 +273,11 @@ class SyncTrainer:
         if metrics:
             self.output.sinks.log(self.step, metrics)
             self.output.console.step(self.step, self.total_steps, metrics)
+
+
+def _occurrence(rollout: Rollout) -> tuple[str, int]:
+    """What tells this rollout from all others of its step."""
+    return rollout.prompt.uid, rollout.sample_index
 
 
 def _due(step: int, frequency: int) -> bool:

@@ -70,6 +70,8 @@ class OptimizerStep:
 
     counts: Counts
     micro_batches: tuple[Batch | None, ...]
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus, where it is steered from step to step."""
 
 
 class ActorWorker:
@@ -123,7 +125,7 @@ class ActorWorker:
             self._root.set_requires_gradient_sync(last or self.device.type == "cuda")
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
-            loss, micro_stats = self._loss(outputs, batch, step.counts)
+            loss, micro_stats = self._loss(outputs, batch, step)
             loss.backward()
             for key, value in micro_stats.items():
                 share = float(value)
@@ -145,7 +147,7 @@ class ActorWorker:
             ref_hidden_TD = ref_hidden_TD.to(self.device)
         return self.policy(sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head)
 
-    def _loss(self, outputs: TokenOutputs, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, outputs: TokenOutputs, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
         if batch is None:
             # A rank without work still takes part in the collectives of the backward pass.
             return outputs.logprobs_T.sum() * 0.0, {}
@@ -155,7 +157,7 @@ class ActorWorker:
             policy_logprobs_T=outputs.logprobs_T,
             advantages_T=batch.advantages_T.to(self.device),
             lengths_N=batch.response_lengths_N.to(self.device),
-            counts=counts,
+            counts=step.counts,
             old_logprobs_T=old_logprobs_T,
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
             entropy_T=outputs.entropy_T,
@@ -164,13 +166,14 @@ class ActorWorker:
             keep_T=_to(batch.keep_T, self.device),
             selected_T=_to(batch.selected_T, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
+            entropy_coeff=step.entropy_coeff,
         )
         # Without the trainer's old log-probs this pass has to tell: where it is the first with these weights, its own are
         # those of the sampling policy.
         own = old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
-        return loss, stats | _mismatch(trainer_logprobs_T, batch, counts, shares=own)
+        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
 
     @property
     def _root(self) -> FSDPModule:

@@ -28,7 +28,14 @@ RUN_TIMEOUT_S = 540
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
 # A random model never gets a sum right: this one makes a difference between its responses.
-REWARD = "def variety(data_source, solution_str, ground_truth, extra_info):\n    return len(set(solution_str)) / 10\n"
+REWARD = """\
+def variety(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str)) / 10
+
+
+def odd(data_source, solution_str, ground_truth, extra_info):
+    return float(len(set(solution_str)) % 2)
+"""
 
 
 @dataclass(frozen=True)
@@ -379,3 +386,53 @@ def test_process_supervision_trains_on_the_rewards_of_steps(model, tmp_path):
                 last = [reward for end, reward in record["steps"] if end == record["response_length"] - 1]
                 expected = (last[0] - statistics.fmean(rewards)) / (spread + 1e-6) if last and spread else 0.0
                 assert record["advantage"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_dapo_refills_every_batch_and_resumes_exactly(model, tmp_path):
+    actor = "actor_rollout_ref.actor"
+    words = [
+        *arithmetic(model),
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=odd",
+        "data.gen_batch_size=4",
+        "data.retire_above=0.5",
+        "data.retire_metric=odd",
+        "reward.functions=[my_reward.py:odd,my_reward.py:variety]",
+        "reward.overlong_buffer.len=6",
+        f"{actor}.clip_ratio_high=0.28",
+        f"{actor}.ppo_mini_batch_size=4",
+        f"{actor}.use_kl_loss=false",
+        f"{actor}.adaptive_entropy.enable=true",
+        f"{actor}.adaptive_entropy.target=10",
+        "actor_rollout_ref.rollout.name=hf",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=3",
+    ]
+    whole = train(tmp_path, "whole", *words)
+    assert sorted(whole.steps) == [1, 2, 3]
+    assert max(row["filter_groups/num_gen_batches"] for row in whole.steps.values()) > 2
+    for step, row in whole.steps.items():
+        groups = defaultdict(list)
+        for record in whole.rollouts(step):
+            groups[record["uid"]].append(record)
+        live = [group for group in groups.values() if len({record["reward_parts"]["odd"] for record in group}) > 1]
+        trained = [group for group in groups.values() if group[0]["advantage"] is not None]
+        assert trained == live[:8] and len(trained) == 8
+        assert len(groups) == 4 * row["filter_groups/num_gen_batches"]
+        assert row["filter_groups/kept_fraction"] == pytest.approx(len(live) / len(groups))
+        # A random model is far from 10 nats: the weight rises with every step.
+        assert row["actor/entropy_coeff"] == pytest.approx(0.005 * (step - 1))
+    assert whole.steps[3]["data/retired_fraction"] > 0
+
+    killed = whole.path.with_name("resumed")
+    shutil.copytree(whole.path, killed)
+    for left in ("checkpoints/step_2", "checkpoints/step_3", "model"):
+        shutil.rmtree(killed / left)
+    resumed = train(tmp_path, "resumed", *words)
+    assert "at step 1" in resumed.output
+    for step in (2, 3):
+        assert _without_times(resumed.steps[step]) == pytest.approx(_without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
+        assert [r["response"] for r in resumed.rollouts(step)] == [r["response"] for r in whole.rollouts(step)]
+    for name, weight in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name

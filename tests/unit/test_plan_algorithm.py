@@ -323,3 +323,43 @@ def test_old_logprobs_are_computed_for_weights_and_rejections_and_never_with_byp
 def test_corrections_without_effect_are_refused(words: list[str], said: str) -> None:
     (problem,) = problems_of(*words)
     assert said in problem
+
+
+# ---- what is selected -----------------------------------------------------------------------------------
+
+FILTER = "algorithm.filter_groups"
+
+
+def test_the_plan_says_which_groups_are_trained_and_which_prompts_retire() -> None:
+    page = page_of(f"{FILTER}.enable=true", "data.gen_batch_size=24", "data.retire_above=0.9")
+    assert "groups whose score differs, refilled by 24 prompts at a time to 16 groups, 10 batches at most" in page
+    assert "prompts with score >= 1 in 0.9 of their responses or more" in page
+    page = page_of(f"{FILTER}.enable=true", f"{FILTER}.refill=false", f"{FILTER}.metric=auto")
+    assert "groups whose auto differs; the others are not trained" in page
+
+
+def test_the_plan_says_how_the_entropy_is_steered() -> None:
+    page = page_of(f"{A}.adaptive_entropy.enable=true", f"{A}.adaptive_entropy.target=0.3", f"{A}.entropy_coeff=0.01")
+    assert "coefficient from 0.01 by 0.005 a step towards H = 0.3" in page and "(adaptive entropy_coeff)·avg(H)" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{FILTER}.metric=auto"], "needs algorithm.filter_groups.enable=true"),
+        ([f"{FILTER}.refill=false"], "needs algorithm.filter_groups.enable=true"),
+        ([f"{FILTER}.enable=true", f"{FILTER}.refill=false", f"{FILTER}.max_num_gen_batches=3"], "with refill"),
+        ([f"{FILTER}.enable=true", f"{FILTER}.refill=false", "data.gen_batch_size=3"], "with refill"),
+        ([f"{FILTER}.enable=true", f"{FILTER}.max_num_gen_batches=0"], ">= 1"),
+        ([f"{FILTER}.enable=true", f"{FILTER}.metric=nothing"], "algorithm.filter_groups.metric=nothing: no part"),
+        ([f"{FILTER}.enable=true", f"{R}.n=1", f"{E}=reinforce_plus_plus"], "never has a signal"),
+        (["data.retire_above=0.9", "data.retire_metric=nothing"], "data.retire_metric=nothing: no part"),
+        (["data.retire_score=0.5"], "needs data.retire_above"),
+        ([f"{FILTER}.enable=true", "data.gen_batch_size=2000"], "data.gen_batch_size=2000: larger than the training data"),
+        ([f"{A}.adaptive_entropy.target=0.5"], "adaptive_entropy.enable=true"),
+        ([f"{A}.adaptive_entropy.enable=true", f"{A}.entropy_coeff=-0.1"], "0 or more"),
+    ],
+)
+def test_a_selection_that_cannot_be_is_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.pool import sample_seed, sampling_of
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
+from grpo_rl.config.schema import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.actor import OptimizerStep
 
@@ -302,6 +303,42 @@ def test_without_a_seed_the_engine_draws_freely():
 
 
 def test_a_greedy_response_is_sampled_without_chance_and_the_others_as_without_it():
-    sampling = Sampling(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, ignore_eos=True, seed=3)
+    sampling = Sampling(
+        max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, keep_support=True, ignore_eos=True, seed=3
+    )
     assert sampling_of(sampling, "e0-r1", GREEDY) == Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
     assert sampling_of(sampling, "e0-r1", 2) == dataclasses.replace(sampling, seed=sample_seed(3, "e0-r1", 2))
+
+
+def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_path: Path):
+    entropies = iter([0.1, 0.1, 0.3, 0.1])
+    batch = make_batch([(1, 2), (1, 2)]).replace(advantages_T=torch.zeros(4))
+    settings = AdaptiveEntropyConfig(enable=True, target=0.2, delta=0.01)
+
+    class WithFiles(Ranks):
+        def call(self, method: str, folder: str) -> None:
+            """Saving and loading is the ranks' own affair."""
+
+    def answer(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        sent.extend(step.entropy_coeff for step in steps)
+        return [{"sum/entropy": next(entropies) * 4}]
+
+    def make() -> ActorGroup:
+        return actor(WithFiles(1, answer), adaptive_entropy=settings, entropy_coeff=0.05)
+
+    sent: list[float | None] = []
+    first = make()
+    logged = [first.update(batch)["actor/entropy_coeff"] for _ in range(3)]
+    # 0.05, then up by 0.01 twice; after a step above the target it falls to 0.06 and does not act.
+    assert sent == logged == pytest.approx([0.05, 0.06, 0.07])
+    first.save(tmp_path)
+    second = make()
+    second.load(tmp_path)
+    assert second.update(batch)["actor/entropy_coeff"] == 0.0
+    # Below the target again: the weight that was saved has risen.
+    assert second.entropy is not None and second.entropy.value == pytest.approx(0.07)
+
+
+def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
+    steps = run_update(make_batch([(1, 2)]), num_ranks=1, entropy_coeff=0.01)
+    assert steps[0][0][0].entropy_coeff is None

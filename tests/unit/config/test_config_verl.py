@@ -125,7 +125,6 @@ def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -
         (f"{A}.optim.warmup_style", f"{A}.optim.lr_scheduler_type"),
         ("custom_reward_function.path", "reward.custom_reward_function.path"),
         ("custom_reward_function.name", "reward.custom_reward_function.name"),
-        ("data.gen_batch_size", "data.train_batch_size"),
         ("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
         ("trainer.default_hdfs_dir", "trainer.default_local_dir"),
         ("trainer.ray_wait_register_center_timeout", "trainer.start_timeout_s"),

@@ -33,6 +33,8 @@ class Policy:
         self.samplings: list[Sampling] = []
         self.prompts: list[list[str]] = []
         self.version = 0
+        self.is_solved: Callable[[str], bool] = lambda uid: False
+        """Prompts that it always answers right."""
 
     def sync_weights(self, actor: Any) -> Metrics:
         assert actor is self
@@ -56,7 +58,7 @@ class Policy:
             for sample in [*range(n), *([GREEDY] if greedy else [])]:
                 # Greedily it knows every other prompt.
                 knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
-                text = str(prompt.ground_truth) if knows else "no idea"
+                text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
                 rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
@@ -328,3 +330,61 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monk
     resumed.resume(latest)
     resumed.fit()
     assert policy.version == 3
+
+
+def filtering(data: dict[str, Any], groups: dict[str, Any], **trainer: Any) -> Config:
+    algorithm = AlgorithmConfig(filter_groups=dataclasses.replace(AlgorithmConfig().filter_groups, enable=True, **groups))
+    config = make_config(algorithm, **trainer)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+
+
+def test_further_prompts_are_sampled_until_enough_groups_have_a_signal(make):
+    trainer, policy = make(filtering({"shuffle": False}, {}), total_steps=1, with_val=False)
+    policy.is_solved = lambda uid: uid in ("e0-r0", "e0-r3")
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "generate 2x4", "old", "update"]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    # Two of four prompts are solved: 3/4 of all responses are right, of the trained ones 1/2.
+    assert row["reward/mean"] == 0.75
+    assert (row["filter_groups/num_gen_batches"], row["filter_groups/kept_fraction"]) == (2.0, 0.5)
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    trained = {record["uid"] for record in records if record["advantage"] is not None}
+    assert len(records) == 16 and trained == {"e0-r1", "e0-r2"}
+
+
+def test_a_step_without_any_signal_trains_nothing(make):
+    trainer, policy = make(filtering({}, {"refill": False}), total_steps=1, with_val=False)
+    policy.is_solved = lambda uid: True
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4"]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["reward/mean"] == 1.0 and row["filter_groups/kept_fraction"] == 0.0
+
+
+def test_training_ends_in_good_order_when_all_prompts_are_learnt(make, capsys):
+    config = make_config(save_freq=10)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, retire_above=0.5))
+    trainer, policy = make(config, total_steps=9)
+    trainer.fit()
+    # Half of the responses pass, so that each of the six prompts is sampled once.
+    assert policy.calls == [*VALIDATION, *STEP, *STEP, *STEP, *VALIDATION, "save"]
+    assert "training ends at step 3 of 9" in "".join(capsys.readouterr())
+    again, policy = make(config, total_steps=9)
+    again.resume(trainer.store.folder / "step_3")
+    again.fit()
+    assert policy.calls == ["load"]
+
+
+def test_a_resumed_run_refills_with_the_prompts_of_one_that_was_not_interrupted(make):
+    config = filtering({}, {}, save_freq=2)
+
+    def trained(resume: bool) -> list[list[str]]:
+        trainer, policy = make(config, total_steps=5, with_val=False)
+        policy.is_solved = lambda uid: uid[-1] in "024"
+        if resume:
+            trainer.resume(trainer.store.folder / "step_2")
+        trainer.fit()
+        return policy.prompts
+
+    whole, resumed = trained(resume=False), trained(resume=True)
+    assert len(whole) > 5 and whole[-len(resumed) :] == resumed

@@ -1,0 +1,184 @@
+"""Which prompts a step trains on: drawn from the data, sampled and scored, and kept where there is something to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_rl.algos.shaping import PassRates, with_signal
+from grpo_rl.config import derived
+from grpo_rl.config.schema import Config
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.sampler import PromptSampler
+from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.rewards.compose import LIFTED, RewardFunction
+from grpo_rl.types import Metrics, Prompt, Rollout
+
+Sample = Callable[[list[Prompt]], list[Rollout]]
+"""Scored rollouts of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The rollouts of one step."""
+
+    trained: list[Rollout]
+    """Those that are trained on, whole groups in the order in which they were drawn. May be none without refilling."""
+    sampled: list[Rollout]
+    """All that were sampled for the step: what tells how good the policy is."""
+    metrics: Metrics
+
+
+class Selection:
+    """Draws prompts for one step after the other.
+
+    With `algorithm.filter_groups` groups without signal are replaced by those of further prompts, or left out (dynamic
+    sampling: DAPO, arXiv 2503.14476, section 3.2; zero-variance filter: ScaleRL, arXiv 2510.13786, section 3). With
+    `data.retire_above` prompts that are learnt are not drawn again.
+    """
+
+    def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
+        self.data = data
+        self.factors = factors
+        self.groups = config.algorithm.filter_groups
+        self.num_wanted = config.data.train_batch_size
+        self.retire_metric, self.retire_score = config.data.retire_metric, config.data.retire_score
+        bound = config.data.retire_above
+        self.pass_rates = None if bound is None else PassRates(bound)
+        self.sampler = PromptSampler(
+            len(data),
+            derived.gen_batch_size(config),
+            config.data.shuffle,
+            config.data.seed,
+            size_key="data.train_batch_size" if config.data.gen_batch_size is None else "data.gen_batch_size",
+            is_retired=None if self.pass_rates is None else self.pass_rates.is_retired,
+        )
+
+    def next(self, sample: Sample) -> Selected:
+        """The rollouts of the next step.
+
+        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts.
+        """
+        if not self.groups.enable:
+            rollouts = self._draw(sample)
+            return Selected(rollouts, rollouts, self._retired())
+        sampled: list[Rollout] = []
+        kept: list[list[Rollout]] = []
+        num_groups = num_batches = 0
+        while num_batches == 0 or (self.groups.refill and len(kept) < self.num_wanted):
+            if num_batches == self.groups.max_num_gen_batches:
+                raise DataError(self._too_few(len(kept), num_groups, num_batches))
+            if num_batches and self.exhausted:
+                raise DataError(f"{self._too_few(len(kept), num_groups, num_batches)}; all other prompts are retired")
+            rollouts = self._draw(sample)
+            found, drawn = self._with_signal(rollouts)
+            sampled += rollouts
+            kept += found
+            num_groups += drawn
+            num_batches += 1
+        metrics = {
+            "filter_groups/num_gen_batches": float(num_batches),
+            "filter_groups/kept_fraction": len(kept) / num_groups,
+        }
+        trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
+        return Selected(trained, sampled, metrics | self._retired())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the prompts that were drawn last."""
+        return self.sampler.epoch
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether fewer prompts than a batch are left to draw, as the others are retired."""
+        num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
+        return len(self.data) - num_retired < self.sampler.batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, and what is retired."""
+        retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
+        return self.sampler.state_dict() | retired
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none."""
+        self.sampler.load_state_dict(state)
+        if self.pass_rates is not None and "pass_rates" in state:
+            self.pass_rates.load_state_dict(state["pass_rates"])
+
+    def _draw(self, sample: Sample) -> list[Rollout]:
+        """Scored rollouts of the next batch of prompts; their pass rates are noted."""
+        row_of = {uid: row for row, uid in self.sampler.next_batch()}
+        rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
+        if self.pass_rates is not None:
+            for uid, group in _by_uid(rollouts).items():
+                values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
+                passed = sum(value >= self.retire_score for value in values)
+                self.pass_rates.record(row_of[uid], passed, len(values))
+        return rollouts
+
+    def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
+        """The groups in which the metric differs, in their order, and the number of all groups."""
+        groups = list(_by_uid(rollouts).values())
+        values = [metric_of(rollout, self.groups.metric, self.factors) for group in groups for rollout in group]
+        sizes_G = torch.tensor([len(group) for group in groups])
+        group_N = torch.arange(len(groups)).repeat_interleave(sizes_G)
+        has_signal_N = with_signal(torch.tensor(values, dtype=torch.float64), group_N)
+        first_G = sizes_G.cumsum(0) - sizes_G
+        kept = [group for group, has_signal in zip(groups, has_signal_N[first_G].tolist(), strict=True) if has_signal]
+        return kept, len(groups)
+
+    def _too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
+        return (
+            f"only {num_kept} of {num_groups} groups had a signal in {num_batches} batches of prompts, and "
+            f"data.train_batch_size={self.num_wanted} are wanted; in the others all responses have the same "
+            f"{self.groups.metric}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
+            "data.train_batch_size, set algorithm.filter_groups.refill=false, or train on prompts that are neither all "
+            "solved nor all unsolved"
+        )
+
+    def _retired(self) -> Metrics:
+        if self.pass_rates is None:
+            return {}
+        return {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+
+
+def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:
+    """`score` (the sum of the reward's parts, each times its factor), `seq_reward` (the reward itself), or a part by its name.
+
+    Raises RewardError for a part that this rollout's reward does not have.
+    """
+    if name == "seq_reward":
+        assert rollout.reward is not None
+        return rollout.reward
+    parts = rollout.reward_parts
+    if name == "score":
+        # Added up anew: a penalty taken off the reward again would leave its rounding behind, which is no signal.
+        return sum(factor * parts[part] for part, factor in factors.items())
+    if name not in parts:
+        raise RewardError(
+            f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has no part {name!r} to choose groups by; "
+            f"it has {', '.join(sorted(parts))}, and score and seq_reward are always there"
+        )
+    return parts[name]
+
+
+def check_metric(name: str, config: Config) -> None:
+    """Raise ConfigError for a metric that no reward of this run can have; `function/key` is known only when it is called."""
+    try:
+        names = list(RewardFunction.from_config(config.reward).factors)
+    except ConfigError:
+        return  # reported by itself
+    overlong = ["overlong"] if config.reward.overlong_buffer.len is not None else []
+    possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
+    if name not in possible and name.partition("/")[0] not in names:
+        raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
+
+
+def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt.uid, []).append(rollout)
+    return groups

@@ -1,0 +1,187 @@
+"""Which groups a step trains on, with rewards written down in the test in place of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, FilterGroupsConfig, OverlongBufferConfig, RewardConfig
+from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.trainer.selection import Selection, check_metric, metric_of
+from grpo_rl.trainer.shaping import penalize_overlong
+from grpo_rl.types import Prompt, Rollout
+
+FACTORS = {"auto": 1.0}
+MIXED, SOLVED, FAILED = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def data() -> PromptDataset:
+    config = DataConfig(max_prompt_length=32)
+    return load_dataset(["task:arithmetic?num_rows=6"], config, build_tokenizer(128), max_samples=-1)
+
+
+def config_of(groups: Mapping[str, Any] | None = None, **data: Any) -> Config:
+    settings = FilterGroupsConfig() if groups is None else FilterGroupsConfig(enable=True, **groups)
+    return Config(
+        data=DataConfig(**({"train_batch_size": 2, "shuffle": False} | data)),
+        algorithm=AlgorithmConfig(filter_groups=settings),
+    )
+
+
+def answers(scores: Mapping[int, Sequence[float]]) -> Callable[[list[Prompt]], list[Rollout]]:
+    """A policy whose responses to a row have these scores."""
+
+    def sample(prompts: list[Prompt]) -> list[Rollout]:
+        return [
+            Rollout(prompt, number, (2,), (-0.5,), "stop", 0, reward=score, reward_parts={"auto": score})
+            for prompt in prompts
+            for number, score in enumerate(scores[int(prompt.uid.rpartition("r")[2])])
+        ]
+
+    return sample
+
+
+def uids(rollouts: Sequence[Rollout]) -> list[str]:
+    return list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))
+
+
+def test_without_a_filter_every_group_is_trained(data):
+    selected = Selection(config_of(), data, FACTORS).next(answers({0: SOLVED, 1: FAILED}))
+    assert uids(selected.trained) == ["e0-r0", "e0-r1"] and selected.metrics == {}
+
+
+def test_groups_without_signal_are_replaced_by_those_of_further_prompts(data):
+    sample = answers({0: SOLVED, 1: MIXED, 2: FAILED, 3: SOLVED, 4: MIXED, 5: MIXED})
+    selected = Selection(config_of({}), data, FACTORS).next(sample)
+    # Row 5 is one group too many, and the last that came.
+    assert uids(selected.trained) == ["e0-r1", "e0-r4"]
+    assert [rollout.reward for rollout in selected.trained] == MIXED + MIXED
+    assert uids(selected.sampled) == [f"e0-r{row}" for row in range(6)]
+    assert selected.metrics == {"filter_groups/num_gen_batches": 3.0, "filter_groups/kept_fraction": 0.5}
+
+
+def test_a_batch_of_prompts_may_be_larger_than_what_is_trained(data):
+    selection = Selection(config_of({}, gen_batch_size=3), data, FACTORS)
+    sample = answers({0: SOLVED, 1: MIXED, 2: MIXED, 3: MIXED, 4: MIXED, 5: MIXED})
+    assert uids(selection.next(sample).trained) == ["e0-r1", "e0-r2"]
+    assert uids(selection.next(sample).trained) == ["e0-r3", "e0-r4"]
+
+
+def test_too_few_groups_with_signal_end_the_run_with_the_numbers_and_the_keys(data):
+    selection = Selection(config_of({"max_num_gen_batches": 2}), data, FACTORS)
+    sampled: list[int] = []
+
+    def sample(prompts: list[Prompt]) -> list[Rollout]:
+        sampled.append(len(prompts))
+        return answers({0: MIXED, 1: SOLVED, 2: FAILED, 3: FAILED})(prompts)
+
+    with pytest.raises(DataError, match=r"only 1 of 4 groups had a signal in 2 batches .*max_num_gen_batches"):
+        selection.next(sample)
+    assert sampled == [2, 2]
+
+
+def test_without_refilling_only_the_groups_with_signal_are_trained(data):
+    selection = Selection(config_of({"refill": False}), data, FACTORS)
+    sample = answers({0: SOLVED, 1: MIXED, 2: FAILED, 3: SOLVED})
+    first, second = selection.next(sample), selection.next(sample)
+    assert uids(first.trained) == ["e0-r1"] and len(first.sampled) == 4
+    assert first.metrics == {"filter_groups/num_gen_batches": 1.0, "filter_groups/kept_fraction": 0.5}
+    assert second.trained == [] and second.metrics["filter_groups/kept_fraction"] == 0.0
+
+
+def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(data):
+    prompt = data.prompt(0, "e0-r0")
+    rollouts = [
+        Rollout(prompt, number, (2,) * length, (0.0,) * length, "stop", 0, reward=0.1, reward_parts={"auto": 0.1})
+        for number, length in enumerate([7, 9])
+    ]
+    rollouts = penalize_overlong(rollouts, OverlongBufferConfig(len=7), 10)
+    assert [metric_of(rollout, "score", FACTORS) for rollout in rollouts] == [0.1, 0.1]
+    assert [metric_of(rollout, "overlong", FACTORS) for rollout in rollouts] == pytest.approx([-4 / 7, -6 / 7])
+    assert [metric_of(rollout, "seq_reward", FACTORS) for rollout in rollouts] == pytest.approx([0.1 - 4 / 7, 0.1 - 6 / 7])
+    assert not Selection(config_of({"refill": False}), data, FACTORS).next(lambda _: rollouts).trained
+    assert Selection(config_of({"refill": False, "metric": "seq_reward"}), data, FACTORS).next(lambda _: rollouts).trained
+
+
+def test_the_score_is_the_weighted_sum_of_the_parts(data):
+    rollout = Rollout(
+        data.prompt(0, "u"), 0, (2,), (0.0,), "stop", 0, reward=9.0, reward_parts={"a": 1.0, "b": 0.5, "a/x": 3.0}
+    )
+    assert metric_of(rollout, "score", {"a": 1.0, "b": 0.2}) == 1.1
+    assert metric_of(rollout, "a/x", {"a": 1.0}) == 3.0
+    with pytest.raises(RewardError, match=r"no part 'acc'.*it has a, a/x, b"):
+        metric_of(rollout, "acc", {})
+
+
+def test_a_metric_that_no_reward_has_is_refused_before_anything_starts():
+    config = Config(reward=RewardConfig(functions=["auto", "0.2*format"]))
+    for possible in ("score", "seq_reward", "auto", "format", "auto/steps", "acc"):
+        check_metric(possible, config)
+    with pytest.raises(ConfigError, match=r"=acccuracy: no part .* one of score, seq_reward, auto, format"):
+        check_metric("acccuracy", config)
+    with pytest.raises(ConfigError):
+        check_metric("overlong", config)
+
+
+# ---- prompts that are learnt ------------------------------------------------------------------------------
+
+
+def test_learnt_prompts_are_not_drawn_in_later_epochs(data):
+    selection = Selection(config_of(retire_above=0.5), data, FACTORS)
+    sample = answers({0: MIXED, 1: FAILED, 2: FAILED, 3: SOLVED, 4: FAILED, 5: FAILED})
+    seen = [selection.next(sample) for _ in range(5)]
+    assert [uids(selected.trained) for selected in seen] == [
+        ["e0-r0", "e0-r1"],
+        ["e0-r2", "e0-r3"],
+        ["e0-r4", "e0-r5"],
+        ["e1-r1", "e1-r2"],
+        ["e1-r4", "e1-r5"],
+    ]
+    assert [selected.metrics["data/retired_fraction"] for selected in seen[:3]] == [1 / 6, 2 / 6, 2 / 6]
+    assert not selection.exhausted
+
+
+def test_solved_prompts_retire_though_their_groups_are_not_trained(data):
+    selection = Selection(config_of({"refill": False}, retire_above=1.0), data, FACTORS)
+    assert selection.next(answers({0: SOLVED, 1: MIXED})).metrics["data/retired_fraction"] == 1 / 6
+
+
+def test_what_counts_as_passing_is_configured(data):
+    selection = Selection(config_of(retire_above=1.0, retire_score=0.5), data, FACTORS)
+    assert selection.next(answers({0: [0.5, 0.7], 1: [0.4, 1.0]})).metrics["data/retired_fraction"] == 1 / 6
+
+
+def test_fewer_prompts_than_a_batch_are_the_end_of_the_data(data):
+    selection = Selection(config_of(retire_above=0.9), data, FACTORS)
+    sample = answers({0: SOLVED, 1: SOLVED, 2: SOLVED, 3: SOLVED, 4: SOLVED, 5: FAILED})
+    ends = [selection.next(sample) and selection.exhausted for _ in range(3)]
+    assert ends == [False, False, True]
+    with pytest.raises(DataError, match="fewer than 2 of 6 training rows are left"):
+        selection.next(sample)
+
+
+def test_refilling_stops_where_all_other_prompts_are_retired(data):
+    selection = Selection(config_of({}, retire_above=0.9), data, FACTORS)
+    sample = answers({0: SOLVED, 1: SOLVED, 2: SOLVED, 3: SOLVED, 4: SOLVED, 5: MIXED})
+    with pytest.raises(DataError, match=r"only 1 of 6 groups .* in 3 batches .* all other prompts are retired"):
+        selection.next(sample)
+
+
+@pytest.mark.parametrize("steps_before", range(5))
+def test_a_restored_selection_draws_what_the_original_does(data, steps_before):
+    config = config_of({"metric": "auto"}, retire_above=0.9, shuffle=True)
+    sample = answers({0: MIXED, 1: MIXED, 2: FAILED, 3: MIXED, 4: SOLVED, 5: MIXED})
+    original, restored = (Selection(config, data, FACTORS) for _ in range(2))
+    for _ in range(steps_before):
+        original.next(sample)
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    for _ in range(6):
+        ours, theirs = original.next(sample), restored.next(sample)
+        assert uids(ours.sampled) == uids(theirs.sampled)
+        assert uids(ours.trained) == uids(theirs.trained) and ours.metrics == theirs.metrics
