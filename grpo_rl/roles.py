@@ -39,6 +39,22 @@ class Reference(Protocol):
         """The batch with `ref_logprobs_T` (and `ref_hidden_TD` where the full KL wants it) filled."""
 
 
+class Critic(Protocol):
+    """What says how good the state before each token is, and learns it beside the policy."""
+
+    def values(self, batch: Batch) -> Batch:
+        """The batch with `values_T` filled."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """All optimizer steps towards the batch's `returns_T`."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, scheduler and random states into `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+
+
 class RolloutPool(Protocol):
     """All rollout replicas together."""
 
@@ -51,8 +67,13 @@ class RolloutPool(Protocol):
         n: int,
         sampling: Sampling,
         on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
     ) -> list[Rollout]:
-        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends."""
+        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends.
+
+        With `greedy` each prompt's are followed by a greedy one, whose sample index is `GREEDY`.
+        """
 
 
 class Rewarder(Protocol):
@@ -65,4 +86,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward` and `reward_parts` filled. Submits those that were not."""
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled. Submits those that were not."""

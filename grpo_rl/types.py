@@ -11,6 +11,8 @@ from torch import Tensor
 
 Metrics = dict[str, float]
 FinishReason = Literal["stop", "length", "abort"]
+GREEDY = -1
+"""The sample index of a greedy response that others are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class Rollout:
     """The response decoded without special tokens: what a reward function sees."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None
+    """Reward of the greedy response to the same prompt, where the estimator compares with it."""
+    steps: tuple[tuple[int, float], ...] | None = None
+    """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,8 @@ class Batch:
     """Rollouts as columns over flat axes: no padding, so no masks.
 
     `token_ids_S` holds prompt and response of each rollout back to back; per-token columns `_T` cover
-    the response tokens only (the trained ones), in the same order. Columns that a run does not need
-    stay None.
+    the response tokens only (the trained ones), in the same order; columns `_K` run over reasoning steps.
+    Columns that a run does not need stay None.
     """
 
     prompt_lengths_N: Tensor
@@ -108,7 +114,18 @@ class Batch:
     ref_logprobs_T: Tensor | None = None
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token, as it was before the update."""
+    returns_T: Tensor | None = None
+    """What the critic learns."""
     advantages_T: Tensor | None = None
+    baselines_N: Tensor | None = None
+    """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
+    num_steps_N: Tensor | None = None
+    """Reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
+    step_ends_K: Tensor | None = None
+    """Index of each step's last token within its response."""
+    step_rewards_K: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
     truncated_N: Tensor | None = None
@@ -156,6 +173,9 @@ class Batch:
                 columns[column.name] = value[index_K]
             elif column.name.endswith("_S"):
                 columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]
+            elif column.name.endswith("_K"):
+                assert self.num_steps_N is not None
+                columns[column.name] = value[_segments_index(self.num_steps_N, index_K)]
             else:
                 columns[column.name] = value[token_index]
         return Batch(**columns)

@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.session import ray_session
-from grpo_rl.cluster.start import Cluster, start_roles
+from grpo_rl.cluster.start import Cluster, decoder, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
@@ -60,7 +61,8 @@ def run(composed: Composed, plan: Plan) -> int:
         folder = warm_start.unstarted_folder(model_path) if is_builtin else model_path
         tokenizer = _tokenizer(config, folder)
         train_data, val_data = _data(config, tokenizer, console)
-        reward = RewardFunction.from_config(config.reward)
+        reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
+        reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
         reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
         total_steps = num_training_steps(config, len(train_data))
 
@@ -70,7 +72,7 @@ def run(composed: Composed, plan: Plan) -> int:
             folder = str(warm_start.ensure(model_path, tokenizer, plan.machine, run_dir.logs, console))
         cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        actor, reference, rollout = start_roles(cluster, tokenizer, total_steps)
+        actor, reference, critic, rollout = start_roles(cluster, tokenizer, total_steps)
         rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
         stack.callback(rewarder.close)
         sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
@@ -78,7 +80,7 @@ def run(composed: Composed, plan: Plan) -> int:
 
         trainer = SyncTrainer(
             config,
-            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference),
+            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic),
             train_data,
             val_data,
             Output(run_dir, console, sinks, RolloutLog(run_dir)),

@@ -14,7 +14,7 @@ from grpo_rl.cluster.groups import Worker, WorkerGroup, fetch, wait_all
 from grpo_rl.cluster.roles import ActorGroup
 from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
-from grpo_rl.types import Completion, Metrics, Prompt, Request, Rollout, Sampling
+from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 # A replica gets a little more than it samples at once, so that it never waits for the controller.
 QUEUE_AHEAD = 1.25
@@ -76,20 +76,22 @@ class ReplicaPool:
         n: int,
         sampling: Sampling,
         on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
     ) -> list[Rollout]:
         """n rollouts per prompt, by prompt and sample; each is handed to `on_finish` as it ends.
 
-        Raises WeightVersionError for a response that was sampled with other weights than those synced
+        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others,
+        whose sample index is `GREEDY`. Raises WeightVersionError for a response that was sampled with other weights than those synced
         last, ClusterError when a replica fails or nothing ends for `trainer.step_timeout_s`.
         """
         wanted: dict[str, tuple[Prompt, int]] = {}
         requests: deque[Request] = deque()
         for prompt in prompts:
-            for sample in range(n):
+            for sample in [*range(n), *([GREEDY] if greedy else [])]:
                 request_id = f"{prompt.uid}/{sample}"
                 wanted[request_id] = (prompt, sample)
-                seeded = replace(sampling, seed=sample_seed(sampling.seed, prompt.uid, sample))
-                requests.append(Request(request_id, prompt.token_ids, seeded))
+                requests.append(Request(request_id, prompt.token_ids, sampling_of(sampling, prompt.uid, sample)))
         finished: dict[str, Rollout] = {}
         for completion in self._serve(requests):
             prompt, sample = wanted[completion.request_id]
@@ -151,6 +153,13 @@ class ReplicaPool:
             weight_version=completion.weight_version,
             text=self.decode(completion.response_ids),
         )
+
+
+def sampling_of(sampling: Sampling, uid: str, sample: int) -> Sampling:
+    """How one response is sampled: with a seed of its own, or greedily."""
+    if sample == GREEDY:
+        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+    return replace(sampling, seed=sample_seed(sampling.seed, uid, sample))
 
 
 def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:

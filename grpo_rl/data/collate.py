@@ -17,7 +17,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
     makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
-    differ in number.
+    differ in number, and where only some have a baseline, or steps.
     """
     for rollout in rollouts:
         if rollout.reward is None:
@@ -41,7 +41,31 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
         if parts
         else None,
+        baselines_N=_column((rollout.baseline for rollout in rollouts), np.float32)
+        if _all_have("baseline", rollouts)
+        else None,
+        **_step_columns(rollouts),
     )
+
+
+def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """The steps of all rollouts back to back, where the rollouts have steps."""
+    if not _all_have("steps", rollouts):
+        return {}
+    steps_N = [rollout.steps or () for rollout in rollouts]
+    return {
+        "num_steps_N": _column(map(len, steps_N), np.int64),
+        "step_ends_K": _column((end for steps in steps_N for end, _ in steps), np.int64),
+        "step_rewards_K": _column((reward for steps in steps_N for _, reward in steps), np.float32),
+    }
+
+
+def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
+    """Whether the rollouts have a `name`. Raises ValueError when only some of them do."""
+    without = [rollout for rollout in rollouts if getattr(rollout, name) is None]
+    if without and len(without) < len(rollouts):
+        raise ValueError(f"rollout {_name(without[0])} has no {name}, and others of the batch have")
+    return bool(rollouts) and not without
 
 
 def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:

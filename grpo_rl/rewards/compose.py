@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.auto import auto, check_data_sources
-from grpo_rl.rewards.registry import REWARDS, RewardFn
+from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS, RewardFn
+from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 from grpo_rl.types import Rollout
 
 LIFTED = ("acc", "answer")
@@ -30,17 +31,30 @@ class Component:
     function: RewardFn
 
 
+class Scored(NamedTuple):
+    """What a rollout is worth."""
+
+    reward: float
+    parts: dict[str, float]
+    steps: tuple[Step, ...] | None
+    """None where no steps are read."""
+
+
 class RewardFunction:
     """Scores a rollout: `sum of factor * score` over its components."""
 
-    def __init__(self, components: list[Component]) -> None:
+    def __init__(self, components: list[Component], decode: Decode | None = None) -> None:
         if not components:
             raise ConfigError("reward.functions is empty; name at least one reward, e.g. auto")
         self.components = components
+        self.decode = decode
 
     @classmethod
-    def from_config(cls, config: RewardConfig) -> RewardFunction:
+    def from_config(cls, config: RewardConfig, decode: Decode | None = None) -> RewardFunction:
         """The sum that `reward.functions` (or `reward.custom_reward_function`) describes.
+
+        `decode`, from tokens to the text that is scored, is given where the rewards of reasoning steps are read;
+        each response must have steps then.
 
         Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
         options that a function does not take, and contradictions.
@@ -60,26 +74,32 @@ class RewardFunction:
         problems += [f"reward.functions: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
         if problems:
             raise ConfigError(problems)
-        return cls(components)
+        return cls(components, decode)
 
     @property
     def factors(self) -> dict[str, float]:
         """The factor of each component, by its name."""
         return {component.name: component.factor for component in self.components}
 
+    @property
+    def may_score_steps(self) -> bool:
+        """Whether some component may give the rewards of reasoning steps; of a user's own only a result can tell."""
+        return any(component.function not in WITHOUT_STEPS for component in self.components)
+
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 
-    def score(self, rollout: Rollout) -> tuple[float, dict[str, float]]:
-        """The reward and its parts: each component's score by name, further numbers of a dict as `name/key`.
+    def score(self, rollout: Rollout) -> Scored:
+        """The reward, its parts and, where they are read, its steps. Parts are each component's score by name, further numbers of a dict as `name/key`.
 
         `acc` and `answer` of the first component that gives them stand in the parts by themselves too.
         Raises RewardError, naming function, rollout and value, for an exception and for anything that
-        is not a finite number or a dict with `score`.
+        is not a finite number or a dict with `score`; where steps are read also for none, and for bad ones.
         """
         reward, parts = 0.0, {}
+        steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
             result = _call(component, rollout)
             extras = result if isinstance(result, dict) else {}
@@ -93,7 +113,21 @@ class RewardFunction:
                 parts[f"{component.name}/{key}"] = number
                 if key in LIFTED:
                     parts.setdefault(key, number)
-        return reward, parts
+            if self.decode is not None and "steps" in extras:
+                try:
+                    steps[component.name] = read_steps(extras["steps"], rollout, self.decode, component.factor)
+                except ValueError as error:
+                    raise RewardError(f"{_place(component.name, rollout)}: {error}") from error
+        return Scored(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
+
+    def _only_steps(self, steps: dict[str, tuple[Step, ...]], rollout: Rollout) -> tuple[Step, ...]:
+        """The steps of the one component that gave some. Raises RewardError when none did, or several."""
+        if len(steps) == 1:
+            return next(iter(steps.values()))
+        if steps:
+            raise RewardError(f"{' and '.join(map(repr, steps))} both return 'steps'; one function of reward.functions may")
+        names = " + ".join(component.name for component in self.components)
+        raise RewardError(f"{_place(names, rollout)}: {NO_STEPS}")
 
 
 def _specs(config: RewardConfig) -> tuple[list[str], dict[str, Any]]:
@@ -157,7 +191,7 @@ def _call(component: Component, rollout: Rollout) -> Any:
             extra_info=prompt.extra_info,
         )
     except (Exception, SystemExit) as error:  # a user's code: whatever it raises ends the run with its place
-        raise RewardError(f"{_place(component, rollout)}: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{_place(component.name, rollout)}: {type(error).__name__}: {error}") from error
 
 
 def _score_of(result: Any, component: Component, rollout: Rollout) -> Any:
@@ -165,22 +199,22 @@ def _score_of(result: Any, component: Component, rollout: Rollout) -> Any:
         return result
     if "score" not in result:
         raise RewardError(
-            f"{_place(component, rollout)}: the dict has no 'score', it has {', '.join(map(str, result)) or 'nothing'}"
+            f"{_place(component.name, rollout)}: the dict has no 'score', it has {', '.join(map(str, result)) or 'nothing'}"
         )
     return result["score"]
 
 
 def _number(value: Any, component: Component, rollout: Rollout, key: str) -> float:
     if not isinstance(value, Real):
-        raise RewardError(f"{_place(component, rollout)}: {key} is {value!r} ({type(value).__name__}), not a number")
+        raise RewardError(f"{_place(component.name, rollout)}: {key} is {value!r} ({type(value).__name__}), not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{_place(component, rollout)}: {key} is {number}, not a finite number")
+        raise RewardError(f"{_place(component.name, rollout)}: {key} is {number}, not a finite number")
     return number
 
 
-def _place(component: Component, rollout: Rollout) -> str:
-    return f"reward {component.name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+def _place(name: str, rollout: Rollout) -> str:
+    return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"

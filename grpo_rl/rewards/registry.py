@@ -1,8 +1,9 @@
 """The reward functions by name.
 
 A reward function takes `(data_source, solution_str, ground_truth, extra_info)`, verl's signature, and
-returns a number, or a dict with `score` and whatever else should be logged with it. Two further keys
-have a meaning of their own: `acc` is what validation reports, `answer` is what its majority vote counts.
+returns a number, or a dict with `score` and whatever else should be logged with it. Further keys
+have a meaning of their own: `acc` is what validation reports, `answer` is what its majority vote counts,
+and `steps`, a list of (end, reward), scores reasoning steps: see `rewards/steps.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_rl.registry import Registry
-from grpo_rl.rewards.arithmetic import arithmetic
+from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
 from grpo_rl.rewards.auto import auto
 from grpo_rl.rewards.format import think_answer
 from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
@@ -21,6 +22,10 @@ RewardFn = Callable[..., Any]
 REWARDS: Registry[RewardFn] = Registry("reward function")
 REWARDS.register("auto")(auto)
 REWARDS.register("arithmetic")(arithmetic)
+REWARDS.register("arithmetic_process")(arithmetic_process)
 REWARDS.register("gsm8k")(gsm8k)
 REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
 REWARDS.register("format")(think_answer)
+
+WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer)
+"""The ones of these that score whole responses only."""

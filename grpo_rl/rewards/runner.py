@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.compose import RewardFunction, Scored
 from grpo_rl.types import Rollout
 
 Key = tuple[str, int]
@@ -21,7 +21,7 @@ class _Job:
 
     rollout: Rollout
     started: float | None = None
-    scored: tuple[float, dict[str, float]] | None = None
+    scored: Scored | None = None
     error: BaseException | None = None
 
     @property
@@ -57,7 +57,7 @@ class RewardRunner:
             self._queue.put(job)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts, `reward` and `reward_parts` filled. Submits those that were not.
+        """The same rollouts, `reward`, `reward_parts` and, where they are read, `steps` filled. Submits those that were not.
 
         Raises RewardError, naming function, prompt and sample, for the first reward that failed, or as
         soon as one has run for longer than `timeout_s`.
@@ -70,7 +70,7 @@ class RewardRunner:
             if job.error is not None:
                 raise job.error
             assert job.scored is not None
-            rollout.reward, rollout.reward_parts = job.scored
+            rollout.reward, rollout.reward_parts, rollout.steps = job.scored
         for rollout in rollouts:
             self._jobs.pop(_key(rollout), None)
         return list(rollouts)

@@ -49,6 +49,7 @@ class RolloutLog:
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     logprobs = rollout.rollout_logprobs
+    optional = {"baseline": rollout.baseline, "steps": rollout.steps}
     return {
         "prompt": rollout.prompt.text,
         "response": rollout.text,
@@ -64,7 +65,7 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "prompt_length": len(rollout.prompt.token_ids),
         "response_length": len(rollout.response_ids),
         "rollout_logprob_mean": statistics.fmean(logprobs) if logprobs else None,
-    }
+    } | {name: value for name, value in optional.items() if value is not None}
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimat
 from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema import AlgorithmConfig
+from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch, Metrics
 
 _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
@@ -38,7 +39,8 @@ class Advantage:
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
-        self.parts = tuple(factors) if needs_of(self.estimate).parts else ()
+        self.needs = needs_of(self.estimate)
+        self.parts = tuple(factors) if self.needs.parts else ()
         """Parts of the reward that the estimator reads."""
         control = config.kl_ctrl
         self.kl_controller = (
@@ -48,7 +50,7 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with `advantages_T`, and what to log of it."""
+        """The batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
@@ -59,11 +61,19 @@ class Advantage:
             lengths_N=batch.response_lengths_N,
             group_N=batch.group_N,
             rewards_N=batch.rewards_N,
+            baselines_N=batch.baselines_N,
+            step_ends_K=_step_ends(batch),
+            step_rewards_K=batch.step_rewards_K,
             reward_parts_NP=batch.reward_parts_NP,
+            values_T=batch.values_T,
         )
-        advantages_T = self.estimate(inputs, **self.options).advantages_T
-        batch = batch.replace(advantages_T=advantages_T)
-        return batch, metrics | _advantage_metrics(batch, advantages_T)
+        out = self.estimate(inputs, **self.options)
+        if batch.values_T is not None and out.returns_T is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
+            )
+        batch = batch.replace(advantages_T=out.advantages_T, returns_T=None if batch.values_T is None else out.returns_T)
+        return batch, metrics | _advantage_metrics(batch, out.advantages_T)
 
     def state_dict(self) -> dict[str, Any]:
         return self.kl_controller.state_dict()
@@ -80,6 +90,15 @@ class Advantage:
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
+
+
+def _step_ends(batch: Batch) -> Tensor | None:
+    """Positions of the steps' last tokens on the token axis of the whole batch."""
+    if batch.step_ends_K is None:
+        return None
+    assert batch.num_steps_N is not None
+    starts_N = batch.response_lengths_N.cumsum(0) - batch.response_lengths_N
+    return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
 def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:

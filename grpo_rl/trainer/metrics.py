@@ -37,6 +37,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
     metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
+    # One per prompt, which has as many equal ones as it has rollouts.
+    baselines = {rollout.prompt.uid: rollout.baseline for rollout in rollouts if rollout.baseline is not None}
+    if baselines:
+        metrics["reward/greedy_baseline_mean"] = _mean(list(baselines.values()))
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():

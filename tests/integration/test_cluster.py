@@ -20,7 +20,7 @@ from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.session import ray_session
 from grpo_rl.config.schema import RayInitConfig
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, WeightVersionError
-from grpo_rl.types import Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
 
 # Far longer than any of these tests may take: a failure that is noticed only at this deadline times the test out.
 NEVER_S = 3000.0
@@ -206,6 +206,13 @@ def test_rollouts_come_by_prompt_and_sample_and_each_is_handed_on_once(replicas)
     assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(f"p{i}", n) for i in range(9) for n in range(3)]
     assert all(r.response_ids == (100 + int(r.prompt.uid[1:]), int(r.prompt.uid[1:])) for r in rollouts)
     assert rollouts[4].text == "101 1" and rollouts[4].rollout_logprobs == (-0.5, -0.5)
+    assert sorted(map(id, handed_on)) == sorted(map(id, rollouts))
+
+
+def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_on_too(replicas):
+    handed_on: list[Rollout] = []
+    rollouts = replicas((0, 0.0), (0, 0.0)).generate(prompts(3), 2, SAMPLING, handed_on.append, greedy=True)
+    assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(f"p{i}", n) for i in range(3) for n in (0, 1, GREEDY)]
     assert sorted(map(id, handed_on)) == sorted(map(id, rollouts))
 
 

@@ -363,3 +363,53 @@ def test_dapo_refills_every_batch_and_resumes_exactly(model, tmp_path):
         assert [r["response"] for r in resumed.rollouts(step)] == [r["response"] for r in whole.rollouts(step)]
     for name, weight in whole.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
+
+
+def test_remax_compares_one_response_per_prompt_with_a_greedy_one(model, tmp_path):
+    words = [word for word in arithmetic(model) if not word.startswith("actor_rollout_ref.rollout.n=")]
+    words += ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax", "trainer.total_training_steps=2"]
+    run = train(tmp_path, "remax", *words)
+    assert_trains_like_its_engine(run, last=2)
+    assert "8 prompts x 1 responses = 8 rollouts, and a greedy one to compare with" in " ".join(run.output.split())
+    for step, row in run.steps.items():
+        records = run.rollouts(step)
+        assert [record["sample"] for record in records] == [0] * 8
+        for record in records:
+            assert record["advantage"] == pytest.approx(record["reward"] - record["baseline"], abs=1e-6)
+        # A random model samples other texts than its likeliest ones.
+        assert any(record["advantage"] for record in records)
+        assert row["reward/mean"] == pytest.approx(statistics.fmean(record["reward"] for record in records))
+        greedy = statistics.fmean(record["baseline"] for record in records)
+        assert row["reward/greedy_baseline_mean"] == pytest.approx(greedy)
+        assert row["perf/total_num_tokens"] == sum(record["prompt_length"] + record["response_length"] for record in records)
+
+
+STEPS = """
+def halves(data_source, solution_str, ground_truth, extra_info):
+    middle, end = len(solution_str) // 2, len(solution_str)
+    ends = sorted({place for place in (middle, end) if place > 0})
+    steps = [(place, len(set(solution_str[:place])) / 10) for place in ends]
+    return {"score": sum(reward for _, reward in steps), "steps": steps}
+"""
+
+
+def test_process_supervision_trains_on_the_rewards_of_steps(model, tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS)
+    words = [*arithmetic(model), "algorithm.adv_estimator=grpo_process", "trainer.total_training_steps=2"]
+    run = train(tmp_path, "process", *words, "reward.functions=[steps.py:halves]")
+    assert_trains_like_its_engine(run, last=2)
+    for step in run.steps:
+        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for record in run.rollouts(step):
+            groups[record["uid"]].append(record)
+            assert all(end < record["response_length"] for end, _ in record["steps"])
+            assert record["reward"] == pytest.approx(sum(reward for _, reward in record["steps"]))
+        assert any(record["advantage"] for records in groups.values() for record in records)
+        for records in groups.values():
+            rewards = [reward for record in records for _, reward in record["steps"]]
+            spread = statistics.stdev(rewards)
+            for record in records:
+                # The log holds the last token's: of the step that ends there, where one does.
+                last = [reward for end, reward in record["steps"] if end == record["response_length"] - 1]
+                expected = (last[0] - statistics.fmean(rewards)) / (spread + 1e-6) if last and spread else 0.0
+                assert record["advantage"] == pytest.approx(expected, abs=1e-5)

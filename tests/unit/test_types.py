@@ -16,6 +16,7 @@ def make_batch(lengths: list[tuple[int, int]], groups: list[int] | None = None, 
     prompts, responses = [p for p, _ in lengths], [r for _, r in lengths]
     token_ids = [1000 * n + t for n, (p, r) in enumerate(lengths) for t in range(p + r)]
     trained = torch.tensor([1000.0 * n + t for n, r in enumerate(responses) for t in range(r)])
+    num_steps = [max(0, r - n % 2) for n, r in enumerate(responses)]
     return Batch(
         prompt_lengths_N=torch.tensor(prompts, dtype=torch.long),
         response_lengths_N=torch.tensor(responses, dtype=torch.long),
@@ -25,6 +26,10 @@ def make_batch(lengths: list[tuple[int, int]], groups: list[int] | None = None, 
         rollout_logprobs_T=trained,
         old_logprobs_T=trained + 0.25 if optional else None,
         ref_hidden_TD=torch.stack([trained, -trained], 1) if optional else None,
+        # As many steps as tokens, one fewer on every second rollout.
+        num_steps_N=torch.tensor(num_steps, dtype=torch.long) if optional else None,
+        step_ends_K=torch.tensor([t for r in num_steps for t in range(r)], dtype=torch.long) if optional else None,
+        step_rewards_K=torch.tensor([1000.0 * n + t for n, r in enumerate(num_steps) for t in range(r)]) if optional else None,
     )
 
 
@@ -38,6 +43,8 @@ def test_selecting_takes_all_columns_of_the_chosen_rollouts_in_the_order_asked_f
     assert chosen.rollout_logprobs_T.tolist() == [1000, 1001, 0]
     assert chosen.old_logprobs_T.tolist() == [1000.25, 1001.25, 0.25]
     assert chosen.ref_hidden_TD.tolist() == [[1000, -1000], [1001, -1001], [0, 0]]
+    assert chosen.num_steps_N.tolist() == [1, 1]
+    assert (chosen.step_ends_K.tolist(), chosen.step_rewards_K.tolist()) == ([0, 0], [1000, 0])
     assert chosen.ref_logprobs_T is None and chosen.advantages_T is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.pool import sample_seed
+from grpo_rl.cluster.pool import sample_seed, sampling_of
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, combine_stats, gather, micro_batches, plan
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
-from grpo_rl.types import Batch, Counts
+from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.actor import OptimizerStep
 
 
@@ -333,3 +334,9 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
 def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
     steps = run_update(make_batch([(1, 2)]), num_ranks=1, entropy_coeff=0.01)
     assert steps[0][0][0].entropy_coeff is None
+
+
+def test_a_greedy_response_is_sampled_without_chance_and_the_others_as_without_it():
+    sampling = Sampling(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, ignore_eos=True, seed=3)
+    assert sampling_of(sampling, "e0-r1", GREEDY) == Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert sampling_of(sampling, "e0-r1", 2) == dataclasses.replace(sampling, seed=sample_seed(3, "e0-r1", 2))

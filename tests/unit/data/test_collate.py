@@ -63,3 +63,22 @@ def test_parts_of_the_reward_become_columns_where_they_are_asked_for():
     assert batch.reward_parts_NP.tolist() == [[0.5, 1.0], [0.5, 0.0]]
     assert batch.select([1]).reward_parts_NP.tolist() == [[0.5, 0.0]]
     assert collate(rollouts).reward_parts_NP is None
+
+
+def test_baselines_and_steps_become_columns_where_the_rollouts_have_them():
+    rollouts = [rollout("a", [1], [2, 3], 1.0), rollout("a", [1], [4], 0.0), rollout("a", [1], [5, 6], 0.0)]
+    assert collate(rollouts).baselines_N is None and collate(rollouts).step_ends_K is None
+    for each, steps in zip(rollouts, [((0, 1.0), (1, 0.5)), (), ((1, 0.25),)], strict=True):
+        each.baseline, each.steps = 0.75, steps
+    batch = collate(rollouts)
+    assert batch.baselines_N.tolist() == [0.75, 0.75, 0.75]
+    assert batch.num_steps_N.tolist() == [2, 0, 1]
+    assert (batch.step_ends_K.tolist(), batch.step_rewards_K.tolist()) == ([0, 1, 1], [1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(("column", "value"), [("baseline", 1.0), ("steps", ())])
+def test_a_batch_of_which_only_some_rollouts_can_be_compared_is_refused(column, value):
+    rollouts = [rollout("a", [1], [2], 1.0), rollout("b", [1], [3], 0.0)]
+    setattr(rollouts[0], column, value)
+    with pytest.raises(ValueError, match=rf"rollout b, sample 0, has no {column}"):
+        collate(rollouts)

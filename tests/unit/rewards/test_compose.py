@@ -37,27 +37,27 @@ def my_file(tmp_path):
 
 
 def test_the_default_takes_the_rule_of_the_data_source():
-    reward, parts = RewardFunction.from_config(RewardConfig()).score(rollout())
+    reward, parts, _ = RewardFunction.from_config(RewardConfig()).score(rollout())
     assert reward == 1.0
     assert parts == {"auto": 1.0, "auto/acc": 1.0, "auto/answer": 55.0, "acc": 1.0, "answer": 55.0}
 
 
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted(my_file):
     function = from_functions("arithmetic", "0.2*format", f"-0.5*{my_file}:half")
-    reward, parts = function.score(rollout("<think>a</think><answer>55</answer>"))
+    reward, parts, _ = function.score(rollout("<think>a</think><answer>55</answer>"))
     assert reward == pytest.approx(0.0 + 0.2 * 1.0 - 0.5 * 0.5)
     assert (parts["arithmetic"], parts["format"], parts["half"]) == (0.0, 1.0, 0.5)
 
 
 def test_acc_and_answer_stand_by_themselves_and_come_from_the_first_that_gives_them():
-    _, parts = from_functions("format", "gsm8k_flexible", "arithmetic").score(rollout("is 55", "55"))
+    _, parts, _ = from_functions("format", "gsm8k_flexible", "arithmetic").score(rollout("is 55", "55"))
     assert (parts["gsm8k_flexible/acc"], parts["arithmetic/acc"]) == (1.0, 0.0)
     assert (parts["acc"], parts["answer"]) == (1.0, 55.0)
 
 
 def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
     custom = CustomRewardConfig(path=str(my_file), reward_kwargs={"bonus": 0.25})
-    reward, parts = RewardFunction.from_config(RewardConfig(custom_reward_function=custom)).score(rollout("abc", level=4))
+    reward, parts, _ = RewardFunction.from_config(RewardConfig(custom_reward_function=custom)).score(rollout("abc", level=4))
     assert reward == 3.25
     assert parts == {"compute_score": 3.25, "compute_score/level": 4.0}
 
@@ -65,13 +65,13 @@ def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
 def test_two_files_with_a_function_of_one_name_are_told_apart(tmp_path):
     for name, value in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.py").write_text(f"def reward(*args, **kwargs):\n    return {value}\n")
-    _, parts = from_functions(f"{tmp_path}/a.py:reward", f"10*{tmp_path}/b.py:reward").score(rollout())
+    _, parts, _ = from_functions(f"{tmp_path}/a.py:reward", f"10*{tmp_path}/b.py:reward").score(rollout())
     assert parts == {"a.reward": 1.0, "b.reward": 2.0}
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), {"score": 1}, {"score": np.float64(1)}])
 def test_any_kind_of_real_number_is_a_reward(value):
-    reward, parts = returning(value).score(rollout())
+    reward, parts, _ = returning(value).score(rollout())
     assert type(reward) is float and reward == 1.0
     assert type(parts["mine"]) is float
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
@@ -21,7 +22,7 @@ from grpo_rl.telemetry.rollouts import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
-from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling
 
 
 class Policy:
@@ -46,14 +47,18 @@ class Policy:
         n: int,
         sampling: Sampling,
         on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
     ) -> list[Rollout]:
-        self.calls.append(f"generate {len(prompts)}x{n}")
+        self.calls.append(f"generate {len(prompts)}x{n}" + (" and greedy" if greedy else ""))
         self.samplings.append(sampling)
         self.prompts.append([prompt.uid for prompt in prompts])
         rollouts = []
         for prompt in prompts:
-            for sample in range(n):
-                text = str(prompt.ground_truth) if sample % 2 == 0 or self.is_solved(prompt.uid) else "no idea"
+            for sample in [*range(n), *([GREEDY] if greedy else [])]:
+                # Greedily it knows every other prompt.
+                knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
+                text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
                 rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
@@ -87,6 +92,31 @@ class Policy:
         (folder / "config.json").write_text("{}")
 
 
+class Critic:
+    """Notes its calls beside the policy's, and finds every state worth 1/4."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.returns: list[list[float]] = []
+
+    def values(self, batch: Batch) -> Batch:
+        self.calls.append("values")
+        return batch.replace(values_T=torch.full((batch.num_trained_tokens,), 0.25))
+
+    def update(self, batch: Batch) -> Metrics:
+        assert batch.returns_T is not None
+        self.calls.append("update")
+        self.returns.append(batch.returns_T.tolist())
+        return {"critic/vf_loss": 1.0}
+
+    def save(self, folder: Path) -> None:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "calls").write_text(str(len(self.calls)))
+
+    def load(self, folder: Path) -> None:
+        self.calls = ["loaded"] * int((folder / "critic" / "calls").read_text())
+
+
 def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[str] | None = None, **trainer: Any) -> Config:
     config = Config(
         data=DataConfig(train_batch_size=2, max_prompt_length=32),
@@ -112,11 +142,16 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
     def trainer(
-        config: Config, total_steps: int, with_val: bool = True, reference: bool = False, rows: int = 6
+        config: Config,
+        total_steps: int,
+        with_val: bool = True,
+        reference: bool = False,
+        rows: int = 6,
+        critic: Critic | None = None,
     ) -> tuple[SyncTrainer, Policy]:
         policy = Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None)
+        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
         return SyncTrainer(config, roles, train, val if with_val else None, output, total_steps=total_steps), policy
 
@@ -148,6 +183,20 @@ def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advant
     assert policy.calls == ["sync", "generate 2x4", "old", "ref", "update"]
     [row] = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others_alone(make):
+    trainer, policy = make(make_config(AlgorithmConfig(adv_estimator="remax")), total_steps=1, rows=2)
+    trainer.fit()
+    assert policy.calls == [*VALIDATION, "sync", "generate 2x4 and greedy", "old", "update", *VALIDATION]
+    _, row = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["reward/mean"] == 0.5 and row["reward/greedy_baseline_mean"] == 0.5
+    prompt_tokens = sum(len(trainer.train_data.prompt(row, "").token_ids) for row in range(2))
+    assert row["perf/total_num_tokens"] == 4 * prompt_tokens + 8 * len((2, 3))
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
+    # Rewards 1 0 1 0, minus 1 where the greedy response was right, and minus 0 where it was not.
+    assert [record["advantage"] for record in records] == [0.0, -1.0, 0.0, -1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):
@@ -233,6 +282,40 @@ def test_a_checkpoint_of_other_training_data_is_refused(make):
     with pytest.raises(CheckpointError, match=r"made with 6 training rows, data\.train_files has 8 now"):
         other.resume(trainer.store.folder / "step_1")
     assert policy.calls == []
+
+
+GAE = AlgorithmConfig(adv_estimator="gae", adv_options={"whiten": False})
+
+
+def test_the_critic_is_asked_before_the_advantages_and_learns_their_returns(make):
+    critic = Critic()
+    trainer, policy = make(make_config(GAE), total_steps=1, with_val=False, critic=critic)
+    trainer.fit()
+    assert policy.calls == STEP and critic.calls == ["values", "update"]
+    # Two tokens each, rewards 1 0 1 0 at the last one: with gamma = lam = 1 the returns are the outcome on both.
+    assert critic.returns[0][:4] == [1.0, 1.0, 0.0, 0.0]
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["advantage"] for record in records[:2]] == [0.75, -0.25]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["critic/vf_loss"] == 1.0 and {"timing_s/values", "timing_s/update_critic"} <= row.keys()
+
+
+def test_the_policy_stays_while_the_critic_warms_up(make):
+    critic = Critic()
+    trainer, policy = make(make_config(GAE, critic_warmup=2), total_steps=3, with_val=False, critic=critic)
+    trainer.fit()
+    assert policy.calls == [*STEP[:3], *STEP[:3], *STEP]
+    assert critic.calls == ["values", "update"] * 3
+    assert [("actor/loss" in row) for row in read_metrics(trainer.output.run_dir.metrics_file)] == [False, False, True]
+
+
+def test_a_checkpoint_holds_the_critic_too(make):
+    critic, again = Critic(), Critic()
+    trainer, _ = make(make_config(GAE, save_freq=1), total_steps=2, with_val=False, critic=critic)
+    trainer.fit()
+    resumed, _ = make(make_config(GAE), total_steps=3, with_val=False, critic=again)
+    resumed.resume(trainer.store.folder / "step_2")
+    assert len(again.calls) == 4
 
 
 def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monkeypatch):

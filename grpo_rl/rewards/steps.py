@@ -1,0 +1,105 @@
+"""Rewards of reasoning steps: from characters of the response, which a reward function sees, to tokens.
+
+A reward function returns them under the key `steps`: a list of (end, reward) in the order of the text. `end` counts
+the characters of the response up to and including the step's last one, so that `solution_str[:end]` ends with the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from grpo_rl.types import Rollout
+
+Step = tuple[int, float]
+"""Index of the step's last token in the response, and the step's reward."""
+Decode = Callable[[Sequence[int]], str]
+
+NO_STEPS = (
+    "it returned no 'steps', and algorithm.adv_estimator reads the rewards of reasoning steps; return a dict with 'score' and "
+    "'steps', a list of (end, reward) with end counting the characters of solution_str up to the step's end"
+)
+BLOCK = 64
+"""Tokens decoded at once in the search for steps: few calls, and short texts to look through."""
+UNFINISHED = "\ufffd"
+"""What the bytes of an incomplete character decode to."""
+
+
+def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0) -> tuple[Step, ...]:
+    """The steps that a reward function returned, on tokens, their rewards times `factor`.
+
+    Raises ValueError, with the step and the rule, for anything but pairs of an end in the text, each after the one before,
+    and a finite reward.
+    """
+    if not isinstance(steps, Sequence) or isinstance(steps, str | bytes):
+        raise ValueError(f"steps is {steps!r} ({type(steps).__name__}), not a list of (end, reward)")
+    ends: list[int] = []
+    rewards: list[float] = []
+    for number, step in enumerate(steps):
+        end, reward = _pair(number, step)
+        before = ends[-1] if ends else 0
+        if not before < end <= len(rollout.text):
+            raise ValueError(
+                f"step {number} ends at character {end}; it must be after {before}, where the one before ends, "
+                f"and at most {len(rollout.text)}, the length of the response"
+            )
+        ends.append(end)
+        rewards.append(factor * reward)
+    return tuple(zip(step_ends(rollout.response_ids, decode, ends), rewards, strict=True))
+
+
+def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
+    """Index of the token that completes the last character before each of `ends`, which ascend.
+
+    Exact where the text of all tokens is that of the bytes of each, as with byte-level tokenizers: a character of several
+    tokens belongs to the last of them. Tokens without text, such as the end of the sequence, complete nothing.
+    The time is linear in the tokens and in the ends. Raises ValueError for an end beyond the text.
+    """
+    text = decode(token_ids)
+    if ends and ends[-1] > len(text):
+        raise ValueError(f"a step ends at character {ends[-1]}; the tokens make {len(text)}")
+    found: list[int] = []
+    stop = reached = 0
+    for end in ends:
+        while end > reached:
+            start, chars, stop, reached = _block(token_ids, decode, text, stop, reached)
+        low, high = start + 1, stop
+        while low < high:
+            middle = (low + high) // 2
+            if decode(token_ids[start:middle])[: end - chars] == text[chars:end]:
+                high = middle
+            else:
+                low = middle + 1
+        found.append(low - 1)
+    return found
+
+
+def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, chars: int) -> tuple[int, int, int, int]:
+    """Tokens that decode alone as they do in `text` and end with a complete character: where they begin and end.
+
+    Each place is the number of tokens, and of characters, before it. The block begins at `start` and `chars` and has `BLOCK`
+    tokens, or more where those will not do. At last it is all tokens from `start`, or simply all.
+    """
+    size = BLOCK
+    while start + size < len(token_ids):
+        for stop in range(start + size, min(start + size + 4, len(token_ids))):
+            piece = decode(token_ids[start:stop])
+            if not piece.endswith(UNFINISHED) and text.startswith(piece, chars):
+                return start, chars, stop, chars + len(piece)
+        size *= 2
+    if decode(token_ids[start:]) != text[chars:]:
+        start = chars = 0
+    return start, chars, len(token_ids), len(text)
+
+
+def _pair(number: int, step: Any) -> tuple[int, float]:
+    if not isinstance(step, Sequence) or isinstance(step, str | bytes) or len(step) != 2:
+        raise ValueError(f"step {number} is {step!r}, not (end, reward)")
+    end, reward = step
+    if not isinstance(end, Integral) or isinstance(end, bool):
+        raise ValueError(f"step {number} ends at {end!r} ({type(end).__name__}), not at a number of characters")
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ValueError(f"the reward of step {number} is {reward!r}, not a finite number")
+    return int(end), float(reward)

@@ -1,0 +1,24 @@
+"""Greedy responses as what the sampled ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_rl.types import GREEDY, Rollout
+
+
+def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The sampled ones of the scored rollouts, each with the reward of its prompt's greedy response as `baseline`.
+
+    Prompts are told apart by their uid. The greedy responses themselves end here: they are compared with and not
+    trained on. Without any the rollouts are returned as they are. Raises ValueError for a prompt that alone has none.
+    """
+    rewards = {rollout.prompt.uid: rollout.reward for rollout in rollouts if rollout.sample_index == GREEDY}
+    if not rewards:
+        return list(rollouts)
+    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
+    for rollout in sampled:
+        if rollout.prompt.uid not in rewards:
+            raise ValueError(f"prompt {rollout.prompt.uid} has no greedy response, and others of the step have")
+        rollout.baseline = rewards[rollout.prompt.uid]
+    return sampled
