@@ -19,6 +19,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.trainer import selection
 from grpo_rl.trainer.advantage import estimator_options
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     mini_batches = data.train_batch_size // actor.ppo_mini_batch_size
-    yield from _selected(config)
+    yield from selection.describe(config)
     yield (
         "update",
         f"{_count(mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -157,25 +158,6 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "ratio", f"{ratio}; old log-probs are {old}"
     else:
         yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
-
-
-def _selected(config: Config) -> Rows:
-    """Which of the groups are trained, and which prompts come again."""
-    groups, data = config.algorithm.filter_groups, config.data
-    if groups.enable and groups.refill:
-        yield (
-            "keep",
-            f"groups whose {groups.metric} differs, refilled by {derived.gen_batch_size(config)} prompts at a time to "
-            f"{data.train_batch_size} groups, {_count(groups.max_num_gen_batches, 'batch', 'batches')} at most; epochs pass faster",
-        )
-    elif groups.enable:
-        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
-    if data.retire_above is not None:
-        yield (
-            "retire",
-            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
-            "from the next epoch on",
-        )
 
 
 def _old_readers(config: Config) -> str:

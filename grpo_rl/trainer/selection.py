@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,25 @@ def check_metric(name: str, config: Config) -> None:
     possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
     if name not in possible and name.partition("/")[0] not in names:
         raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
+
+
+def describe(config: Config) -> Iterator[tuple[str, str]]:
+    """Which of the groups are trained, and which prompts retire: lines of the plan."""
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable and groups.refill:
+        yield (
+            "keep",
+            f"groups whose {groups.metric} differs, refilled by {derived.gen_batch_size(config)} prompts at a time to "
+            f"{data.train_batch_size} groups, {groups.max_num_gen_batches} batches at most; epochs pass faster",
+        )
+    elif groups.enable:
+        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
+    if data.retire_above is not None:
+        yield (
+            "retire",
+            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
+            "from the next epoch on",
+        )
 
 
 def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
