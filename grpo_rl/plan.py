@@ -33,6 +33,7 @@ class Plan:
     """Engines share the actor's devices."""
     weight_backend: str
     uses_reference: bool
+    uses_critic: bool
     recomputes_old_logprobs: bool
     updates_per_step: int
     """Optimizer steps in one training step."""
@@ -77,7 +78,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         raise ConfigError(problems)
     rows = _bind_names(config, machine)
 
-    from grpo_rl.plan_algorithm import recomputes_old_logprobs
+    from grpo_rl.plan_algorithm import needs_critic, recomputes_old_logprobs
     from grpo_rl.plan_text import describe
     from grpo_rl.rollout.engine import weight_backend
 
@@ -91,6 +92,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         "colocated": derived.is_colocated(config),
         "weight_backend": weight_backend(config, machine.device),
         "uses_reference": derived.needs_reference(config),
+        "uses_critic": needs_critic(config),
         "recomputes_old_logprobs": recomputes_old_logprobs(config),
         "updates_per_step": derived.updates_per_step(config),
         "num_train_rows": rows,

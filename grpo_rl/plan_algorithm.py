@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, Needs, needs_of
+from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.formula import formula_of
@@ -15,7 +15,10 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import derived
+from grpo_rl.config.convert import show
+from grpo_rl.config.fields import leaves
 from grpo_rl.config.schema import ActorConfig, Config
+from grpo_rl.config.switch_checks import value_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.trainer.advantage import estimator_options
@@ -23,20 +26,45 @@ from grpo_rl.trainer.advantage import estimator_options
 _A = "actor_rollout_ref.actor"
 _DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
-_MISSING = {
-    "values": "learns from a critic, and there is none; grpo, rloo or reinforce_plus_plus need none",
-}
 
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each rule: what its messages begin with, and the check that raises ConfigError."""
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_options(config)
+    yield "", lambda: _check_critic(config)
     actor = config.actor_rollout_ref.actor
     yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
     yield f"{_A}: ", lambda: _check_objective(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the estimator reads a critic's values."""
+    return needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).values
+
+
+def _check_critic(config: Config) -> None:
+    """Raise ConfigError for settings of a critic that is not there, and for one that is switched off and needed."""
+    name = config.algorithm.adv_estimator
+    try:
+        needed = needs_critic(config)
+    except ConfigError:
+        return  # reported by itself
+    if needed:
+        if config.critic.enable is False:
+            raise ConfigError(f"critic.enable=false: algorithm.adv_estimator={name} learns from a critic; leave it out")
+        return
+    settings = [leaf for key, leaf in leaves().items() if key.startswith("critic.") or key == "trainer.critic_warmup"]
+    unused = [(leaf.key, value_of(config, leaf.key)) for leaf in settings if value_of(config, leaf.key) != leaf.default]
+    problems = [
+        f"{key}={show(value)}: algorithm.adv_estimator={name} needs no critic; leave it out, or algorithm.adv_estimator=gae"
+        for key, value in unused
+        if not (key == "critic.enable" and value is False)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
@@ -89,7 +117,7 @@ def _check_estimator(config: Config) -> None:
     """Raise ConfigError for an unknown estimator, and for one that asks for what the run does not have."""
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
-    problems = [f"{algorithm.adv_estimator} {why}" for what, why in _MISSING.items() if getattr(wanted, what)]
+    problems = []
     if wanted.steps and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
@@ -153,7 +181,7 @@ def _check_options(config: Config) -> None:
     if problems:
         raise ConfigError(problems)
     check_options(f"algorithm.adv_options: {name}", [estimate], algorithm.adv_options)
-    if name in ADVANTAGES and not _lacks(needs_of(estimate)):
+    if name in ADVANTAGES:
         _try_out(config)
 
 
@@ -162,10 +190,6 @@ def _may_score_steps(config: Config) -> bool:
         return RewardFunction.from_config(config.reward).may_score_steps
     except ConfigError:
         return True  # reported by itself
-
-
-def _lacks(wanted: Needs) -> bool:
-    return any(getattr(wanted, what) for what in _MISSING)
 
 
 def _try_out(config: Config) -> None:
@@ -184,6 +208,7 @@ def _try_out(config: Config) -> None:
         step_ends_K=torch.arange(4),
         step_rewards_K=rewards_N,
         reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
+        values_T=torch.zeros(4),
     )
     try:
         ADVANTAGES.get(config.algorithm.adv_estimator)(inputs, **estimator_options(config.algorithm, factors))

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, max_model_len, update_rule
+from grpo_rl.config.derived import (
+    Machine,
+    MicroBatchRule,
+    critic_has_own_model,
+    critic_rule,
+    logprob_rule,
+    max_model_len,
+    update_rule,
+)
 from grpo_rl.config.schema import Config
 from grpo_rl.models.builtin import PREFIX, get_builtin
 
@@ -117,8 +125,10 @@ def _with_counted_params(size: ModelSize, config: dict[str, Any]) -> ModelSize |
     return ModelSize(**fields | {"num_params": size.layers * layer + embeddings + size.hidden})
 
 
-def memory_by_role(config: Config, machine: Machine, size: ModelSize, *, with_reference: bool) -> list[RoleMemory]:
-    """What actor, reference and engines will need, each per device."""
+def memory_by_role(
+    config: Config, machine: Machine, size: ModelSize, *, with_reference: bool, with_critic: bool = False
+) -> list[RoleMemory]:
+    """What actor, reference, critic and engines will need, each per device."""
     model = config.actor_rollout_ref.model
     ranks = machine.world_size(config)
     roles = []
@@ -133,8 +143,20 @@ def memory_by_role(config: Config, machine: Machine, size: ModelSize, *, with_re
         # Without a backward pass only the layer that is being computed holds activations.
         passing = _layer_activations(size, _tokens(config, logprob_rule(config, "ref")), actor_width) + head
         roles.append(RoleMemory("reference", weights + passing, f"weights {gib(weights)} + activations {gib(passing)}"))
+    if with_critic:
+        roles.append(_critic(config, machine, size))
     roles.append(_engine(config, machine, size))
     return roles
+
+
+def _critic(config: Config, machine: Machine, size: ModelSize) -> RoleMemory:
+    """As the actor without the LM head's logits, when the critic is a copy of its model."""
+    size = size if not critic_has_own_model(config) else model_size(config.critic.model.path) or size
+    width = _width(config.critic.fsdp.dtype, machine)
+    checkpointing = config.critic.model.enable_gradient_checkpointing
+    activations = _activations(config, size, critic_rule(config), width, checkpointing)
+    state = size.num_params * _TRAINING_BYTES // machine.world_size(config)
+    return RoleMemory("critic", state + activations, f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}")
 
 
 def _engine(config: Config, machine: Machine, size: ModelSize) -> RoleMemory:

@@ -14,6 +14,7 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
+from grpo_rl.algos.value_loss import value_loss
 from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
@@ -37,7 +38,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         _title(composed): _setting(config, plan, size),
         "who does what": _roles(config, plan),
         "one training step": _step(config, plan),
-        "objective": _objective(config),
+        "objective": _objective(config, plan),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(config, plan, size),
         "notes": _notes(config, plan),
     }
@@ -88,7 +89,7 @@ def _length_of_run(config: Config, plan: Plan) -> str:
     if plan.total_steps is None:
         length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the data"
     else:
-        updates = plan.total_steps * plan.updates_per_step
+        updates = (plan.total_steps - trainer.critic_warmup) * plan.updates_per_step
         length = f"{_count(plan.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
     saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "no checkpoints"
@@ -112,6 +113,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "reference", f"{_count(plan.world_size, 'rank')} on the actor's devices, for {why}"
     else:
         yield "reference", "not started: no KL term has a weight above 0"
+    if plan.uses_critic:
+        own = config.critic.model.path if derived.critic_has_own_model(config) else "the actor's model"
+        yield "critic", f"{_count(plan.world_size, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
     workers = _count(config.reward.num_workers, "worker")
@@ -134,6 +138,15 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"({actor.ppo_mini_batch_size * n:,} rollouts) x {_count(actor.ppo_epochs, 'pass', 'passes')} = "
         f"{_count(plan.updates_per_step, 'optimizer step')}",
     )
+    if plan.uses_critic:
+        size, epochs = derived.critic_mini_batch_size(config), derived.critic_epochs(config)
+        warmup = config.trainer.critic_warmup
+        alone = f"; it learns alone in the first {_count(warmup, 'training step')}" if warmup else ""
+        yield (
+            "critic",
+            f"{_count(data.train_batch_size // size, 'mini-batch', 'mini-batches')} of {size} prompts x "
+            f"{_count(epochs, 'pass', 'passes')} = {_count(derived.critic_updates_per_step(config), 'optimizer step')}{alone}",
+        )
     yield "micro-batch", "; ".join(_micro_batches(config, plan))
     if config.algorithm.rollout_correction.bypass_mode:
         yield "ratio", "against the engine's log-probs; the actor computes no old ones"
@@ -165,12 +178,17 @@ def _micro_batches(config: Config, plan: Plan) -> list[str]:
         uses.setdefault(derived.logprob_rule(config, "rollout"), []).append("old log-probs")
     if plan.uses_reference:
         uses.setdefault(derived.logprob_rule(config, "ref"), []).append("reference")
+    if plan.uses_critic:
+        uses.setdefault(derived.critic_rule(config), []).append("critic")
     return [f"{rule} per rank ({', '.join(passes)})" for rule, passes in uses.items()]
 
 
-def _objective(config: Config) -> Rows:
+def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
     yield "A", f"= {_advantage(config)}  [{algorithm.adv_estimator}]"
+    if plan.uses_critic:
+        formula = formula_of(value_loss).replace("cliprange_value", f"{config.critic.cliprange_value:g}")
+        yield "critic loss", f"= 1/num_tokens Σ_tokens {formula};  R the returns of A"
     if algorithm.use_kl_in_reward:
         control, estimator = algorithm.kl_ctrl, KL_ESTIMATORS.get(algorithm.kl_penalty)
         target = f", steered to {control.target_kl:g}" if control.type == "adaptive" else ""
@@ -231,7 +249,7 @@ def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:
     if size is None:
         yield "unknown", "the size of this model is told by its weights only"
         return
-    for need in memory_by_role(config, plan.machine, size, with_reference=plan.uses_reference):
+    for need in memory_by_role(config, plan.machine, size, with_reference=plan.uses_reference, with_critic=plan.uses_critic):
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
 
 

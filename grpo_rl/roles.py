@@ -39,6 +39,22 @@ class Reference(Protocol):
         """The batch with `ref_logprobs_T` (and `ref_hidden_TD` where the full KL wants it) filled."""
 
 
+class Critic(Protocol):
+    """What says how good the state before each token is, and learns it beside the policy."""
+
+    def values(self, batch: Batch) -> Batch:
+        """The batch with `values_T` filled."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """All optimizer steps towards the batch's `returns_T`."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, scheduler and random states into `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+
+
 class RolloutPool(Protocol):
     """All rollout replicas together."""
 

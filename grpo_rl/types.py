@@ -114,6 +114,10 @@ class Batch:
     ref_logprobs_T: Tensor | None = None
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token, as it was before the update."""
+    returns_T: Tensor | None = None
+    """What the critic learns."""
     advantages_T: Tensor | None = None
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""

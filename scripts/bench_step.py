@@ -217,10 +217,10 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus))
         cluster = Cluster(config, machine, str(model), run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        actor, reference, rollout = start_roles(cluster, tokenizer, num_training_steps(config, len(train)))
+        actor, reference, critic, rollout = start_roles(cluster, tokenizer, num_training_steps(config, len(train)))
         rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward.num_workers, 60.0)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
-        roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference)
+        roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic)
         trainer = SyncTrainer(
             config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), total_steps=steps
         )

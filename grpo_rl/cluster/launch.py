@@ -72,7 +72,7 @@ def run(composed: Composed, plan: Plan) -> int:
             folder = str(warm_start.ensure(model_path, tokenizer, plan.machine, run_dir.logs, console))
         cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        actor, reference, rollout = start_roles(cluster, tokenizer, total_steps)
+        actor, reference, critic, rollout = start_roles(cluster, tokenizer, total_steps)
         rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
         stack.callback(rewarder.close)
         sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
@@ -80,7 +80,7 @@ def run(composed: Composed, plan: Plan) -> int:
 
         trainer = SyncTrainer(
             config,
-            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference),
+            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic),
             train_data,
             val_data,
             Output(run_dir, console, sinks, RolloutLog(run_dir)),

@@ -71,7 +71,7 @@ class ActorGroup:
         counts: list[Counts] = []
         per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
         for number, chosen in enumerate(self._mini_batches(batch)):
-            counts.append(count(_trained_lengths(chosen), chosen.group_N))
+            counts.append(count(trained_lengths(chosen), chosen.group_N))
             mini_batch = self._with_columns(chosen, number)
             for steps, rows in zip(per_rank, plan(mini_batch, self.train_rule, len(self.group)), strict=True):
                 steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
@@ -103,23 +103,18 @@ class ActorGroup:
 
     def _mini_batches(self, batch: Batch) -> list[Batch]:
         """Whole prompt groups, `ppo_mini_batch_size` of them each, for every epoch."""
-        groups = batch.group_N.unique()
-        mini_batches = []
-        for _ in range(self.config.ppo_epochs):
-            order = groups
-            if self.config.shuffle:
-                generator = torch.Generator().manual_seed(self.config.data_loader_seed * 1_000_003 + self.num_shuffles)
-                order = groups[torch.randperm(len(groups), generator=generator)]
-                self.num_shuffles += 1
-            for chosen in order.split(self.config.ppo_mini_batch_size):
-                mini_batches.append(batch.select(torch.isin(batch.group_N, chosen).nonzero()[:, 0]))
-        return mini_batches
+        seeds: list[int | None] = [None] * self.config.ppo_epochs
+        if self.config.shuffle:
+            first = self.config.data_loader_seed * 1_000_003 + self.num_shuffles
+            seeds = list(range(first, first + self.config.ppo_epochs))
+            self.num_shuffles += self.config.ppo_epochs
+        return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
 
     def _with_columns(self, mini_batch: Batch, number: int) -> Batch:
         """The mini-batch with what the objective has to know of the whole of it."""
         columns: dict[str, Tensor] = {}
         if self.objective.needs_group_tokens:
-            columns["group_tokens_N"] = group_tokens(_trained_lengths(mini_batch), mini_batch.group_N)
+            columns["group_tokens_N"] = group_tokens(trained_lengths(mini_batch), mini_batch.group_N)
         if self.objective.needs_selection:
             assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
@@ -149,7 +144,20 @@ class ReferenceGroup:
         return batch
 
 
-def _trained_lengths(batch: Batch) -> Tensor:
+def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[Batch]:
+    """Whole prompt groups, `num_groups` of them each, for one pass per seed; None keeps the order of the prompts."""
+    groups = batch.group_N.unique()
+    chosen: list[Batch] = []
+    for seed in seeds:
+        order = groups
+        if seed is not None:
+            order = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))]
+        for some in order.split(num_groups):
+            chosen.append(batch.select(torch.isin(batch.group_N, some).nonzero()[:, 0]))
+    return chosen
+
+
+def trained_lengths(batch: Batch) -> Tensor:
     """Trained tokens of each response: those of `keep_T`, or all."""
     return batch.response_lengths_N if batch.keep_T is None else kept_lengths(batch.keep_T, batch.response_lengths_N)
 
@@ -178,8 +186,8 @@ def gather(batch: Batch, rows: Sequence[Sequence[list[int]]], parts: Sequence[Se
     return out
 
 
-def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts]) -> Metrics:
-    """Statistics of ranks and optimizer steps as metrics: see `Objective.__call__` for the prefixes.
+def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str = "actor") -> Metrics:
+    """Statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the prefixes.
 
     Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.
     """
@@ -194,7 +202,7 @@ def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequenc
     metrics: Metrics = {}
     for key, values in per_step.items():
         prefix, _, name = key.partition("/")
-        metrics[_metric_name(prefix, name)] = max(values) if prefix == "max" else math.fsum(values) / len(values)
+        metrics[_metric_name(role, prefix, name)] = max(values) if prefix == "max" else math.fsum(values) / len(values)
     return metrics
 
 
@@ -204,10 +212,10 @@ def _merge(key: str, so_far: float | None, value: float) -> float:
     return max(so_far, value) if key.startswith("max/") else so_far + value
 
 
-def _metric_name(prefix: str, name: str) -> str:
+def _metric_name(role: str, prefix: str, name: str) -> str:
     if name == "rollout_logprob_diff":
         return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
-    return name if name.startswith("rollout_corr/") else f"actor/{name}"
+    return name if name.startswith("rollout_corr/") else f"{role}/{name}"
 
 
 def actor_factory(*arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from grpo_rl.algos.objective import Objective
+from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.groups import WorkerGroup, wait_all
 from grpo_rl.cluster.placement import Pool, Slot
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
@@ -19,7 +20,7 @@ from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
-from grpo_rl.plan_algorithm import recomputes_old_logprobs
+from grpo_rl.plan_algorithm import needs_critic, recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.environment import SPIN_COUNT, engine_environment
 from grpo_rl.telemetry.console import Console
@@ -113,8 +114,10 @@ ENVIRONMENT = {
 }
 
 
-def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[ActorGroup, ReferenceGroup | None, ReplicaPool]:
-    """Actor, reference (where a KL term reads it) and rollout pool, ready to work."""
+def start_roles(
+    cluster: Cluster, tokenizer: Any, total_steps: int
+) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool]:
+    """Actor, reference (where a KL term reads it), critic (where the estimator does) and rollout pool, ready to work."""
     config = cluster.config
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     objective = Objective.from_config(actor_config, config.data.max_response_length)
@@ -138,6 +141,11 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     if derived.needs_reference(config):
         references = cluster.group("reference", slots, threads)
         starts.append((references, _start_reference(cluster, references, spec), "starting the reference"))
+    critics = None
+    if needs_critic(config):
+        critics = cluster.group("critic", slots, threads)
+        arguments = [(critic_spec(config, spec.policy, total_steps), rank) for rank in cluster.ranks(critics)]
+        starts.append((critics, critics.start_build(critic_factory, arguments), "starting the critic"))
     cluster.build(starts)
 
     transfer = Transfer(engine_spec.weight_backend, actors, engines, engine_spec.tensor_parallel_size)
@@ -153,7 +161,7 @@ def start_roles(cluster: Cluster, tokenizer: Any, total_steps: int) -> tuple[Act
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
         reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl)
-    return actor, reference, pool
+    return actor, reference, None if critics is None else make_critic(config, critics), pool
 
 
 def make_actor(config: Config, group: WorkerGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
@@ -185,7 +193,7 @@ def actor_spec(
         ),
         objective=objective,
         optim=actor.optim,
-        total_optimizer_steps=total_steps * derived.updates_per_step(config),
+        total_optimizer_steps=(total_steps - config.trainer.critic_warmup) * derived.updates_per_step(config),
         seed=config.trainer.seed,
         sender=sender or SenderSpec(),
         param_offload=actor.fsdp_config.param_offload,

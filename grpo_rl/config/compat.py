@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.verl_keys import ANSWERS, Answer
+from grpo_rl.config.verl_critic import Answer
+from grpo_rl.config.verl_keys import ANSWERS
 
 
 def answer_for(key: str) -> Answer | None:

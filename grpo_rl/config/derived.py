@@ -44,6 +44,38 @@ def update_rule(config: Config) -> MicroBatchRule:
     return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu)
 
 
+def critic_rule(config: Config) -> MicroBatchRule:
+    """Micro-batches of the critic; without settings of its own they are cut like the actor's."""
+    critic, actor = config.critic, update_rule(config)
+    rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    dynamic = critic.use_dynamic_bsz
+    if dynamic is None:
+        dynamic = rollouts is None and (tokens is not None or actor.max_tokens is not None)
+    if dynamic:
+        return MicroBatchRule(tokens or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, None)
+    return MicroBatchRule(None, rollouts or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)
+
+
+def critic_mini_batch_size(config: Config) -> int:
+    """Prompts per optimizer step of the critic."""
+    return config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+def critic_epochs(config: Config) -> int:
+    """The critic's passes over the rollouts of one training step."""
+    return config.critic.ppo_epochs or config.actor_rollout_ref.actor.ppo_epochs
+
+
+def critic_updates_per_step(config: Config) -> int:
+    """Optimizer steps of the critic in one training step."""
+    return config.data.train_batch_size // critic_mini_batch_size(config) * critic_epochs(config)
+
+
+def critic_has_own_model(config: Config) -> bool:
+    """Whether the critic starts from another model than the actor."""
+    return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
+
+
 def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchRule:
     """Forward passes for the reference's log-probs (`ref`), or for the actor's own old ones (`rollout`, as in verl).
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_rl.config.derived import critic_has_own_model
 from grpo_rl.config.schema import Config
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -68,12 +69,25 @@ def _model(config: Config) -> Iterator[str]:
         problem = _model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
         if problem:
             yield f"{key}={model.path}: {problem}"
+    yield from _critic_model(config)
     if model.tokenizer_path is not None:
         folder = Path(model.tokenizer_path).expanduser()
         if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             yield f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
         elif not folder.is_dir() and not _HUB_NAME.fullmatch(model.tokenizer_path):
             yield f"actor_rollout_ref.model.tokenizer_path={folder}: there is no such folder"
+
+
+def _critic_model(config: Config) -> Iterator[str]:
+    path = config.critic.model.path
+    if not critic_has_own_model(config):
+        return
+    if path.startswith("builtin:"):
+        yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
+        return
+    problem = _model_folder(path, needs_tokenizer=False)
+    if problem:
+        yield f"critic.model.path={path}: {problem}"
 
 
 def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:

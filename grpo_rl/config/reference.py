@@ -66,7 +66,8 @@ def meanings() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = dict(_documented(node))
+            inherited = [found[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in found]
+            found[node.name] = {name: text for group in (*inherited, dict(_documented(node))) for name, text in group.items()}
     return found
 
 

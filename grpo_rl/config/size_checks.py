@@ -15,6 +15,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Sizes that do not fit, each with the nearest that do."""
     yield from _batches(config)
     yield from _micro_batches(config)
+    yield from _critic(config)
     yield from _lengths(config)
     yield from _devices(config, machine)
     yield from _placement(config, machine)
@@ -33,6 +34,37 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             f"data.train_batch_size={batch}: must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
             f"nearest: train_batch_size={below} or {below + mini}, or ppo_mini_batch_size={divisors}"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, batch, mini = config.critic, config.data.train_batch_size, derived.critic_mini_batch_size(config)
+    if critic.ppo_mini_batch_size is not None and (mini > batch or batch % mini):
+        yield (
+            f"critic.ppo_mini_batch_size={mini}: must divide data.train_batch_size={batch}; "
+            f"nearest: {_nearest_divisors(batch, mini)}"
+        )
+    rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    rule = derived.critic_rule(config)
+    if critic.use_dynamic_bsz and rollouts is not None:
+        yield (
+            f"critic.ppo_micro_batch_size_per_gpu={rollouts}: has no effect with critic.use_dynamic_bsz=true, "
+            "which cuts by tokens; leave one of them out"
+        )
+    if critic.use_dynamic_bsz is False and rule.max_rollouts is None:
+        yield "critic.use_dynamic_bsz=false: needs critic.ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
+    if tokens is not None and rule.max_tokens is None:
+        yield f"critic.ppo_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if tokens is not None and tokens < longest:
+        yield (
+            f"critic.ppo_max_token_len_per_gpu={tokens}: shorter than one sequence, which may have data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens; at least {longest}"
+        )
+    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if steps is not None and warmup >= steps:
+        yield (
+            f"trainer.critic_warmup={warmup}: the actor would learn in none of trainer.total_training_steps={steps}; fewer steps"
         )
 
 
@@ -126,14 +158,17 @@ def _devices(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _without_gpus(config: Config) -> Iterator[str]:
+    parts = config.actor_rollout_ref
     offload = {
-        "actor.fsdp_config.param_offload": config.actor_rollout_ref.actor.fsdp_config.param_offload,
-        "actor.fsdp_config.optimizer_offload": config.actor_rollout_ref.actor.fsdp_config.optimizer_offload,
-        "ref.fsdp_config.param_offload": config.actor_rollout_ref.ref.fsdp_config.param_offload,
+        "actor_rollout_ref.actor.fsdp_config.param_offload": parts.actor.fsdp_config.param_offload,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": parts.actor.fsdp_config.optimizer_offload,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": parts.ref.fsdp_config.param_offload,
+        "critic.fsdp.param_offload": config.critic.fsdp.param_offload,
+        "critic.fsdp.optimizer_offload": config.critic.fsdp.optimizer_offload,
     }
     for key, wanted in offload.items():
         if wanted:
-            yield f"actor_rollout_ref.{key}=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
+            yield f"{key}=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     if backend in ("ipc", "nccl"):
         yield f"{_BACKEND}={backend}: moves weights between GPUs, and this run has none; auto or object_store"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import logprob_rule, update_rule
+from grpo_rl.config.derived import critic_rule, logprob_rule, update_rule
 from grpo_rl.config.fields import leaves
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema import Config, OptimConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
 
@@ -33,7 +33,11 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    optim, key = config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim"
+    yield from _one_optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
+    yield from _one_optimizer(config.critic.optim, "critic.optim")
+
+
+def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
@@ -83,7 +87,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     algorithm, trainer = config.algorithm, config.trainer
     adaptive = algorithm.kl_ctrl.type == "adaptive"
     saves = trainer.save_freq > 0
-    rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout")]
+    rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
     by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
     both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
     needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
@@ -100,6 +104,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         f"{a}.optim.min_lr_ratio": (
             actor.optim.lr_scheduler_type != "constant",
             f"needs {a}.optim.lr_scheduler_type=linear or cosine",
+        ),
+        "critic.optim.min_lr_ratio": (
+            config.critic.optim.lr_scheduler_type != "constant",
+            "needs critic.optim.lr_scheduler_type=linear or cosine",
         ),
         f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
         "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What to say to a key: the values that are right here, and the reason or replacement for all others."""
-
-    advice: str
-    accepts: tuple[Any, ...] = ()
+from grpo_rl.config.verl_critic import CRITIC, Answer
 
 
 def _switch(group: str, advice: str, name: str = "enable") -> dict[str, Answer]:
@@ -24,7 +15,6 @@ _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
 _NO_LORA = "LoRA is not here: all weights are trained"
-_NO_CRITIC = "there is no critic: estimators that compare responses need none, see algorithm.adv_estimator"
 _NO_MODEL_REWARD = "there are no reward models: rewards are functions, see reward.functions"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
@@ -235,11 +225,10 @@ _TRAINER: dict[str, Answer] = {
     "validation_data_dir": Answer("every response is in <run>/rollouts, see trainer.save_rollouts"),
     "esi_redundant_time": Answer("there is no saving ahead of a machine's end; use trainer.save_freq", (0,)),
     "checkpoint_callback_class": Answer("there are no callbacks; checkpoints are folders, see trainer.save_freq"),
-    "critic_warmup": Answer(_NO_CRITIC, (0,)),
     "default_hdfs_dir": Answer("checkpoints go to trainer.default_local_dir"),
     "del_local_ckpt_after_load": Answer("checkpoints are removed by trainer.max_actor_ckpt_to_keep", (False,)),
     "remove_previous_ckpt_in_save": Answer("use trainer.max_actor_ckpt_to_keep", (False,)),
-    "max_critic_ckpt_to_keep": Answer(_NO_CRITIC),
+    "max_critic_ckpt_to_keep": Answer("a checkpoint holds actor and critic: use trainer.max_actor_ckpt_to_keep"),
     "ray_wait_register_center_timeout": Answer("use trainer.start_timeout_s"),
     "use_v1": Answer(_ONE_SCHEDULE, _ANY_BOOL),
     "use_legacy_worker_impl": Answer(_ONE_SCHEDULE),
@@ -252,7 +241,6 @@ _TOP: dict[str, Answer] = {
     "actor_rollout_ref.hybrid_engine": Answer("engines share the actor's devices unless rollout.nnodes is set", (True,)),
     "actor_rollout_ref.nccl_timeout": Answer("use trainer.step_timeout_s"),
     "model_engine": Answer(_FSDP_ONLY, ("dp",)),
-    **_switch("critic", _NO_CRITIC),
     "custom_reward_function": Answer("use reward.custom_reward_function"),
     "custom_reward_function.path": Answer("use reward.custom_reward_function.path; verl reads this one nowhere"),
     "custom_reward_function.name": Answer("use reward.custom_reward_function.name"),
@@ -274,9 +262,13 @@ _TOP: dict[str, Answer] = {
 
 
 def _table() -> dict[str, Answer]:
+    of_update = {name: answer for name, answer in _ACTOR.items() if name.startswith(("optim.", "checkpoint."))}
     groups = {
         f"{_A}.fsdp_config.": _FSDP,
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
+        "critic.fsdp.": _FSDP,
+        "critic.model.": _MODEL,
+        "critic.": {**_BOTH, **of_update, **CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},
         f"{_R}.": _ROLLOUT,

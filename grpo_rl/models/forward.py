@@ -61,17 +61,34 @@ class TokenOutputs:
     hidden_TD: Tensor | None = None
 
 
-class PolicyModel(nn.Module):
-    """A causal LM from transformers whose forward pass returns per-token quantities instead of logits.
+class PackedModel(nn.Module):
+    """A model from transformers on packed sequences, and a head.
 
     One module around body and head, so that FSDP's root unit has the head's weight gathered while it
     is used.
     """
 
-    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
+    def __init__(self, lm: Any) -> None:
         super().__init__()
         use_fast_linear(lm)
         self.lm = lm
+
+    def hidden_TD(self, sequences: Sequences) -> Tensor:
+        """The last hidden state before each trained token: all that is known when the token is sampled."""
+        hidden_SD = self.lm.base_model(
+            input_ids=sequences.token_ids_S[None],
+            position_ids=sequences.packing.position_ids_S[None],
+            use_cache=False,
+            packing=sequences.packing,
+        ).last_hidden_state[0]
+        return hidden_SD.index_select(0, sequences.predict_T)
+
+
+class PolicyModel(PackedModel):
+    """A causal LM from transformers whose forward pass returns per-token quantities instead of logits."""
+
+    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
+        super().__init__(lm)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
@@ -90,13 +107,7 @@ class PolicyModel(nn.Module):
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
         KL(policy || reference) as well.
         """
-        hidden_SD = self.lm.base_model(
-            input_ids=sequences.token_ids_S[None],
-            position_ids=sequences.packing.position_ids_S[None],
-            use_cache=False,
-            packing=sequences.packing,
-        ).last_hidden_state[0]
-        hidden_TD = hidden_SD.index_select(0, sequences.predict_T)
+        hidden_TD = self.hidden_TD(sequences)
         head = self.lm.get_output_embeddings()
         columns = _chunked_head(
             hidden_TD,

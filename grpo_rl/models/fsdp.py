@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> PolicyModel:
-    """The same policy with its parameters sharded over `mesh`, gradients summed over ranks.
+def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+    """Have the policy's parameters sharded over `mesh`, gradients summed over ranks.
 
     Layers compute in `compute_dtype`. Embedding, final norm and LM head stay in float32: the root unit
     has no lower precision, and the layers cast what they are given.
@@ -37,10 +37,9 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, 
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
-    return policy
 
 
-def materialize(policy: PolicyModel, whole: PolicyModel | None, device: torch.device) -> None:
+def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device) -> None:
     """Give a sharded policy on the meta device its storage, and every rank its part of rank 0's `whole` policy.
 
     Buffers that are in no state dict (rotary tables) are copied from rank 0 as they are.
@@ -55,7 +54,7 @@ def materialize(policy: PolicyModel, whole: PolicyModel | None, device: torch.de
         dist.broadcast(buffer, src=0)
 
 
-def reshard(policy: PolicyModel) -> None:
+def reshard(policy: PackedModel) -> None:
     """Drop whole copies of parameters that a forward pass left behind: they go stale when shards are written."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -67,7 +66,7 @@ def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def named_full_tensors(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names with whole tensors, aliases (a tied LM head) included; a collective, in one order.
 
     With one rank they are the parameters themselves, not copies.

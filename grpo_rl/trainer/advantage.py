@@ -13,6 +13,7 @@ from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimat
 from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema import AlgorithmConfig
+from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch, Metrics
 
 _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
@@ -49,7 +50,7 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with `advantages_T`, and what to log of it."""
+        """The batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
@@ -64,10 +65,15 @@ class Advantage:
             step_ends_K=_step_ends(batch),
             step_rewards_K=batch.step_rewards_K,
             reward_parts_NP=batch.reward_parts_NP,
+            values_T=batch.values_T,
         )
-        advantages_T = self.estimate(inputs, **self.options).advantages_T
-        batch = batch.replace(advantages_T=advantages_T)
-        return batch, metrics | _advantage_metrics(batch, advantages_T)
+        out = self.estimate(inputs, **self.options)
+        if batch.values_T is not None and out.returns_T is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
+            )
+        batch = batch.replace(advantages_T=out.advantages_T, returns_T=None if batch.values_T is None else out.returns_T)
+        return batch, metrics | _advantage_metrics(batch, out.advantages_T)
 
     def state_dict(self) -> dict[str, Any]:
         return self.kl_controller.state_dict()

@@ -16,7 +16,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.sampler import PromptSampler
 from grpo_rl.errors import CheckpointError
 from grpo_rl.rewards.metrics import validation_metrics
-from grpo_rl.roles import Actor, Reference, Rewarder, RolloutPool
+from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Bar, Console
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
@@ -30,12 +30,13 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 @dataclasses.dataclass(slots=True)
 class Roles:
-    """The parts that a step drives. `reference` is None where no KL term reads it."""
+    """The parts that a step drives. `reference` is None where no KL term reads it, `critic` where the estimator does not."""
 
     actor: Actor
     rollout: RolloutPool
     rewarder: Rewarder
     reference: Reference | None
+    critic: Critic | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +64,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
+        self.critic = roles.critic
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -99,14 +101,27 @@ class SyncTrainer:
         if self.reference is not None:
             with timer("ref"):
                 batch = self.reference.logprobs(batch)
+        if self.critic is not None:
+            with timer("values"):
+                batch = self.critic.values(batch)
         with timer("adv"):
             batch, advantage_metrics = self.advantage(batch)
             batch, trained_metrics = self.trained_tokens(batch)
-        with timer("update_actor"):
-            actor_metrics = self.actor.update(batch)
+        update_metrics = self._update(batch, timer)
         self._keep_rollouts(rollouts, batch)
         sampled = rollout_metrics(rollouts) | batch_metrics(batch, timer)
-        return sampled | advantage_metrics | trained_metrics | actor_metrics | timer.metrics()
+        return sampled | advantage_metrics | trained_metrics | update_metrics | timer.metrics()
+
+    def _update(self, batch: Batch, timer: Timer) -> Metrics:
+        """Train the critic, and the actor once the critic's warm-up is over."""
+        metrics: Metrics = {}
+        if self.critic is not None:
+            with timer("update_critic"):
+                metrics |= self.critic.update(batch)
+        if self.step > self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                metrics |= self.actor.update(batch)
+        return metrics
 
     # ---- the run --------------------------------------------------------------------------------------
 
@@ -154,11 +169,13 @@ class SyncTrainer:
         """Write a checkpoint of everything that decides the steps to come."""
         timer = Timer()
         with timer("save"):
-            self.store.save(self.step, self._write_actor, self.state_dict())
+            self.store.save(self.step, self._write_state, self.state_dict())
         return timer.metrics()
 
-    def _write_actor(self, folder: Path) -> None:
+    def _write_state(self, folder: Path) -> None:
         self.actor.save(folder)
+        if self.critic is not None:
+            self.critic.save(folder)
         if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
             self.actor.export(folder / "huggingface")
 
@@ -168,6 +185,8 @@ class SyncTrainer:
         """Go on from the checkpoint in `folder`."""
         self.load_state_dict(verify(folder))
         self.actor.load(folder)
+        if self.critic is not None:
+            self.critic.load(folder)
         self.output.sinks.truncate_after(self.step)
         self.output.console.info(f"resumed from {folder} at step {self.step}")
         for aside in self.store.set_aside_after(self.step):

@@ -24,7 +24,17 @@ from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.policy import PolicySpec, Rank, build_policy, collect, forward_micro_batches, join_group, sequences_of
+from grpo_rl.workers.policy import (
+    PolicySpec,
+    Rank,
+    build_policy,
+    clip_gradients,
+    collect,
+    forward_micro_batches,
+    join_group,
+    move_optimizer,
+    sequences_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +128,7 @@ class ActorWorker:
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
-        norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.spec.optim.clip_grad))
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
+        grad_norm = clip_gradients(self.policy, self.spec.optim.clip_grad)
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
@@ -234,14 +241,14 @@ class ActorWorker:
         if self.spec.param_offload:
             self.policy.to(self.device)
         if self.spec.optimizer_offload:
-            _move_optimizer(self.optimizer, self.device)
+            move_optimizer(self.optimizer, self.device)
 
     def _offload(self) -> None:
         if self.spec.param_offload:
             fsdp.reshard(self.policy)
             self.policy.to("cpu")
         if self.spec.optimizer_offload:
-            _move_optimizer(self.optimizer, torch.device("cpu"))
+            move_optimizer(self.optimizer, torch.device("cpu"))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -264,11 +271,3 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
-
-
-def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            # AdamW's step counter stays where AdamW put it.
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = value.to(device)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.config.schema import ModelConfig
 from grpo_rl.models import fsdp, load
-from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences, TokenOutputs
 from grpo_rl.types import Batch
+
+M = TypeVar("M", bound=PackedModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,25 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    """The policy, sharded over the group. Only rank 0 reads the weights; the others get their shards from it."""
+    """The policy, sharded over the group."""
+    chunk_tokens = spec.model.lm_head_chunk_tokens
+    return build_sharded(
+        spec, rank, device, lambda lm: PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens)
+    )
+
+
+def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
+    """What `wrap` makes of the language model, sharded over the group.
+
+    Only rank 0 reads the weights; the others get their shards from it.
+    """
     model = spec.model
     config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
     alone = rank.world_size == 1
     lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=not alone)
     if spec.train and model.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = PolicyModel(lm, temperature=spec.temperature, chunk_tokens=model.lm_head_chunk_tokens)
+    policy = wrap(lm)
     policy.train(spec.train)
     policy.requires_grad_(spec.train)
     if alone:
@@ -88,16 +102,34 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
         reshard_after_forward=spec.reshard_after_forward,
     )
     if not alone:
-        fsdp.materialize(policy, _whole_policy(spec) if rank.rank == 0 else None, device)
+        fsdp.materialize(policy, wrap(_whole_lm(model)) if rank.rank == 0 else None, device)
     return policy
 
 
-def _whole_policy(spec: PolicySpec) -> PolicyModel:
-    """The unsharded policy with its weights, in host memory."""
-    config = load.load_config(
-        spec.model.path, trust_remote_code=spec.model.trust_remote_code, override=spec.model.override_config
-    )
-    return PolicyModel(load.load_lm(spec.model.path, config, trust_remote_code=spec.model.trust_remote_code))
+def _whole_lm(model: ModelConfig) -> Any:
+    """The unsharded language model with its weights, in host memory."""
+    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
+
+
+def clip_gradients(model: PackedModel, clip_grad: float) -> float:
+    """The norm of the gradient over all ranks, which is at most `clip_grad` afterwards.
+
+    Raises FloatingPointError when it is not finite.
+    """
+    grad_norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
+    if not math.isfinite(grad_norm):
+        raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
+    return grad_norm
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer's moments."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            # AdamW's step counter stays where AdamW put it.
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(device)
 
 
 def forward_micro_batches(

@@ -19,22 +19,26 @@ from grpo_rl.config.schema import ActorConfig
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorSpec, ActorWorker
+from grpo_rl.workers.critic import CriticSpec, CriticWorker
 from grpo_rl.workers.policy import Rank
 
 VOCAB = 64
 DEADLINE_S = 120.0
 
 
-class RecordingActor(ActorWorker):
-    """An actor rank that remembers the gradients of every optimizer step, and shows what it holds."""
+class Recording:
+    """A rank that remembers the gradients of every optimizer step, and shows what it holds."""
 
-    def __init__(self, spec: ActorSpec, rank: Rank) -> None:
-        super().__init__(spec, rank)
+    trained: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+
+    def record(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
         self.optimizer.register_step_pre_hook(lambda *_: self.steps.append(self._gradients()))
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self.policy.named_parameters()
+        named = self.trained.named_parameters()
         return {name: fsdp.full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
 
     def gradients(self) -> list[dict[str, Tensor]]:
@@ -43,13 +47,13 @@ class RecordingActor(ActorWorker):
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters. A collective."""
-        return {name: fsdp.full_tensor(p.detach()).clone() for name, p in self.policy.named_parameters()}
+        return {name: fsdp.full_tensor(p.detach()).clone() for name, p in self.trained.named_parameters()}
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's whole state by parameter name. A collective."""
         return {
             f"{key}:{name}": fsdp.full_tensor(value).clone()
-            for name, parameter in self.policy.named_parameters()
+            for name, parameter in self.trained.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         }
 
@@ -61,6 +65,24 @@ class RecordingActor(ActorWorker):
     def schedule(self) -> tuple[int, list[float], list[float]]:
         """Where the schedule is, what it says, and what the optimizer will use."""
         return self.scheduler.last_epoch, self.scheduler.get_last_lr(), [g["lr"] for g in self.optimizer.param_groups]
+
+
+class RecordingActor(Recording, ActorWorker):
+    """An actor rank."""
+
+    def __init__(self, spec: ActorSpec, rank: Rank) -> None:
+        super().__init__(spec, rank)
+        self.trained = self.policy
+        self.record()
+
+
+class RecordingCritic(Recording, CriticWorker):
+    """A critic rank."""
+
+    def __init__(self, spec: CriticSpec, rank: Rank) -> None:
+        super().__init__(spec, rank)
+        self.trained = self.model
+        self.record()
 
 
 class RankProcesses:
@@ -83,8 +105,8 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.pipes)
 
-    def build(self, spec: ActorSpec) -> None:
-        """New actors in all processes, in a new process group."""
+    def build(self, spec: ActorSpec | CriticSpec) -> None:
+        """New actors, or critics, in all processes, in a new process group."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -117,21 +139,22 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    actor: RecordingActor | None = None
+    worker: RecordingActor | RecordingCritic | None = None
     while True:
         method, args = pipe.recv()
         try:
             if method == "build":
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                actor = RecordingActor(*args)
+                kind = RecordingCritic if isinstance(args[0], CriticSpec) else RecordingActor
+                worker = kind(*args)
                 answer = None
             else:
-                answer = getattr(actor, method)(*args)
+                answer = getattr(worker, method)(*args)
             pipe.send((None, answer))
         except Exception as error:
-            kind = type(error) if type(error).__module__.startswith("grpo_rl") else AssertionError
-            pipe.send((kind, str(error) if kind is not AssertionError else traceback.format_exc()))
+            reported = type(error) if type(error).__module__.startswith("grpo_rl") else AssertionError
+            pipe.send((reported, str(error) if reported is not AssertionError else traceback.format_exc()))
 
 
 def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any) -> Any:

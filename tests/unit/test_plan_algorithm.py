@@ -25,8 +25,7 @@ BASE = [
 ]
 E = "algorithm.adv_estimator"
 KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
-REFUSED = {"gae": "critic"}
-NO_GROUP = {"reinforce_plus_plus", "remax"}
+NO_GROUP = {"reinforce_plus_plus", "gae", "remax"}
 WORDS = {"grpo_process": ["reward.functions=[arithmetic_process]"]}
 """What an estimator needs beside its name."""
 
@@ -48,18 +47,12 @@ def problems_of(*words: str) -> list[str]:
 # ---- estimators ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
-def test_every_estimator_that_rewards_are_enough_for_can_be_chosen(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_estimator_can_be_chosen(name: str) -> None:
     assert f"[{name}]" in page_of(f"{E}={name}", *WORDS.get(name, []))
 
 
-@pytest.mark.parametrize(("name", "lacking"), REFUSED.items())
-def test_an_estimator_that_needs_what_is_not_there_is_refused_with_the_reason(name: str, lacking: str) -> None:
-    (problem,) = problems_of(f"{E}={name}")
-    assert problem.startswith(f"{E}: {name}") and lacking in problem
-
-
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - set(REFUSED)))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to_a_prompt(name: str) -> None:
     if name in NO_GROUP:
         plan_of(f"{E}={name}", f"{R}.n=1")
@@ -111,10 +104,10 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
     file = tmp_path / "mine.py"
     file.write_text(
         "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
-        "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T)\n"
+        "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T, inp.token_rewards_T)\n"
         "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
     )
-    assert "critic" in problems_of(f"{E}={file}:with_critic")[0]
+    assert plan_of(f"{E}={file}:with_critic").uses_critic
     assert "has no option size" in problems_of(f"{E}={file}:plain", "algorithm.adv_options={size: 2}")[0]
     plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
 
@@ -136,6 +129,72 @@ def test_rewards_of_whole_responses_are_refused_where_steps_are_read(tmp_path: P
     plan_of(f"{E}=grpo_process", f"reward.functions=[{file}:steps]")
     (problem,) = problems_of(f"{E}=grpo_process", *WORDS["grpo_process"], "reward.overlong_buffer.len=8")
     assert "reads steps of the reward, so reward.overlong_buffer would have no effect" in problem
+
+
+# ---- the critic ----------------------------------------------------------------------------------------
+
+GAE = [f"{E}=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95"]
+
+
+def test_gae_brings_its_critic_its_steps_and_its_loss() -> None:
+    words = [
+        *GAE,
+        "critic.ppo_mini_batch_size=8",
+        "critic.ppo_epochs=3",
+        "critic.cliprange_value=0.25",
+        "trainer.critic_warmup=2",
+    ]
+    page = page_of(*words, "trainer.total_training_steps=10")
+    assert "critic 1 rank on the actor's devices" in page and "a copy of the actor's model" in page
+    assert "2 mini-batches of 8 prompts x 3 passes = 6 optimizer steps; it learns alone in the first 2 training steps" in page
+    assert "gamma = 0.99; lam = 0.95 [gae]" in page
+    assert "critic loss = 1/num_tokens Σ_tokens max((V - R)², (clip(V, V_old - 0.25, V_old + 0.25) - R)²) / 2" in page
+    assert "10 training steps, 8 optimizer steps" in page
+    assert "critic 0." in page.partition("memory, estimated")[2]
+
+
+def test_without_gae_there_is_no_critic() -> None:
+    assert plan_of(*GAE).uses_critic and not plan_of().uses_critic
+    assert "critic" not in page_of()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["critic.optim.lr=1e-4"], "critic.optim.lr=0.0001: algorithm.adv_estimator=grpo needs no critic; leave it out"),
+        (["critic.enable=true"], "critic.enable=true: algorithm.adv_estimator=grpo needs no critic"),
+        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3: algorithm.adv_estimator=grpo needs no critic"),
+        ([*GAE, "critic.enable=false"], "critic.enable=false: algorithm.adv_estimator=gae learns from a critic"),
+        ([*GAE, "critic.ppo_mini_batch_size=5"], "must divide data.train_batch_size=16; nearest: 4 or 8"),
+        ([*GAE, "critic.use_dynamic_bsz=false"], "needs critic.ppo_micro_batch_size_per_gpu"),
+        (
+            [*GAE, "critic.use_dynamic_bsz=true", "critic.ppo_micro_batch_size_per_gpu=4"],
+            "critic.ppo_micro_batch_size_per_gpu=4: has no effect with critic.use_dynamic_bsz=true",
+        ),
+        (
+            [*GAE, "critic.ppo_max_token_len_per_gpu=9999", "critic.ppo_micro_batch_size_per_gpu=4"],
+            "critic.ppo_max_token_len_per_gpu=9999: has no effect where passes are cut by rollouts",
+        ),
+        ([*GAE, "critic.ppo_max_token_len_per_gpu=64"], "shorter than one sequence"),
+        ([*GAE, "critic.optim.betas=[0.9]"], "critic.optim.betas=[0.9]: must be two numbers"),
+        ([*GAE, "critic.optim.min_lr_ratio=0.1"], "needs critic.optim.lr_scheduler_type=linear or cosine"),
+        ([*GAE, "critic.fsdp.param_offload=true"], "critic.fsdp.param_offload=true: moves weights from a GPU"),
+        ([*GAE, "critic.model.path=/nowhere"], "critic.model.path=/nowhere: there is no such folder"),
+        ([*GAE, "critic.model.path=builtin:other"], "an embedded model has to be the actor's too"),
+        ([*GAE, "trainer.critic_warmup=9", "trainer.total_training_steps=9"], "the actor would learn in none"),
+    ],
+)
+def test_settings_of_the_critic_that_cannot_be_meant_are_refused(words: list[str], said: str) -> None:
+    (problem,) = problems_of(*words)
+    assert said in problem
+
+
+def test_the_critic_is_cut_like_the_actor_unless_it_has_sizes_of_its_own() -> None:
+    assert "<= 16,384 tokens per rank (update, reference, critic)" in page_of(*GAE)
+    assert "4 rollouts per rank (critic)" in page_of(*GAE, "critic.ppo_micro_batch_size_per_gpu=4")
+    own = page_of(*GAE, f"{A}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_max_token_len_per_gpu=2048")
+    assert "<= 2,048 tokens per rank (critic)" in own
+    assert "actor_rollout_ref" not in own
 
 
 # ---- losses and averages -------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ BAD_WORDS = [
     ("trainer.project_name=${oc.env:NO_SUCH_VARIABLE_HERE}", "trainer.project_name", "NO_SUCH_VARIABLE_HERE"),
     ("trainer.project_name=${nosuch:1}", "trainer.project_name", "nosuch"),
     ("recipe=nonsense", "recipe=nonsense", "arithmetic/grpo"),
-    ("recipe=arithmetic/grop", "recipe=arithmetic/grop", "Did you mean arithmetic/grpo?"),
+    ("recipe=arithmetic/grop", "recipe=arithmetic/grop", "Did you mean arithmetic/grpo"),
     ("recipe=", "recipe=", "recipe=NAME"),
     ("~recipe", "~recipe", "recipe=NAME"),
     ("recipe=./no/such.yaml", "recipe=./no/such.yaml", "there is no file"),
@@ -82,11 +82,11 @@ def test_a_bad_word_is_refused_with_one_line_that_names_it(word: str, named: str
 
 
 def test_bad_words_of_all_kinds_are_refused_together() -> None:
-    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "critic.optim.lr=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
+    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "reward_model.model.path=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
     problems = problems_of(*words, "data.seed=${data.sed}")
     starts = [
         "trainer.save_frq",
-        "critic.optim.lr",
+        "reward_model.model.path",
         "foo",
         f"{R}.n=1,2",
         "recipe=nonsense",
@@ -226,7 +226,7 @@ def test_a_learning_rate_in_a_recipe_is_a_number_however_it_is_written(tmp_path:
         ("trainer: {save_frq: 1}", "trainer.save_freq"),
         ("trainer.save_freq: 1", "dots do not nest"),
         ("hydra: {run: {dir: x}}", "hydra.run.dir"),
-        ("critic: {optim: {lr: 1}}", "critic.optim.lr"),
+        ("reward_model: {model: {path: 1}}", "reward_model.model.path"),
         ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
         ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
         ("trainer: {save_freq: 1.5}", "write 1 or 2"),
@@ -239,10 +239,10 @@ def test_a_bad_recipe_is_refused_with_one_line(tmp_path: Path, content: str, sai
 
 
 def test_keys_of_verl_in_a_recipe_are_answered_as_on_the_command_line(tmp_path: Path) -> None:
-    good = recipe(tmp_path, "good.yaml", nested({"actor_rollout_ref.hybrid_engine": True, "trainer.critic_warmup": 0}))
+    good = recipe(tmp_path, "good.yaml", nested({"actor_rollout_ref.hybrid_engine": True, "trainer.balance_batch": True}))
     assert compose([good]).config == compose(["data.train_files=[]"]).config
-    (problem,) = problems_of(recipe(tmp_path, "bad.yaml", nested({"trainer.critic_warmup": 3})))
-    assert problem.startswith("trainer.critic_warmup=3") and "bad.yaml" in problem
+    (problem,) = problems_of(recipe(tmp_path, "bad.yaml", nested({"trainer.balance_batch": False})))
+    assert problem.startswith("trainer.balance_batch=false") and "bad.yaml" in problem
 
 
 # ---- what is saved -------------------------------------------------------------------------------------

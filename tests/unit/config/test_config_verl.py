@@ -89,7 +89,7 @@ def test_every_answer_takes_its_right_values_and_null_and_refuses_others_with_ad
         ("actor_rollout_ref.model.use_remove_padding", [True, "True", "true"]),
         (f"{R}.top_p", [1, 1.0, "1.0"]),
         (f"{A}.fsdp_config.model_dtype", ["fp32", "float32"]),
-        ("trainer.critic_warmup", [0, "0", 0.0]),
+        (f"{R}.over_sample_rate", [0, "0", 0.0]),
         (f"{R}.mode", ["async"]),
     ],
 )
@@ -101,8 +101,8 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("trainer.critic_warmup", False),
-        ("trainer.critic_warmup", 1),
+        (f"{R}.over_sample_rate", False),
+        (f"{R}.over_sample_rate", 1),
         ("actor_rollout_ref.model.use_remove_padding", 1),
         ("actor_rollout_ref.model.use_remove_padding", False),
         (f"{R}.top_p", True),
@@ -131,18 +131,23 @@ def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -
         ("trainer.ray_wait_register_center_timeout", "trainer.start_timeout_s"),
         ("actor_rollout_ref.nccl_timeout", "trainer.step_timeout_s"),
         (f"{A}.fsdp_config.mixed_precision", "fsdp_config.dtype"),
+        ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
+        ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+        ("critic.grad_clip", "critic.optim.clip_grad"),
+        ("critic.model.fsdp_config.param_offload", "critic.fsdp"),
+        ("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     ],
 )
 def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str) -> None:
     answer = answer_for(key)
     assert answer is not None and instead in answer.advice
-    assert any(name == instead or name.endswith("." + instead) for name in leaves())
+    assert any(name == instead or name.endswith("." + instead) for name in (*leaves(), *sections()))
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        "critic.optim.lr",
+        "critic.optim.optimizer_impl",
         "reward_model.model.path",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
         f"{R}.multi_turn.max_assistant_turns",
@@ -161,5 +166,5 @@ def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key
 
 
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
-    problems = refusals("critic", {"enable": False, "optim": {"lr": 1e-5}, "ppo_epochs": None})
-    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["critic.optim.lr"]
+    problems = refusals("reward_model", {"enable": False, "model": {"path": "x"}, "micro_batch_size": None})
+    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["reward_model.model.path"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_rl.config.schema import AlgorithmConfig, KlControlConfig
+from grpo_rl.errors import ConfigError
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.types import Batch
 
@@ -62,6 +63,25 @@ def test_a_batch_without_any_step_has_no_signal_and_no_error():
     batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **empty, step_rewards_K=torch.zeros(0))
     out, _ = Advantage(AlgorithmConfig(adv_estimator="grpo_process"))(batch)
     assert out.advantages_T.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_values_go_in_and_returns_come_out_by_hand():
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 1], values_T=torch.tensor([0.5, 0.25, 0.125]))
+    out, _ = Advantage(AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5, adv_options={"whiten": False}))(batch)
+    # Differences 0 + 0.5 * 0.25 - 0.5, 1 - 0.25 and 0 - 0.125; the first sums 0.25 times the second.
+    assert out.advantages_T.tolist() == [-0.1875, 0.75, -0.125]
+    assert out.returns_T.tolist() == [0.3125, 1.0, 0.0]
+    assert Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus"))(make_batch([1.0], [2], [0]))[0].returns_T is None
+
+
+def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
+        "@needs(values=True)\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
+    )
+    with pytest.raises(ConfigError, match="gives no returns_T"):
+        Advantage(AlgorithmConfig(adv_estimator=f"{file}:mine"))(make_batch([1.0], [2], [0], values_T=torch.zeros(2)))
 
 
 # ---- KL in the reward --------------------------------------------------------------------------------

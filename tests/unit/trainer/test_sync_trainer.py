@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
@@ -89,6 +90,31 @@ class Policy:
         (folder / "config.json").write_text("{}")
 
 
+class Critic:
+    """Notes its calls beside the policy's, and finds every state worth 1/4."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.returns: list[list[float]] = []
+
+    def values(self, batch: Batch) -> Batch:
+        self.calls.append("values")
+        return batch.replace(values_T=torch.full((batch.num_trained_tokens,), 0.25))
+
+    def update(self, batch: Batch) -> Metrics:
+        assert batch.returns_T is not None
+        self.calls.append("update")
+        self.returns.append(batch.returns_T.tolist())
+        return {"critic/vf_loss": 1.0}
+
+    def save(self, folder: Path) -> None:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "calls").write_text(str(len(self.calls)))
+
+    def load(self, folder: Path) -> None:
+        self.calls = ["loaded"] * int((folder / "critic" / "calls").read_text())
+
+
 def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[str] | None = None, **trainer: Any) -> Config:
     config = Config(
         data=DataConfig(train_batch_size=2, max_prompt_length=32),
@@ -114,11 +140,16 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
     def trainer(
-        config: Config, total_steps: int, with_val: bool = True, reference: bool = False, rows: int = 6
+        config: Config,
+        total_steps: int,
+        with_val: bool = True,
+        reference: bool = False,
+        rows: int = 6,
+        critic: Critic | None = None,
     ) -> tuple[SyncTrainer, Policy]:
         policy = Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None)
+        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
         return SyncTrainer(config, roles, train, val if with_val else None, output, total_steps=total_steps), policy
 
@@ -249,6 +280,40 @@ def test_a_checkpoint_of_other_training_data_is_refused(make):
     with pytest.raises(CheckpointError, match=r"made with 6 training rows, data\.train_files has 8 now"):
         other.resume(trainer.store.folder / "step_1")
     assert policy.calls == []
+
+
+GAE = AlgorithmConfig(adv_estimator="gae", adv_options={"whiten": False})
+
+
+def test_the_critic_is_asked_before_the_advantages_and_learns_their_returns(make):
+    critic = Critic()
+    trainer, policy = make(make_config(GAE), total_steps=1, with_val=False, critic=critic)
+    trainer.fit()
+    assert policy.calls == STEP and critic.calls == ["values", "update"]
+    # Two tokens each, rewards 1 0 1 0 at the last one: with gamma = lam = 1 the returns are the outcome on both.
+    assert critic.returns[0][:4] == [1.0, 1.0, 0.0, 0.0]
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["advantage"] for record in records[:2]] == [0.75, -0.25]
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert row["critic/vf_loss"] == 1.0 and {"timing_s/values", "timing_s/update_critic"} <= row.keys()
+
+
+def test_the_policy_stays_while_the_critic_warms_up(make):
+    critic = Critic()
+    trainer, policy = make(make_config(GAE, critic_warmup=2), total_steps=3, with_val=False, critic=critic)
+    trainer.fit()
+    assert policy.calls == [*STEP[:3], *STEP[:3], *STEP]
+    assert critic.calls == ["values", "update"] * 3
+    assert [("actor/loss" in row) for row in read_metrics(trainer.output.run_dir.metrics_file)] == [False, False, True]
+
+
+def test_a_checkpoint_holds_the_critic_too(make):
+    critic, again = Critic(), Critic()
+    trainer, _ = make(make_config(GAE, save_freq=1), total_steps=2, with_val=False, critic=critic)
+    trainer.fit()
+    resumed, _ = make(make_config(GAE), total_steps=3, with_val=False, critic=again)
+    resumed.resume(trainer.store.folder / "step_2")
+    assert len(again.calls) == 4
 
 
 def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monkeypatch):

@@ -1,0 +1,132 @@
+"""The critic of PPO: the value of the state before each trained token, and the steps in which it learns the returns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_rl.algos.aggregate import token_mean
+from grpo_rl.algos.correction import kept_lengths
+from grpo_rl.algos.segments import Segments
+from grpo_rl.algos.value_loss import value_loss
+from grpo_rl.checkpoint import policy_state
+from grpo_rl.config.schema import OptimConfig
+from grpo_rl.models import fsdp
+from grpo_rl.models.optim import make_optimizer, make_scheduler
+from grpo_rl.models.value import ValueModel
+from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.actor import OptimizerStep
+from grpo_rl.workers.policy import PolicySpec, Rank, build_sharded, clip_gradients, join_group, move_optimizer, sequences_of
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSpec:
+    """What a critic rank needs to know beside its rank."""
+
+    model: PolicySpec
+    optim: OptimConfig
+    total_optimizer_steps: int
+    seed: int
+    cliprange_value: float
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+class CriticWorker:
+    """One FSDP2 rank of the critic group."""
+
+    def __init__(self, spec: CriticSpec, rank: Rank) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.device = join_group(rank)
+        # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
+        torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
+        self.model = build_sharded(spec.model, rank, self.device, ValueModel)
+        self.optimizer = make_optimizer(self.model, spec.optim)
+        self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+
+    @torch.no_grad()
+    def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
+        """Per micro-batch, the value of the state before each trained token."""
+        self._onload()
+        self.model.eval()
+        columns = [self.model(sequences_of(batch, self.device)).to("cpu") for batch in micro_batches]
+        self.model.train()
+        return [None if batch is None else values_T for batch, values_T in zip(micro_batches, columns, strict=True)]
+
+    def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        """Per optimizer step, this rank's share of the statistics; key prefixes as in `Objective`.
+
+        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        """
+        self._onload()
+        results = [self._optimizer_step(step) for step in steps]
+        self.optimizer.zero_grad(set_to_none=True)
+        self._offload()
+        return results
+
+    def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
+        self.optimizer.zero_grad(set_to_none=True)
+        assert isinstance(self.model, FSDPModule)
+        stats: defaultdict[str, float] = defaultdict(float)
+        for number, batch in enumerate(step.micro_batches):
+            last = number == len(step.micro_batches) - 1
+            # As in the actor: one reduction per optimizer step on CPU, one per micro-batch where whole gradients would not fit.
+            self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
+            loss, micro_stats = self._loss(self.model(sequences_of(batch, self.device)), batch, step.counts)
+            loss.backward()
+            for key, value in micro_stats.items():
+                stats[key] += float(value)
+        stats["same/grad_norm"] = clip_gradients(self.model, self.spec.optim.clip_grad)
+        stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
+        self.optimizer.step()
+        self.scheduler.step()
+        return dict(stats)
+
+    def _loss(self, values_T: Tensor, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the mean over the mini-batch's trained tokens."""
+        if batch is None:
+            # A rank without work still takes part in the collectives of the backward pass.
+            return values_T.sum() * 0.0, {}
+        assert batch.values_T is not None and batch.returns_T is not None
+        old_values_T, returns_T = batch.values_T.to(self.device), batch.returns_T.to(self.device)
+        lengths_N = batch.response_lengths_N
+        if batch.keep_T is not None:
+            keep_T = batch.keep_T.to(self.device)
+            values_T, old_values_T, returns_T = values_T[keep_T], old_values_T[keep_T], returns_T[keep_T]
+            lengths_N = kept_lengths(batch.keep_T, lengths_N)
+        losses_T, stats = value_loss(values_T, old_values_T, returns_T, cliprange_value=self.spec.cliprange_value)
+        loss = token_mean(losses_T, Segments(lengths_N.to(self.device)), counts)
+        return loss, {"share/vf_loss": loss.detach()} | {f"sum/{name}": value_T.sum() for name, value_T in stats.items()}
+
+    def save(self, folder: str) -> None:
+        """Write this rank's share of weights, optimizer, scheduler and random state. A collective."""
+        self._onload()
+        policy_state.save(Path(folder), self.model, self.optimizer, self.scheduler, self.rank.rank)
+        self._offload()
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, by any number of ranks. A collective."""
+        fsdp.reshard(self.model)
+        policy_state.load(Path(folder), self.model, self.optimizer, self.scheduler, self.rank.rank)
+
+    def _onload(self) -> None:
+        if self.spec.param_offload:
+            self.model.to(self.device)
+        if self.spec.optimizer_offload:
+            move_optimizer(self.optimizer, self.device)
+
+    def _offload(self) -> None:
+        if self.spec.param_offload:
+            fsdp.reshard(self.model)
+            self.model.to("cpu")
+        if self.spec.optimizer_offload:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,163 @@
+"""PPO with a critic: the same values and gradients however the work is cut, and whole runs that resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import RankProcesses, make_batch, make_model
+from safetensors.torch import load_file
+from test_training import _without_times, arithmetic, train
+from torch import Tensor
+
+from grpo_rl.cluster.critic import CriticGroup
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema import ModelConfig, OptimConfig
+from grpo_rl.models import builtin
+from grpo_rl.types import Batch
+from grpo_rl.workers.critic import CriticSpec
+from grpo_rl.workers.policy import PolicySpec
+
+pytestmark = pytest.mark.timeout(1080)
+WHOLE = MicroBatchRule(None, 1000)
+LAYOUTS = {
+    "1 rank, 12 micro-batches": (1, MicroBatchRule(None, 1), False),
+    "2 ranks, 3 micro-batches each, recomputed": (2, MicroBatchRule(None, 2), True),
+    "2 ranks, by tokens": (2, MicroBatchRule(40, None), False),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, RankProcesses]]:
+    made = {size: RankProcesses(size) for size in (1, 2)}
+    yield made
+    for processes in made.values():
+        processes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recompute: bool, lr: float = 1e-4) -> CriticGroup:
+    spec = CriticSpec(
+        PolicySpec(ModelConfig(str(model), enable_gradient_checkpointing=recompute), 1.0, "float32", train=True),
+        OptimConfig(lr=lr, clip_grad=1e6),
+        total_optimizer_steps=100,
+        seed=1,
+        cliprange_value=0.05,
+    )
+    processes.build(spec)
+    return CriticGroup(processes, rule=rule, mini_batch_size=2, epochs=2)
+
+
+def with_returns(seed: int) -> Batch:
+    batch = make_batch(seed)
+    return batch.replace(
+        returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T),
+        keep_T=batch.rollout_logprobs_T > -2.5,
+    )
+
+
+def learn(group: CriticGroup, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Values before each batch's update, and its metrics."""
+    values, metrics = [], []
+    for batch in batches:
+        batch = group.values(batch)
+        values.append(batch.values_T)
+        metrics.append(group.update(batch))
+    return values, metrics
+
+
+def test_values_gradients_and_parameters_do_not_depend_on_the_layout(ranks, model):
+    batches = [with_returns(seed) for seed in (1, 2)]
+    values, metrics = learn(critic(ranks[1], model, WHOLE, False), batches)
+    gradients, parameters = ranks[1].call("gradients")[0], ranks[1].call("parameters")[0]
+    assert len(gradients) == 8 and not values[0].any() and float(values[1].abs().max()) > 1e-3
+    # The body learns from the second step on: the head was 0 in the first.
+    assert float(gradients[1]["lm.layers.0.mlp.up_proj.weight"].abs().max()) > 0
+    assert "lm.lm_head.weight" not in parameters
+    for name, (size, rule, recompute) in LAYOUTS.items():
+        other_values, other_metrics = learn(critic(ranks[size], model, rule, recompute), batches)
+        for ours, theirs in zip(values, other_values, strict=True):
+            torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0, msg=name)
+        first = ranks[size].call("gradients")[0][0]
+        largest = max(float(gradient.abs().max()) for gradient in gradients[0].values())
+        for key, gradient in gradients[0].items():
+            torch.testing.assert_close(first[key], gradient, atol=1e-6 * largest, rtol=0, msg=f"{name}: {key}")
+        for key, parameter in ranks[size].call("parameters")[0].items():
+            # AdamW makes a step of the size of lr where a gradient is 0 up to rounding.
+            torch.testing.assert_close(parameter, parameters[key], atol=2e-4, rtol=0, msg=f"{name}: {key}")
+        for ours, theirs in zip(metrics, other_metrics, strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-4), name
+
+
+def test_a_critic_learns_the_returns_and_says_so(ranks, model):
+    batches = [with_returns(1)] * 12
+    _, metrics = learn(critic(ranks[1], model, WHOLE, False, lr=3e-3), batches)
+    assert metrics[0]["critic/vf_explained_var"] == 0.0 and metrics[0]["critic/values/mean"] == 0.0
+    assert metrics[-1]["critic/vf_explained_var"] > 0.5
+    assert metrics[-1]["critic/vf_loss"] < 0.5 * metrics[0]["critic/vf_loss"]
+    # A step of 0.05 is soon taken at this rate.
+    assert metrics[0]["critic/vf_clipfrac"] > 0
+
+
+def test_the_critics_state_survives_another_number_of_ranks(ranks, model, tmp_path):
+    one = critic(ranks[1], model, WHOLE, False)
+    learn(one, [with_returns(1)])
+    one.save(tmp_path)
+    expected, _ = learn(one, [with_returns(2), with_returns(3)])
+    two = critic(ranks[2], model, MicroBatchRule(None, 2), False)
+    two.load(tmp_path)
+    found, metrics = learn(two, [with_returns(2), with_returns(3)])
+    for ours, theirs in zip(expected, found, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
+    assert metrics[-1]["critic/lr"] == 1e-4
+
+
+def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tmp_path):
+    model = builtin.build("builtin:arithmetic", tmp_path / "random")
+    words = [
+        *arithmetic(model),
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam=0.95",
+        "critic.optim.lr=1e-3",
+        "critic.ppo_mini_batch_size=4",
+        "critic.ppo_epochs=2",
+        "trainer.critic_warmup=1",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.rollout.name=hf",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=false",
+    ]
+    whole = train(tmp_path, "whole", *words)
+    rows = _rows(whole.path)
+    assert sorted(rows) == [1, 2, 3] and "actor/loss" not in rows[1]
+    assert rows[1]["critic/values/mean"] == 0.0 and rows[2]["critic/values/mean"] != 0.0
+    assert all(row["critic/grad_norm"] > 0 and row["critic/vf_loss"] > 0 for row in rows.values())
+    # One update per batch, which only the actor's steps make a version of.
+    assert [{record["weight_version"] for record in whole.rollouts(step)} for step in (1, 2, 3)] == [{0}, {0}, {1}]
+    assert rows[3]["actor/ratio_max"] == 1.0
+
+    resumed_path = whole.path.with_name("resumed")
+    shutil.copytree(whole.path, resumed_path)
+    for left in ("checkpoints/step_3", "model"):
+        shutil.rmtree(resumed_path / left)
+    resumed = train(tmp_path, "resumed", *words)
+    assert "at step 2" in resumed.output
+    assert _without_times(_rows(resumed.path)[3]) == pytest.approx(_without_times(rows[3]), rel=1e-6, abs=1e-9)
+    for part in ("weights", "critic/weights", "critic/optimizer"):
+        name = f"checkpoints/step_3/{part}.safetensors"
+        ours, theirs = load_file(whole.path / name), load_file(resumed.path / name)
+        assert all(torch.equal(value, theirs[key]) for key, value in ours.items()), part
+
+
+def _rows(path: Path) -> dict[int, dict[str, float]]:
+    from grpo_rl.telemetry.metrics_file import read_metrics
+
+    return {int(row["step"]): row for row in read_metrics(path / "metrics.jsonl") if "critic/vf_loss" in row}

@@ -1,0 +1,119 @@
+"""The critic's role over a group that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_rl.cluster.critic import CriticGroup, critic_spec
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.errors import CheckpointError
+from grpo_rl.types import Batch
+from grpo_rl.workers.actor import OptimizerStep
+from grpo_rl.workers.policy import PolicySpec
+
+
+class Ranks:
+    """What CriticGroup needs of a worker group; it remembers what each rank was asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.steps: list[Sequence[OptimizerStep]] = []
+        self.calls: list[tuple[str, Any]] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append((method, args))
+        return [None] * self.size
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [getattr(self, method)(*args) for args in arguments]
+
+    def values(self, batches: Sequence[Batch | None]) -> list[torch.Tensor | None]:
+        return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
+
+    def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        self.steps.append(steps)
+        return [{"share/vf_loss": 0.5, "sum/vf_clipfrac": 3.0, "same/lr": 0.1} for _ in steps]
+
+
+def make_batch(**columns: torch.Tensor) -> Batch:
+    """Three groups of two; five, four and six tokens."""
+    responses = torch.tensor([2, 3, 1, 3, 4, 2])
+    return Batch(
+        prompt_lengths_N=torch.ones(6, dtype=torch.long),
+        response_lengths_N=responses,
+        group_N=torch.tensor([0, 0, 1, 1, 2, 2]),
+        token_ids_S=torch.arange(21),
+        rewards_N=torch.zeros(6),
+        rollout_logprobs_T=torch.arange(15, dtype=torch.float32),
+        **columns,
+    )
+
+
+def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticGroup:
+    return CriticGroup(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
+
+
+def test_values_of_all_ranks_come_back_in_the_batchs_order():
+    batch = make_batch()
+    out = critic(Ranks(2)).values(batch)
+    assert torch.equal(out.values_T, -batch.rollout_logprobs_T)
+
+
+def test_an_update_makes_mini_batches_of_whole_groups_in_every_pass_with_global_counts():
+    ranks = Ranks(2)
+    batch = make_batch(values_T=torch.zeros(15), returns_T=torch.ones(15))
+    metrics = critic(ranks, size=2, epochs=2).update(batch)
+    tokens = [[step.counts.num_tokens for step in steps] for steps in ranks.steps]
+    assert tokens == [[9, 6, 9, 6]] * 2
+    trained = [
+        sum(micro.num_trained_tokens for steps in ranks.steps for micro in steps[number].micro_batches if micro is not None)
+        for number in range(4)
+    ]
+    assert trained == [9, 6, 9, 6]
+    # Two ranks: shares add up; counts are divided by the tokens of their step, and steps are averaged.
+    assert metrics["critic/vf_loss"] == 1.0
+    assert metrics["critic/vf_clipfrac"] == pytest.approx((6 / 9 + 6 / 6) / 2)
+    assert metrics["critic/lr"] == 0.1
+
+
+def test_tokens_that_are_not_trained_count_nowhere():
+    keep = torch.tensor([True, False] * 7 + [True])
+    values, returns = torch.arange(15.0), torch.arange(15.0)
+    values[~keep] = 1000.0
+    ranks = Ranks(1)
+    metrics = critic(ranks, size=3).update(make_batch(values_T=values, returns_T=returns, keep_T=keep))
+    assert ranks.steps[0][0].counts.num_tokens == 8
+    assert metrics["critic/vf_explained_var"] == 1.0
+    assert metrics["critic/values/mean"] == metrics["critic/returns/mean"] == 7.0
+
+
+def test_its_state_lies_in_a_folder_of_its_own_and_is_missed_where_there_is_none(tmp_path: Path):
+    ranks = Ranks(1)
+    with pytest.raises(CheckpointError, match="has no critic"):
+        critic(ranks).load(tmp_path)
+    critic(ranks).save(tmp_path)
+    critic(ranks).load(tmp_path)
+    assert (tmp_path / "critic").is_dir()
+    assert ranks.calls == [(method, (str(tmp_path / "critic"),)) for method in ("save", "load")]
+
+
+def test_the_critic_starts_from_the_actors_model_unless_it_has_its_own():
+    words = ["recipe=arithmetic/ppo", "actor_rollout_ref.model.override_config={attention_dropout: 0.1}"]
+    config = compose(words).config
+    actor = PolicySpec(config.actor_rollout_ref.model, temperature=1.0, dtype="auto")
+    spec = critic_spec(config, actor, total_steps=10)
+    assert (spec.model.model.path, spec.model.model.override_config) == (actor.model.path, {"attention_dropout": 0.1})
+    assert spec.model.train
+    config = compose([*words, "critic.model.path=/other", "critic.ppo_epochs=3", "critic.ppo_mini_batch_size=32"]).config
+    spec = critic_spec(config, actor, total_steps=10)
+    assert (spec.model.model.path, spec.model.model.override_config) == ("/other", {})
+    assert spec.total_optimizer_steps == 10 * 2 * 3

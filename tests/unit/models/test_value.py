@@ -1,0 +1,77 @@
+"""The critic's model: which hidden state a value is read from, and where it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Ragged, make_folder, plain_model
+from torch import Tensor
+
+from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.models.value import ValueModel
+
+
+def value_model(folder: Path, seed: int = 1) -> ValueModel:
+    """As the workers load it, with a head that is not 0."""
+    model = ValueModel(load_lm(str(folder), load_config(str(folder))))
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.head.weight)
+    torch.nn.init.normal_(model.head.bias)
+    return model
+
+
+def plain_values_T(folder: Path, model: ValueModel, ragged: Ragged) -> Tensor:
+    """One sequence after the other through transformers' own attention; the hidden state before each response token."""
+    body = plain_model(folder).base_model
+    rows = []
+    for ids, prompt, response in zip(ragged.ids, ragged.prompt_lengths, ragged.response_lengths, strict=True):
+        hidden = body(ids[None]).last_hidden_state[0, prompt - 1 : prompt - 1 + response]
+        rows.append(hidden @ model.head.weight[0] + model.head.bias)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False)])
+@torch.no_grad()
+def test_the_value_of_a_token_is_read_from_the_hidden_state_before_it(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_folder(tmp_path, family, tied)
+    model = value_model(folder)
+    ragged = Ragged([3, 1, 5, 2], [4, 2, 0, 1])
+    values_T = model(ragged.sequences())
+    assert values_T.dtype == torch.float32
+    torch.testing.assert_close(values_T, plain_values_T(folder, model, ragged), atol=1e-4, rtol=1e-4)
+    assert float(values_T.std()) > 0.1
+
+
+@torch.no_grad()
+def test_a_value_knows_nothing_of_its_token_and_what_follows(tmp_path: Path) -> None:
+    model = value_model(make_folder(tmp_path, "qwen3", True))
+    ragged, other = Ragged([3], [4]), Ragged([3], [4])
+    # Positions 3 to 6 are the response; from its second token on the two differ.
+    other.ids[0][4:] = (other.ids[0][4:] + 1) % 37
+    one, two = model(ragged.sequences()), model(other.sequences())
+    torch.testing.assert_close(one[:2], two[:2])
+    assert not torch.isclose(one[2:], two[2:], atol=1e-3).any()
+
+
+@torch.no_grad()
+def test_a_new_critic_says_0_everywhere_and_has_no_lm_head(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "llama", False)
+    model = ValueModel(load_lm(str(folder), load_config(str(folder))))
+    assert model(Ragged([3, 2], [4, 1]).sequences()).tolist() == [0.0] * 5
+    assert not [name for name, _ in model.named_parameters() if "lm_head" in name]
+
+
+def test_the_first_step_moves_the_head_alone_and_the_next_the_body_too(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "qwen3", True)
+    model = ValueModel(load_lm(str(folder), load_config(str(folder))))
+    sequences = Ragged([3, 2], [4, 1]).sequences()
+    (model(sequences) - 1).square().sum().backward()
+    moved = {name for name, p in model.named_parameters() if p.grad is not None and float(p.grad.abs().max()) > 0}
+    assert moved == {"head.weight", "head.bias"}
+    with torch.no_grad():
+        model.head.weight -= 0.01 * model.head.weight.grad
+    model.zero_grad()
+    (model(sequences) - 1).square().sum().backward()
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.lm.parameters())
