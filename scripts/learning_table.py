@@ -76,6 +76,7 @@ PAIRS = (
     Pair("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", "vanilla", TWO_UPDATES),
     Pair("remax", "remax", "reinforce", ONE_RESPONSE),
     Pair("grpo_process", "grpo_process", "vanilla", (*TWO_UPDATES, "reward.functions=[arithmetic_process]")),
+    Pair("gae", "gae", "vanilla", ("critic.optim.lr=1e-3", "critic.ppo_epochs=2", "trainer.critic_warmup=3")),
     Pair("gspo", "grpo", "gspo", (*TWO_UPDATES, *clip(3e-4, 4e-4), f"{A}.loss_agg_mode=seq-mean-token-mean")),
     Pair("gspo_token", "grpo", "gspo_token", (*TWO_UPDATES, *clip(3e-4, 4e-4), f"{A}.loss_agg_mode=seq-mean-token-mean")),
     Pair("cispo", "grpo", "cispo", TWO_UPDATES),

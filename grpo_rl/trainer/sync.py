@@ -78,6 +78,10 @@ class SyncTrainer:
         self.sampling = Sampling(
             max_tokens=data.max_response_length,
             temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            keep_support=True,
             ignore_eos=rollout.ignore_eos,
             seed=rollout.seed,
         )
@@ -112,9 +116,9 @@ class SyncTrainer:
         return sampled | measured | timer.metrics()
 
     def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
-        """Scored rollouts of these prompts, each scored as it ends; greedy ones become what the others are compared with."""
+        """Scored rollouts of these prompts; each is scored as it ends."""
+        n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
         with timer("gen"):
-            n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
             rollouts = self.rollout.generate(prompts, n, self._step_sampling(), self.rewarder.submit, greedy=greedy)
         with timer("reward"):
             return with_baselines(self._penalized(self.rewarder.wait(rollouts)))
@@ -166,6 +170,8 @@ class SyncTrainer:
             temperature=values.temperature if values.do_sample else 0.0,
             top_p=values.top_p,
             top_k=values.top_k,
+            min_p=0.0,
+            keep_support=False,
             seed=_mix(self.sampling.seed, -1),
         )
         with timer("testing"):
