@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from grpo_rl.types import Batch, Metrics, Rollout
 
 
 class Timer:
-    """Wall-clock seconds of named phases."""
+    """Wall-clock seconds of named phases; `announce` is told the name of each as it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
+        self.announce = announce
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        if self.announce is not None:
+            self.announce(phase)
         started = time.perf_counter()
         try:
             yield

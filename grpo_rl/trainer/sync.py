@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import CheckpointError
 from grpo_rl.rewards.metrics import validation_metrics
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
-from grpo_rl.telemetry.console import Bar, Console
+from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
 from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
+from grpo_rl.trainer.progress import StepProgress, advancing
 from grpo_rl.trainer.selection import Selected, Selection
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
@@ -85,12 +85,13 @@ class SyncTrainer:
             ignore_eos=rollout.ignore_eos,
             seed=rollout.seed,
         )
+        self.progress = StepProgress()
 
     # ---- one step ------------------------------------------------------------------------------------
 
     def train_step(self) -> Metrics:
         """Sample, score, compare, train: one batch of prompts from beginning to end."""
-        timer = Timer()
+        timer = Timer(self.progress.phase)
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
         selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
@@ -119,7 +120,8 @@ class SyncTrainer:
         """Scored rollouts of these prompts; each is scored as it ends."""
         n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
         with timer("gen"):
-            rollouts = self.rollout.generate(prompts, n, self._step_sampling(), self.rewarder.submit, greedy=greedy)
+            finished = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
+            rollouts = self.rollout.generate(prompts, n, self._step_sampling(), finished, greedy=greedy)
         with timer("reward"):
             return with_baselines(self._penalized(self.rewarder.wait(rollouts)))
 
@@ -141,23 +143,33 @@ class SyncTrainer:
         trainer = self.config.trainer
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
             self._log(self.evaluate())
-        while self.step < self.total_steps and not trainer.val_only and not self.selection.exhausted:
-            started = time.perf_counter()
-            self.step += 1
-            metrics = self.train_step()
-            last = self.step == self.total_steps or self.selection.exhausted
-            if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
-                metrics |= self.evaluate()
-            if trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq)):
-                metrics |= self.save()
-            metrics["timing_s/step"] = time.perf_counter() - started
-            metrics["trainer/epoch"] = float(self.selection.epoch)
-            self._log(metrics)
+        if trainer.val_only:
+            return
+        with self.output.console.progress("training", self.total_steps, keep=False) as bar:
+            self.progress = StepProgress(bar)
+            self.progress.done(self.step)
+            while self.step < self.total_steps and not self.selection.exhausted:
+                self._log(self._whole_step())
+                self.progress.done()
         if self.selection.exhausted:
             self.output.console.warn(
                 f"training ends at step {self.step} of {self.total_steps}: fewer prompts than a batch are left, the others "
                 "passed often enough to retire; give harder data, or raise data.retire_above"
             )
+
+    def _whole_step(self) -> Metrics:
+        """One step with what is due after it."""
+        trainer, started = self.config.trainer, time.perf_counter()
+        self.step += 1
+        metrics = self.train_step()
+        last = self.step == self.total_steps or self.selection.exhausted
+        if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
+            metrics |= self.evaluate()
+        if trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq)):
+            metrics |= self.save()
+        metrics["timing_s/step"] = time.perf_counter() - started
+        metrics["trainer/epoch"] = float(self.selection.epoch)
+        return metrics
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -177,8 +189,8 @@ class SyncTrainer:
         with timer("testing"):
             self.rollout.sync_weights(self.actor)
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
-            with self._bar("validating", len(prompts) * values.n) as finished:
-                rollouts = self.rollout.generate(prompts, values.n, sampling, finished)
+            with self.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
+                rollouts = self.rollout.generate(prompts, values.n, sampling, advancing(bar, self.rewarder.submit))
             rollouts = self.rewarder.wait(rollouts)
         self.output.rollouts.write("val", self.step, rollouts)
         return validation_metrics(rollouts, values.n) | timer.metrics()
@@ -258,16 +270,6 @@ class SyncTrainer:
             advantages = dict(zip(map(_occurrence, selected.trained), last, strict=True))
         logged = [advantages.get(_occurrence(rollout)) for rollout in selected.sampled]
         self.output.rollouts.write("rollouts", self.step, selected.sampled, logged)
-
-    @contextmanager
-    def _bar(self, title: str, total: int) -> Iterator[Callable[[Rollout], None]]:
-        """A progress bar over finished rollouts, which go on to the rewarder."""
-        with self.output.console.progress(title, total, keep=False) as bar:
-            yield lambda rollout: self._finished(bar, rollout)
-
-    def _finished(self, bar: Bar, rollout: Rollout) -> None:
-        self.rewarder.submit(rollout)
-        bar.advance()
 
     def _log(self, metrics: Metrics) -> None:
         if metrics:
