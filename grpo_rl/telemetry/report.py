@@ -33,14 +33,16 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """First against last validation, and the mean reward of the first five training steps against the last five."""
+    """First against last validation, and the mean reward of the first training steps against the last, five where there are ten."""
     rows: list[tuple[str, float, float]] = []
     for key in dict.fromkeys(key for record in records for key in validation_keys(record)):
         values = [record[key] for record in records if key in record]
         rows.append((f"validation {safe_text(key.removeprefix('val/'), limit=44)}", values[0], values[-1]))
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
-    if rewards:
-        rows.append(("training reward (5 steps)", statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])))
+    if len(rewards) > 1:
+        k = min(5, len(rewards) // 2)
+        name = f"training reward (first and last {k} steps)" if k > 1 else "training reward (first and last step)"
+        rows.append((name, statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])))
     if not rows:
         return ""
     lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"]

@@ -17,11 +17,11 @@ def validate(log: RolloutLog, step: int, answers: list[str]) -> None:
     log.write("val", step, rollouts)
 
 
-def make_run(base: Path) -> RunDir:
+def make_run(base: Path, num_steps: int = 10) -> RunDir:
     run_dir = RunDir.create(base, "r")
     file = MetricsFile(run_dir.metrics_file)
     file.log(0, {"val/sums/mean@1": 0.25})
-    for step in range(1, 11):
+    for step in range(1, num_steps + 1):
         file.log(step, {"reward/mean": step / 10})
     file.log(10, {"val/sums/mean@1": 0.75})
     log = RolloutLog(run_dir)
@@ -35,7 +35,18 @@ def test_the_table_compares_the_first_and_the_last_values(tmp_path: Path) -> Non
     assert lines[0].split() == ["Result", "before", "after", "change"]
     assert lines[1].split() == ["validation", "sums/mean@1", "0.250", "0.750", "+0.500"]
     # (0.1 + ... + 0.5) / 5 and (0.6 + ... + 1.0) / 5
-    assert lines[2].split() == ["training", "reward", "(5", "steps)", "0.300", "0.800", "+0.500"]
+    assert lines[2].split() == ["training", "reward", "(first", "and", "last", "5", "steps)", "0.300", "0.800", "+0.500"]
+
+
+def test_no_training_step_is_counted_as_both_first_and_last(tmp_path: Path) -> None:
+    # (0.1 + 0.2) / 2 and (0.4 + 0.5) / 2; then 0.1 and 0.3; one step is no comparison.
+    assert "training reward (first and last 2 steps) 0.150 0.450 +0.300" in " ".join(
+        final_report(make_run(tmp_path / "5", 5)).split()
+    )
+    assert "training reward (first and last step) 0.100 0.300 +0.200" in " ".join(
+        final_report(make_run(tmp_path / "3", 3)).split()
+    )
+    assert "training reward" not in final_report(make_run(tmp_path / "1", 1))
 
 
 def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp_path: Path) -> None:
