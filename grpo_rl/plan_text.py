@@ -119,8 +119,11 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "critic", f"{_count(plan.world_size, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
-    workers = _count(config.reward.num_workers, "worker")
-    yield "reward", f"{' + '.join(functions)}, {workers}, at most {config.reward.timeout_s:g} s each"
+    workers = _count(config.reward.num_workers, "process", "processes")
+    failed = {"drop": "are dropped", "stop": "stop the run", "value": f"give {config.reward.failure_value}"}[
+        config.reward.on_failure
+    ]
+    yield "reward", f"{' + '.join(functions)}, {workers}, at most {config.reward.timeout_s:g} s each; failures {failed}"
 
 
 def _step(config: Config, plan: Plan) -> Rows:

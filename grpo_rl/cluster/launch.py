@@ -63,8 +63,12 @@ def run(composed: Composed, plan: Plan) -> int:
         train_data, val_data = _data(config, tokenizer, console)
         reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
         reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
-        reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
+        data_sources = {*train_data.data_sources, *(val_data.data_sources if val_data else [])}
+        reward.check_data_sources(data_sources)
+        rewarder = RewardRunner(reward, config.reward, data_sources=data_sources, log_folder=run_dir.logs)
+        stack.callback(rewarder.close)
         total_steps = num_training_steps(config, len(train_data))
+        rewarder.check_started()
 
         with console.progress("starting Ray"):
             stack.enter_context(ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1))
@@ -73,8 +77,6 @@ def run(composed: Composed, plan: Plan) -> int:
         cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
         stack.callback(cluster.shutdown)
         actor, reference, critic, rollout = start_roles(cluster, tokenizer, total_steps)
-        rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
-        stack.callback(rewarder.close)
         sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
         stack.callback(sinks.close)
 
