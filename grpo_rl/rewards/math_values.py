@@ -167,10 +167,10 @@ class Expression:
             return value
         if token == "|" and not self._bars:
             self._bars = 1
-            value: Number = abs(self._sum())
+            inner = self._sum()
             self._expect("|")
             self._bars = 0
-            return value
+            return abs(inner) if isinstance(inner, Fraction) else complex(abs(inner))
         if token == "\\frac":
             return _apply(operator.truediv, self._argument(), self._argument())
         if token == "\\sqrt":
