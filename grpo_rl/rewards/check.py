@@ -76,6 +76,35 @@ def try_row(function: Callable[..., Any], row: Row) -> Outcome:
     return outcome
 
 
+def try_batch(function: Callable[..., Any], rows: Sequence[Row]) -> list[Outcome]:
+    """Call a function of lists once, all at once; the time is shared out among the rows."""
+    outcomes = [Outcome(row) for row in rows]
+    failure: str | None = None
+    results: Any = None
+    start = time.perf_counter()
+    try:
+        results = function(
+            data_sources=[row.data_source for row in rows],
+            solution_strs=[row.response for row in rows],
+            ground_truths=[row.ground_truth for row in rows],
+            extra_infos=[row.extra_info for row in rows],
+        )
+        if inspect.isawaitable(results):
+            results = asyncio.run(_finished(results))
+    except (Exception, SystemExit) as error:  # as in `try_row`
+        failure = f"{type(error).__name__}: {error}"
+    seconds = (time.perf_counter() - start) / max(1, len(rows))
+    results = results.tolist() if hasattr(results, "tolist") else results
+    if failure is None and (not isinstance(results, list | tuple) or len(results) != len(rows)):
+        given = f"{len(results)} results" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
+        failure = f"it returned {given} for {len(rows)} rows; a batched function returns a list of one result for each"
+    for place, outcome in enumerate(outcomes):
+        outcome.seconds, outcome.failure = seconds, failure
+        if failure is None and isinstance(results, list | tuple):
+            _read(results[place], outcome)
+    return outcomes
+
+
 async def _finished(result: Any) -> Any:
     return await result
 
@@ -158,6 +187,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     parser.add_argument("--data", required=True, help="a parquet, jsonl or json file in verl's row format")
     parser.add_argument("--rows", type=int, default=100, help="how many rows, from the first (default: 100)")
     parser.add_argument("--column", help="the column with the responses (default: response, else made from the ground truth)")
+    parser.add_argument("--batched", action="store_true", help="the function takes lists, one call for all rows")
     parser.add_argument(
         "--options", default="{}", help="keyword arguments of the function, as JSON, e.g. '{\"boxed_only\": true}'"
     )
@@ -172,7 +202,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         console.print(Text(str(error), style="red"))
         return FAILED
     usable = [row for row in rows if row.response is not None]
-    outcomes = [try_row(function, row) for row in usable]
+    outcomes = try_batch(function, usable) if given.batched else [try_row(function, row) for row in usable]
     show(outcomes, len(rows) - len(usable), console)
     return 0 if outcomes and all(outcome.failure is None for outcome in outcomes) else FAILED
 

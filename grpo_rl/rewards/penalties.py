@@ -38,7 +38,7 @@ def length(
 ) -> dict[str, float]:
     """0 for a length from `minimum` to `maximum` (or of `target`, instead of both), falling to -1 at `slack` more or less, and -1 beyond.
 
-    In `unit`, `characters` or `words` between white space; lengths in tokens are what `reward.reward_kwargs.overlong_buffer_cfg`
+    In `unit`, `characters` or `words` between white space; lengths in tokens are what `reward.overlong_buffer`
     shapes. The form is DAPO's soft punishment (arXiv 2503.14476, equation 13), on both sides; a `target` is as in
     L1 (arXiv 2503.04697). `length` is the length. Raises ValueError for an unknown unit, a `slack` below 1, and limits
     that contradict each other.
