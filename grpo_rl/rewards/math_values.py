@@ -15,8 +15,8 @@ from typing import Any
 
 MAX_DEPTH = 40
 MAX_TOKENS = 500
-MAX_BITS = 20_000
-"""Of a numerator or denominator: about 6,000 digits."""
+MAX_BITS = 8_000
+"""Of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000
 MAX_FACTORIAL = 500
 
