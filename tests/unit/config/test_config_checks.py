@@ -88,6 +88,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ),
     ({f"{R}.max_model_len": 1000}, CPU, f"{R}.max_model_len=1000", "at least 1024"),
     ({"reward.overlong_buffer.len": 513}, CPU, "reward.overlong_buffer.len=513", "at most 512"),
+    ({"reward.on_failure": "value"}, CPU, "reward.on_failure=value", "reward.failure_value, which is not set"),
+    ({"reward.failure_value": 0.0}, CPU, "reward.failure_value=0", "needs reward.on_failure=value"),
     ({"reward.overlong_buffer.penalty_factor": 2}, CPU, "reward.overlong_buffer.penalty_factor=2", "overlong_buffer.len"),
     ({f"{R}.max_num_batched_tokens": 100}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
     # algorithm
