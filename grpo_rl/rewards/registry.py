@@ -14,6 +14,7 @@ from typing import Any
 from grpo_rl.registry import Registry
 from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
 from grpo_rl.rewards.auto import auto
+from grpo_rl.rewards.code import code
 from grpo_rl.rewards.format import think_answer
 from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
 
@@ -26,6 +27,7 @@ REWARDS.register("arithmetic_process")(arithmetic_process)
 REWARDS.register("gsm8k")(gsm8k)
 REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
 REWARDS.register("format")(think_answer)
+REWARDS.register("code")(code)
 
-WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer)
+WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer, code)
 """The ones of these that score whole responses only."""
