@@ -15,6 +15,7 @@ from grpo_rl.rewards.sandbox_remote import RemoteSandbox
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
+MOST_INDENT = 20
 PYTHON = ("python", "py", "python3")
 LONGEST_CODE = 100_000
 """Characters of a program; a longer one earns nothing."""
@@ -28,7 +29,7 @@ def code(
     *,
     continuous: bool = True,
     time_s: float = 5.0,
-    total_s: float = 40.0,
+    total_s: float = 30.0,
     memory_mb: int = 512,
     output_kb: int = 4096,
     max_cases: int | None = None,
@@ -143,33 +144,39 @@ def _options(function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def last_program(text: str) -> str | None:
-    """The content of the last closed ```python block, or, where there is none, of the last closed block; None without one.
+    """The content of the last closed ```python block, or, where there is none, of the last closed block without a language.
 
-    One pass from fence to fence; what is between two of them is a block where the first begins a line.
+    A text without any fence is a program as a whole, as base models write them; None where the only blocks are others.
+    One pass from fence to fence; a fence begins its line, spaces aside, and those are taken off the block's lines.
     """
     best: str | None = None
     other: str | None = None
-    start = _fence(text, 0)
-    while start >= 0:
+    fence = _fence(text, 0)
+    if fence is None:
+        return text or None
+    while fence is not None:
+        start, indent = fence
         line_end = text.find("\n", start)
-        end = _fence(text, line_end) if line_end >= 0 else -1
-        if end < 0:
+        end = _fence(text, line_end) if line_end >= 0 else None
+        if end is None:
             break
         language = text[start + len(FENCE) : line_end].strip().lower() if line_end - start < 40 else "?"
-        block = text[line_end + 1 : end]
-        if language in PYTHON:
-            best = block
-        elif not language:
-            other = block
-        start = _fence(text, end + len(FENCE))
+        if language in PYTHON or not language:
+            lines = text[line_end + 1 : end[0] - end[1]].splitlines(keepends=True)
+            block = (
+                "".join(line[indent:] if not line[:indent].strip() else line for line in lines) if indent else "".join(lines)
+            )
+            best, other = (block, other) if language else (best, block)
+        fence = _fence(text, end[0] + len(FENCE))
     return best if best is not None else other
 
 
-def _fence(text: str, start: int) -> int:
-    """Where the next fence begins that has only spaces before it on its line, or -1."""
+def _fence(text: str, start: int) -> tuple[int, int] | None:
+    """Where the next fence begins that has only spaces before it on its line, and how many; None without one."""
     while (found := text.find(FENCE, start)) >= 0:
-        line = text.rfind("\n", 0, found) + 1
-        if found - line <= 20 and not text[line:found].strip():
-            return found
+        before = max(0, found - MOST_INDENT - 1)
+        indent = found - 1 - text.rfind("\n", before, found) if "\n" in text[before:found] or not before else None
+        if indent is not None and not text[found - indent : found].strip():
+            return found, indent
         start = found + len(FENCE)
-    return -1
+    return None

@@ -115,7 +115,7 @@ class Sandbox:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(theirs.fileno())],
+                [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={},
                 cwd="/",
@@ -176,7 +176,7 @@ class Sandbox:
             self._process.kill()
             said = b"" if self._process.stderr is None else self._process.stderr.read(4096)
             reason = said.decode(errors="replace").strip().rpartition("\n")[2] or str(error) or "the launcher ended"
-            raise SandboxUnavailable(unavailable(f"start the launcher with {_interpreter()}: {reason}")) from error
+            raise SandboxUnavailable(unavailable(f"start the launcher with {interpreter()}: {reason}")) from error
 
     def _expect(self, sign: bytes, deadline: float) -> None:
         answer = self._receive(1, deadline)
@@ -215,7 +215,7 @@ def _framed(message: dict[str, Any]) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _interpreter() -> str:
+def interpreter() -> str:
     """The interpreter itself, not a virtual environment's link to it, which would want the environment's files."""
     return getattr(sys, "_base_executable", None) or sys.executable
 

@@ -55,16 +55,18 @@ AARCH64 = {
     "finit_module": 273, "memfd_create": 279, "bpf": 280, "execveat": 281, "userfaultfd": 282, "kexec_file_load": 294,
 }  # fmt: skip
 MACHINES = {
-    "x86_64": (0xC000003E, X86_64, {"clone": 56, "socket": 41}),
-    "aarch64": (0xC00000B7, AARCH64, {"clone": 220, "socket": 198}),
+    "x86_64": (0xC000003E, X86_64, {"clone": 56, "socket": 41, "prlimit64": 302}),
+    "aarch64": (0xC00000B7, AARCH64, {"clone": 220, "socket": 198, "prlimit64": 261}),
 }
-"""Audit architecture, the refused calls, and the two that depend on their first argument."""
+"""Audit architecture, the refused calls, and those that depend on their first argument."""
 PIVOT_ROOT = {"x86_64": X86_64["pivot_root"], "aarch64": AARCH64["pivot_root"]}
 
 LOAD, EQUALS, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, AF_UNIX, CLONE_THREAD = 1, 38, 1, 0x10000
+FIRST_ARGUMENTS = {"clone": (HAS_BITS, CLONE_THREAD), "socket": (EQUALS, AF_UNIX), "prlimit64": (EQUALS, 0)}
+"""What lets a call through: threads, local sockets, the process's own limits."""
 
 
 def call_filter(machine: str) -> bytes:
@@ -76,7 +78,6 @@ def call_filter(machine: str) -> bytes:
         )
     architecture, refused, special = MACHINES[machine]
     numbers = sorted({*refused.values(), *SINCE_424.values()})
-    refuse, pass_ = _word(RETURN, ERRNO | EPERM), _word(RETURN, ALLOW)
     program = [
         _word(LOAD, ARCHITECTURE),
         _word(EQUALS, architecture, 1, 0),
@@ -88,20 +89,20 @@ def call_filter(machine: str) -> bytes:
         # The flags of clone3 lie in memory, where a filter cannot look; without it, libraries use clone.
         _word(EQUALS, CLONE3, 0, 1),
         _word(RETURN, ERRNO | ENOSYS),
-        *(word for number in numbers for word in (_word(EQUALS, number, 0, 1), refuse)),
-        _word(EQUALS, special["clone"], 0, 4),
-        _word(LOAD, FIRST_ARGUMENT),
-        _word(HAS_BITS, CLONE_THREAD, 1, 0),
-        refuse,
-        pass_,
-        _word(EQUALS, special["socket"], 0, 3),
-        _word(LOAD, FIRST_ARGUMENT),
-        _word(EQUALS, AF_UNIX, 1, 0),
-        refuse,
-        pass_,
+        *(word for number in numbers for word in (_word(EQUALS, number, 0, 1), REFUSE)),
+        *(word for name, number in special.items() for word in _if_first_argument(number, *FIRST_ARGUMENTS[name])),
+        _word(RETURN, ALLOW),
     ]
     return b"".join(program)
 
 
+def _if_first_argument(number: int, test: int, value: int) -> list[bytes]:
+    """Let the call through where its first argument passes the test, else refuse it; other calls go on below."""
+    return [_word(EQUALS, number, 0, 4), _word(LOAD, FIRST_ARGUMENT), _word(test, value, 1, 0), REFUSE, _word(RETURN, ALLOW)]
+
+
 def _word(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+REFUSE = _word(RETURN, ERRNO | EPERM)

@@ -1,0 +1,55 @@
+"""Milliseconds that a program costs by itself, and in the sandbox: one case, and each further one of the same response."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+from grpo_rl.rewards.code import code
+from grpo_rl.rewards.sandbox import Case, Sandbox, interpreter
+
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+def bare() -> None:
+    words = [interpreter(), "-I", "-S", "-c", PROGRAM]
+    assert subprocess.run(words, input=b"1 2\n", capture_output=True, check=True).stdout == b"3\n"
+
+
+def sandboxed(cases: int) -> None:
+    with Sandbox(PROGRAM) as sandbox:
+        for _ in range(cases):
+            assert sandbox.run(Case(stdin="1 2\n")).stdout == b"3\n"
+
+
+def reward(cases: int) -> None:
+    tests = {"inputs": ["1 2\n"] * cases, "outputs": ["3\n"] * cases}
+    assert code("code", f"```python\n{PROGRAM}```", tests)["acc"] == 1.0
+
+
+def milliseconds(run: Callable[[], None], repeats: int) -> float:
+    """Median over the repeats."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=50)
+    repeats = parser.parse_args().repeats
+    one, twenty = milliseconds(lambda: sandboxed(1), repeats), milliseconds(lambda: sandboxed(20), max(5, repeats // 5))
+    print(f"bare interpreter, one case      {milliseconds(bare, repeats):7.1f} ms")
+    print(f"sandbox, one case               {one:7.1f} ms")
+    print(f"sandbox, each further case      {(twenty - one) / 19:7.1f} ms")
+    print(f"reward `code`, 20 cases         {milliseconds(lambda: reward(20), max(5, repeats // 5)):7.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
