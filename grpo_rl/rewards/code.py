@@ -83,7 +83,7 @@ def _count(result: dict[str, float], test: Test, outcome: Outcome | None) -> Non
     result["num_passed" if passed else "num_failed"] += 1
     result["timed_out"] += outcome.status == "timeout"
     result["too_much"] += outcome.status == "output"
-    result["crashed"] += outcome.status == "broken" or (outcome.status == "ended" and outcome.exit_code != 0)
+    result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
 
 
 def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Generator[Outcome | None]:

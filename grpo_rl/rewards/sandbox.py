@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.errors import RewardError
 from grpo_rl.rewards import sandbox_inside
 from grpo_rl.rewards.sandbox_calls import PIVOT_ROOT, call_filter
 from grpo_rl.rewards.sandbox_failure import SandboxUnavailable, unavailable
@@ -26,7 +27,7 @@ from grpo_rl.rewards.sandbox_failure import SandboxUnavailable, unavailable
 NOBODY = 65534
 START_S = 20.0
 """How long a sandbox may take to start: 0.03 s on an idle machine."""
-GRACE_S = 2.0
+GRACE_S = 5.0
 """What the inside may need beyond a case's time to report; then everything in it is killed."""
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = (
@@ -34,6 +35,7 @@ LAUNCH = (
     "del sys.path[0]; launch(int(sys.argv[2]))"
 )
 """As modules, because those are compiled once and a script each time."""
+SETUP_FAILED = b"S"
 STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
 
@@ -83,7 +85,7 @@ class Outcome:
     """What a candidate did with a case."""
 
     status: str
-    """ended; timeout; output (wrote too much); broken (the sandbox ended with it)."""
+    """ended; timeout; output (wrote too much)."""
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
@@ -111,7 +113,6 @@ class Sandbox:
             "max_output": int(self._limits.output_kb * 1024),
             "tmp_options": f"size={int(self._limits.file_mb * MIB)},nr_inodes=1000,mode=777",
         }
-        self._broken = False
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -136,9 +137,10 @@ class Sandbox:
         self.close()
 
     def run(self, case: Case, time_s: float | None = None) -> Outcome:
-        """What the source does with the case, within `time_s` (the limit's, or less)."""
-        if self._broken:
-            return Outcome("broken")
+        """What the source does with the case, within `time_s` (the limit's, or less).
+
+        Raises RewardError when the sandbox itself fails: that is no verdict on the source.
+        """
         allowed = min(self._limits.time_s, time_s or math.inf)
         nonce = secrets.token_bytes(sandbox_inside.NONCE_BYTES)
         request = {
@@ -153,9 +155,11 @@ class Sandbox:
             if self._receive(len(nonce), deadline) != nonce:
                 raise EOFError
             return self._outcome(deadline)
-        except (EOFError, OSError):  # whatever got through the walls to the keeper earns nothing
-            self._broken = True
-            return Outcome("broken")
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RewardError(
+                f"the sandbox for code ended in the middle of a case: {error or 'it closed its channel'}"
+            ) from error
 
     def close(self) -> None:
         """Kill every process inside, and wait for them. May be called twice."""
@@ -189,9 +193,13 @@ class Sandbox:
     def _outcome(self, deadline: float) -> Outcome:
         head = self._receive(17, deadline)
         lengths = [int.from_bytes(head[start : start + 4], "little") for start in (5, 9, 13)]
-        if head[:1] not in STATUS or max(lengths) > self._setup["max_output"] + (1 << 16):  # type: ignore[operator]
+        if head[:1] not in (*STATUS, SETUP_FAILED) or max(lengths) > self._setup["max_output"] + (1 << 16):  # type: ignore[operator]
             raise EOFError
         stdout, stderr, value = (self._receive(length, deadline) for length in lengths)
+        if head[:1] == SETUP_FAILED:
+            raise SandboxUnavailable(
+                unavailable(f"start the candidate: {stderr.decode(errors='replace') or 'it was too slow'}")
+            )
         return Outcome(STATUS[head[:1]], int.from_bytes(head[1:5], "little", signed=True), stdout, value, stderr)
 
     def _send(self, data: bytes, deadline: float) -> None:

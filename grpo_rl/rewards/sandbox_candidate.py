@@ -12,6 +12,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 SIGINT, SIGKILL = 2, 9
 STDERR_BYTES = 2048
 SOURCE = "/solution.py"
+ARMED = 4
+"""A descriptor that is written to and closed before the source runs, so that a source cannot say that its walls failed."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,13 +74,18 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
         os.setresgid(*[setup["drop_to"]] * 3)
         os.setresuid(*[setup["drop_to"]] * 3)
     for name, limit in setup["rlimits"].items():
-        resource.setrlimit(getattr(resource, name), (limit, limit))
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header, empty = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     call("drop the capabilities", "capset", ctypes.byref(header), ctypes.byref(empty))
     call("forbid new rights", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _filter_calls(setup["filter"])
+    os.write(ARMED, b"1")
+    os.close(ARMED)
     exit_code = 1
     try:
         _run(case)

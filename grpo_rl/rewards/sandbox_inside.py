@@ -18,6 +18,7 @@ import time
 from typing import Any, NoReturn
 
 from grpo_rl.rewards.sandbox_candidate import (
+    ARMED,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
     SIGINT,
@@ -169,17 +170,17 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     stdin = os.memfd_create("stdin")
     write_all(stdin, case.pop("stdin"))
     os.lseek(stdin, 0, os.SEEK_SET)
-    pipes = [os.pipe() for _ in range(3)]
+    pipes = [os.pipe() for _ in range(ARMED)]
     child = os.fork()
     if not child:
         try:
             nonce[:] = bytes(NONCE_BYTES)
-            for number, descriptor in enumerate([stdin, pipes[0][1], pipes[1][1], pipes[2][1]]):
+            for number, descriptor in enumerate([stdin, *(write for _, write in pipes)]):
                 # Descriptors that are given away are moved above those that are overwritten.
-                os.dup2(descriptor, 100 + number)
-            for number in range(4):
-                os.dup2(100 + number, number)
-            os.closerange(4, 4096)
+                os.dup2(descriptor, 30 + number)
+            for number in range(ARMED + 1):
+                os.dup2(30 + number, number)
+            os.closerange(ARMED + 1, 4096)
             candidate(setup, case)
         except (Failed, OSError, ValueError) as error:
             write_all(2, str(error).encode())
@@ -188,11 +189,14 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     for descriptor in (stdin, *(write for _, write in pipes)):
         os.close(descriptor)
     watched = os.pidfd_open(child)
-    status, outputs = _watch(control, watched, child, [read for read, _ in pipes], setup, case["time_s"])
+    status, outputs = _watch(control, watched, child, [read for read, _ in pipes[: ARMED - 1]], setup, case["time_s"])
     os.close(watched)
     _kill_all()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _reap()
+    if not os.read(pipes[-1][0], 1):
+        status = b"S"
+    os.close(pipes[-1][0])
     lengths = b"".join(len(output).to_bytes(4, "little") for output in outputs)
     return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
 

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo_rl.rewards.code import code
+from grpo_rl.rewards.sandbox import Case, Sandbox
 
 ESCAPES = {
     "reads /etc/shadow": "open('/etc/shadow').read()",
@@ -211,3 +212,54 @@ def test_a_killed_case_does_not_touch_its_neighbours() -> None:
     program = "import os\nn = input()\nif n == '2': os.kill(-1, 9); os.kill(1, 9); os.kill(0, 9)\nprint(n)"
     result = code("code", response(program), {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]})
     assert (result["num_passed"], result["crashed"]) == (2.0, 1.0)
+
+
+def test_nothing_is_left_when_the_process_that_asked_is_killed() -> None:
+    program = (
+        "from grpo_rl.rewards.sandbox import *\n"
+        "s = Sandbox('import time; time.sleep(60)', Limits(time_s=60))\n"
+        "print(s._process.pid, flush=True)\n"
+        "s.run(Case())"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        launcher = int(asking.stdout.readline())
+        family = descendants(launcher, 3)
+        asking.kill()
+    wait_until(lambda: not any(alive(process) for process in family), "processes of the sandbox are left")
+
+
+def test_a_sandbox_that_is_closed_leaves_nothing() -> None:
+    with Sandbox("print(1)") as sandbox:
+        sandbox.run(Case())
+        family = descendants(sandbox._process.pid, 2)
+    wait_until(lambda: not any(alive(process) for process in family), "processes of the sandbox are left")
+
+
+def descendants(launcher: int, count: int) -> list[int]:
+    """The launcher, the keeper and, where there is one, the candidate, as soon as they are so many."""
+    found: list[int] = []
+
+    def complete() -> bool:
+        found[:] = [launcher]
+        for process in found:
+            children = Path(f"/proc/{process}/task/{process}/children")
+            found.extend(map(int, children.read_text().split()))
+        return len(found) >= count
+
+    wait_until(complete, f"fewer than {count} processes")
+    return found
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], failure: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, failure
+        time.sleep(0.01)

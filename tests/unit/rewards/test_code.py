@@ -229,6 +229,26 @@ def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) 
         Sandbox("print(1)")
 
 
+def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox("print(1)") as sandbox:
+        sandbox._process.kill()
+        with pytest.raises(RewardError, match="ended in the middle of a case"):
+            sandbox.run(Case())
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.call_filter", lambda machine: b"no filter")
+    with Sandbox("print(1)") as sandbox, pytest.raises(SandboxUnavailable, match="start the candidate: filter system calls"):
+        sandbox.run(Case())
+
+
+def test_lower_limits_of_the_process_that_asks_are_kept() -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "from grpo_rl.rewards.sandbox import *\n"
+        "with Sandbox('import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))') as s: print(s.run(Case()).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "b'(40, 40)\\n'\n"
+
+
 def test_the_setting_of_the_kernel_that_forbids_namespaces_is_named(tmp_path: Any) -> None:
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
