@@ -30,25 +30,32 @@ def reward(cases: int) -> None:
     assert code("code", f"```python\n{PROGRAM}```", tests)["acc"] == 1.0
 
 
-def milliseconds(run: Callable[[], None], repeats: int) -> float:
-    """Median over the repeats."""
+def milliseconds(run: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Median and least over the repeats; the least is what counts on a machine with other work."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         run()
         times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)
+    return statistics.median(times), min(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     repeats = parser.parse_args().repeats
-    one, twenty = milliseconds(lambda: sandboxed(1), repeats), milliseconds(lambda: sandboxed(20), max(5, repeats // 5))
-    print(f"bare interpreter, one case      {milliseconds(bare, repeats):7.1f} ms")
-    print(f"sandbox, one case               {one:7.1f} ms")
-    print(f"sandbox, each further case      {(twenty - one) / 19:7.1f} ms")
-    print(f"reward `code`, 20 cases         {milliseconds(lambda: reward(20), max(5, repeats // 5)):7.1f} ms")
+    few = max(5, repeats // 5)
+    one, twenty = milliseconds(lambda: sandboxed(1), repeats), milliseconds(lambda: sandboxed(20), few)
+    further = ((twenty[0] - one[0]) / 19, (twenty[1] - one[1]) / 19)
+    table = {
+        "bare interpreter, one case": milliseconds(bare, repeats),
+        "sandbox, one case": one,
+        "sandbox, each further case": further,
+        "reward `code`, 20 cases": milliseconds(lambda: reward(20), few),
+    }
+    print(f"{'milliseconds':30} median   least")
+    for name, (median, least) in table.items():
+        print(f"{name:30} {median:6.1f}  {least:6.1f}")
 
 
 if __name__ == "__main__":

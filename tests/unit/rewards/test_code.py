@@ -232,6 +232,7 @@ def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) 
 def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("print(1)") as sandbox:
         sandbox._process.kill()
+        sandbox._process.wait(10)
         with pytest.raises(RewardError, match="ended in the middle of a case"):
             sandbox.run(Case())
     monkeypatch.setattr("grpo_rl.rewards.sandbox.call_filter", lambda machine: b"no filter")
