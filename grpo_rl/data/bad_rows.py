@@ -27,7 +27,9 @@ class BadRows:
         self._messages: list[str] = []
         self._seen: set[int] = set()
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
+        """Bad rows so far."""
         return len(self._seen)
 
     def found(self, index: int, error: DataError, *, collect: bool = False) -> None:
@@ -41,24 +43,24 @@ class BadRows:
             self._messages.append(str(error))
         if self.action == "skip":
             self._write(str(error))
-            if collect is False and self.warn is not None and len(self) <= SHOWN:
+            if not collect and self.warn is not None and self.num_rows <= SHOWN:
                 self.warn(f"bad row left out: {error}")
 
     def raise_collected(self, num_checked: int) -> None:
         """Raise one DataError for all that was collected under `error`."""
         if self.action == "error" and self._seen:
-            raise DataError(self._list(f"{len(self)} bad rows of the {num_checked} checked"))
+            raise DataError(self._list(f"{self.num_rows} bad rows of the {num_checked} checked"))
 
     def report_collected(self, num_checked: int) -> None:
         """Tell which rows were left out so far."""
         if self.action == "skip" and self._seen and self.warn is not None:
             place = f"; all are in {self.file}" if self.file is not None else ""
-            self.warn(self._list(f"{len(self)} bad rows of the {num_checked} checked are left out{place}"))
+            self.warn(self._list(f"{self.num_rows} bad rows of the {num_checked} checked are left out{place}"))
 
     def _list(self, title: str) -> str:
-        if len(self) == 1 and self.action == "error":
+        if self.num_rows == 1 and self.action == "error":
             return self._messages[0]
-        more = [f"... and {len(self) - LISTED} more"] if len(self) > LISTED else []
+        more = [f"... and {self.num_rows - LISTED} more"] if self.num_rows > LISTED else []
         return "\n  ".join([f"{title}:", *self._messages, *more])
 
     def _write(self, message: str) -> None:

@@ -264,6 +264,7 @@ def load_dataset(
         parts: list[Source] = [custom_source(files, config, tokenizer)]
     else:
         parts = [open_source(name, config.cache_dir) for name in files]
-    data = PromptDataset(parts, config, renderer, bad_rows or BadRows(config.on_bad_row), max_samples)
+    bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+    data = PromptDataset(parts, config, renderer, bad_rows, max_samples)
     data.check(whole or len(data) <= config.check_rows, note)
     return data

@@ -104,7 +104,7 @@ def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         firsts.append(view[local])
         base, at_start = base + len(view), ends_with_newline
     all_starts = np.concatenate(starts)
-    ends = np.append(all_starts[1:] - 1, base)
+    ends = np.append(all_starts[1:] - 1, base - at_start)
     keep = ~np.isin(np.concatenate(firsts), _BLANK)
     for line in np.flatnonzero(~keep).tolist():
         keep[line] = _has_text(file, int(all_starts[line]), int(ends[line]))
