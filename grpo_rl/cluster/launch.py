@@ -141,6 +141,9 @@ def _data(config: Config, tokenizer: Any, console: Console, folder: Path) -> tup
             bad_rows=bad["train"],
             note=lambda text: bar.advance(0, note=text),
         )
+        if data.curriculum == "difficulty":
+            # Read now, so that a row without one is told before anything starts.
+            train.difficulty()
         bar.advance(note=f"train: {train.report}")
         val = None
         if data.val_files:

@@ -83,6 +83,8 @@ class PromptDataset:
 
         Raises DataError for a bad row under data.on_bad_row=error, and for a long prompt that is neither filtered nor cut.
         """
+        if self._difficulty is not None and np.isnan(self._difficulty[row_index]):
+            return False
         if self._rows is not None:
             return True
         index = self._index(row_index)
@@ -97,7 +99,7 @@ class PromptDataset:
             return False
 
     def difficulty(self) -> np.ndarray:
-        """What `data.difficulty_key` holds, per row; NaN for a bad row."""
+        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable. The first call reads all rows."""
         if self._difficulty is None:
             self._difficulty = np.fromiter((self._difficulty_of(index) for index in range(len(self))), np.float64, len(self))
         return self._difficulty

@@ -20,7 +20,6 @@ class Example:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
-    difficulty: float | None = None
 
 
 def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
@@ -40,8 +39,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     if extra_info is not None and not isinstance(extra_info, dict):
         raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
     prompt = _prompt(column(row, config.prompt_key, where), where, config.prompt_key)
-    difficulty = difficulty_of(row, where, config) if config.curriculum == "difficulty" else None
-    return Example(prompt, data_source, ground_truth, extra_info or {}, difficulty)
+    return Example(prompt, data_source, ground_truth, extra_info or {})
 
 
 def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:
