@@ -49,13 +49,16 @@ class BadRows:
     def raise_collected(self, num_checked: int) -> None:
         """Raise one DataError for all that was collected under `error`."""
         if self.action == "error" and self._seen:
-            raise DataError(self._list(f"{self.num_rows} bad rows of the {num_checked} checked"))
+            raise DataError(self._list(self._counted(num_checked)))
 
     def report_collected(self, num_checked: int) -> None:
         """Tell which rows were left out so far."""
         if self.action == "skip" and self._seen and self.warn is not None:
-            place = f"; all are in {self.file}" if self.file is not None else ""
-            self.warn(self._list(f"{self.num_rows} bad rows of the {num_checked} checked are left out{place}"))
+            place = f", listed in {self.file}" if self.file is not None else ""
+            self.warn(self._list(f"left out {self._counted(num_checked)}{place}"))
+
+    def _counted(self, num_checked: int) -> str:
+        return f"{self.num_rows} bad row{'s' if self.num_rows > 1 else ''} of the {num_checked} checked"
 
     def _list(self, title: str) -> str:
         if self.num_rows == 1 and self.action == "error":

@@ -34,5 +34,5 @@ class LoadReport:
         if self.num_truncated:
             text += f", {self.num_truncated} prompts cut"
         if self.num_bad:
-            text += f", {self.num_bad} bad rows left out"
+            text += f", bad rows left out: {self.num_bad}"
         return text

@@ -65,7 +65,7 @@ def test_a_bad_line_is_named_with_its_place_or_left_out(tmp_path: Path, bad: byt
         load(path)
     data = load(path, "skip")
     assert [data.prompt(index, "u").text for index in range(len(data))] == ["1+1=", "2+2="]
-    assert (data.report.num_bad, str(data.report)[-19:]) == (1, "1 bad rows left out")
+    assert (data.report.num_bad, str(data.report)[-20:]) == (1, "bad rows left out: 1")
     [record] = (tmp_path / "bad_rows.jsonl").read_text().splitlines()
     assert "a.jsonl, line 2" in json.loads(record)["bad_row"]
 
