@@ -156,7 +156,7 @@ _ROLLOUT: dict[str, Answer] = {
 _MODEL: dict[str, Answer] = {
     "hf_config_path": Answer(f"the config lies in {_M}.path; change it with {_M}.override_config"),
     "use_shm": Answer("the model is read where it lies", (False,)),
-    "custom_chat_template": Answer(f"put the chat template into the tokenizer's folder and name it in {_M}.tokenizer_path"),
+    "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
     "enable_activation_offload": Answer("use enable_gradient_checkpointing", (False,)),
     "use_remove_padding": Answer(_PACKED, (True,)),
@@ -194,8 +194,7 @@ _DATA: dict[str, Answer] = {
     "mm_processor_kwargs": Answer(_NO_IMAGES),
     "validation_shuffle": Answer("validation rows keep their order", (False,)),
     "trust_remote_code": Answer(f"use {_M}.trust_remote_code", (False,)),
-    "custom_cls": Answer("data are files or tasks: see data.train_files"),
-    "sampler": Answer("the order is data.shuffle and data.seed"),
+    "sampler": Answer("the order is data.shuffle and data.seed, data.curriculum, data.train_weights"),
     "datagen": Answer("generated data are tasks: data.train_files=task:NAME"),
 }
 
