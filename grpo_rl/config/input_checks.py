@@ -45,7 +45,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str) -> str | None:
-    if file.startswith("task:"):
+    if file.startswith(("task:", "reasoning_gym:")):
         return None
     path = Path(file).expanduser()
     if not path.exists():

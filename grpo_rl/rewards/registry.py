@@ -16,6 +16,7 @@ from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
 from grpo_rl.rewards.auto import auto
 from grpo_rl.rewards.format import think_answer
 from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
+from grpo_rl.rewards.reasoning_gym import reasoning_gym
 
 RewardFn = Callable[..., Any]
 
@@ -25,7 +26,8 @@ REWARDS.register("arithmetic")(arithmetic)
 REWARDS.register("arithmetic_process")(arithmetic_process)
 REWARDS.register("gsm8k")(gsm8k)
 REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
+REWARDS.register("reasoning_gym")(reasoning_gym)
 REWARDS.register("format")(think_answer)
 
-WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer)
+WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, reasoning_gym, think_answer)
 """The ones of these that score whole responses only."""
