@@ -7,11 +7,13 @@ is loaded before a data set is asked for.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import copy
 import dataclasses
 import datetime
 import difflib
 import enum
+import io
 import types
 import typing
 import warnings
@@ -22,8 +24,8 @@ from grpo_rl.errors import ConfigError
 
 SOURCE_PREFIX = "reasoning_gym/"
 """What a row's data_source begins with; the name of the data set follows."""
-ONE_ROW_EACH = frozenset({"acre"})
-"""Data sets whose rows depend on how many there are: each row comes from a data set of its own."""
+ONE_ROW_EACH = frozenset({"acre", "gsm_symbolic", "list_functions", "word_ladder"})
+"""Data sets that lay out or count all their rows beforehand: each row comes from a data set of its own, with a seed of its own."""
 HASH_DEPENDENT = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
 """Data sets that walk over sets of strings: their rows are the same only under the same PYTHONHASHSEED."""
 REFUSED = {"composite": "it only mixes other data sets; list these in data.train_files instead"}
@@ -37,15 +39,19 @@ def names() -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def build(name: str, options: Options, seed: int, size: int) -> Any:
-    """The data set `name` with these options.
+def build(name: str, options: Options, seed: int) -> Any:
+    """The data set `name` with these options; its size, which is only what len() says of it, is 1.
 
     Raises ConfigError for an unknown name or option, with the nearest ones, and for values that it refuses.
     """
+    return _one_row(name, options, seed)
+
+
+def _one_row(name: str, options: Options, seed: int) -> Any:
     dataset_class, config_class = _classes(name)
     values = _values(name, config_class, options)
     try:
-        return dataset_class(config_class(**values, seed=seed, size=size))
+        return dataset_class(config_class(**values, seed=seed, size=1))
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         shown = ", ".join(f"{key}={text}" for key, text in options) or "its defaults"
         raise ConfigError(f"reasoning_gym:{name} refuses {shown}: {error}") from error
@@ -53,10 +59,11 @@ def build(name: str, options: Options, seed: int, size: int) -> Any:
 
 def make_entry(name: str, options: Options, seed: int, index: int) -> dict[str, Any]:
     """Entry `index`: question, answer and metadata, as the package makes them."""
-    if name in ONE_ROW_EACH:
-        return build(name, options, seed + index, 1)[0]
-    # The size is only what len() says of a data set that makes each entry when it is asked for.
-    return build(name, options, seed, 1 << 30)[index]
+    # The others make an entry from seed and index when it is asked for, whatever their size.
+    dataset = _one_row(name, options, seed + index) if name in ONE_ROW_EACH else build(name, options, seed)
+    # The compiler of one data set prints a dot for each program.
+    with contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext():
+        return dataset[0 if name in ONE_ROW_EACH else index]
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +95,7 @@ def _registered() -> dict[str, tuple[Any, Any]]:
     except ImportError as error:
         raise ConfigError(
             f"reasoning_gym: the package reasoning-gym cannot be imported ({error}); "
-            f"install the extra: pip install 'grpo-rl[data]' (it needs a C compiler)"
+            f"install the extra: pip install 'grpo_rl[data]' (it needs a C compiler)"
         ) from error
     return DATASETS
 

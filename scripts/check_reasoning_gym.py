@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,23 @@ from grpo_rl.data.tasks.reasoning_gym import PREFIX, reasoning_gym_rows
 from grpo_rl.rewards.auto import auto
 
 GARBAGE = ("", "banana", "[1, 2", "<answer>0 0</answer>", "__import__('os')", "9**9**9**9")
+
+
+MAKE_AGAIN = """
+import json, sys
+from grpo_rl.data.tasks.reasoning_gym import PREFIX, reasoning_gym_rows
+for line in sys.stdin:
+    name, num_rows = line.split()
+    rows = reasoning_gym_rows(f"{PREFIX}{name}?num_rows={num_rows}")
+    print(json.dumps([row["prompt"][0]["content"] for row in rows]), flush=True)
+"""
+OTHER = subprocess.Popen(
+    [sys.executable, "-c", MAKE_AGAIN],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {"PYTHONHASHSEED": "7"},
+)
 
 
 def score(row: dict, response: str) -> dict[str, float]:
@@ -50,15 +68,14 @@ def check(name: str, num_rows: int) -> dict:
     }  # fmt: skip
 
 
-def again(names: list[str], num_rows: int) -> dict[str, list[str]]:
-    """The prompts as another process makes them, with other hashes of strings."""
-    code = (
-        "import json, sys\nfrom grpo_rl.data.tasks.reasoning_gym import PREFIX, reasoning_gym_rows\n"
-        "rows = lambda name: list(reasoning_gym_rows(f'{PREFIX}{name}?num_rows=' + sys.argv[1]))\n"
-        "print(json.dumps({name: [row['prompt'][0]['content'] for row in rows(name)] for name in sys.argv[2:]}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(num_rows), *names], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def again(name: str, num_rows: int) -> list[str]:
+    """The prompts as a process with another hash of strings makes them."""
+    if OTHER.poll() is not None:
+        return []
+    assert OTHER.stdin is not None and OTHER.stdout is not None
+    print(name, num_rows, file=OTHER.stdin, flush=True)
+    line = OTHER.stdout.readline()
+    return json.loads(line) if line.startswith("[") else []
 
 
 def main() -> int:
@@ -67,7 +84,6 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2, help="rows of each")
     arguments = parser.parse_args()
     names = arguments.only or gym.names()
-    others = again(names, arguments.rows)
     print(f"{'data set':<28}{'own answer':>12}{'garbage':>9}{'again':>7}{'entry':>9}{'make ms':>9}{'score ms':>10}")
     problems, full, without = [], 0, []
     for name in names:
@@ -77,7 +93,7 @@ def main() -> int:
             problems.append(f"{name}: {type(error).__name__}: {error}")
             print(f"{name:<28}{'failed':>12}", flush=True)
             continue
-        same = found["same"] and found["prompts"] == others[name]
+        same = found["same"] and found["prompts"] == again(name, arguments.rows)
         own = found["own"]
         shown = "none given" if None in own else f"{min(own):.2f}"
         if None in own:

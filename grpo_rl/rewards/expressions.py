@@ -18,6 +18,7 @@ MAX_DEPTH = 40
 MAX_DIGITS = 30
 MAX_EXPONENT = 64
 CHARACTERS = re.compile(r"[0-9A-Za-z_+\-*/(). \t\n]*")
+ARITHMETIC = re.compile(r"[0-9+\-*/() \t\n]*")
 INTEGERS = re.compile(r"[0-9]+")
 
 
@@ -41,8 +42,9 @@ def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
             return _apply(node.op, follow(node.left), follow(node.right))
         raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
 
-    tree = _tree(text)
-    return follow(tree), [int(digits) for digits in INTEGERS.findall(text)]
+    if not ARITHMETIC.fullmatch(text):
+        raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
+    return follow(_tree(text)), [int(digits) for digits in INTEGERS.findall(text)]
 
 
 def formula(

@@ -46,7 +46,7 @@ def reasoning_gym(
     score, refused = 0.0, not _may_be_read(name, answer, ground_truth)
     if not refused:
         entry = _entry(name, options, carried, ground_truth)
-        dataset = gym.build(name, options, carried["seed"], 1)
+        dataset = gym.build(name, options, 0)
         score, refused = _score(name, dataset, answer, entry)
     return {"score": score, "acc": float(score >= 1), "tagged": float(tagged), "refused": float(refused)}
 

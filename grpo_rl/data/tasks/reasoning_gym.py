@@ -47,7 +47,7 @@ def parse(spec: str) -> GymSpec:
     if "size" in texts:
         raise ConfigError(f"{PREFIX}{name}: size is called num_rows here")
     options = tuple(sorted((key, text) for key, text in texts.items() if key not in OWN_OPTIONS))
-    gym.build(name, options, 0, 1)
+    gym.build(name, options, 0)
     what = f"{PREFIX}{name}: "
     seed = whole(what + "seed", texts.get("seed", "0"), at_least=0)
     return GymSpec(
