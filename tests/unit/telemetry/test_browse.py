@@ -98,7 +98,7 @@ def test_lines_of_a_response_stay_lines_and_long_ones_are_cut(run, capsys):
     main([str(run)])
     short = capsys.readouterr().out
     main([str(run), "--full"])
-    assert " ... " in short and short.count("ß") < 1200 and capsys.readouterr().out.count("ß") == 5000
+    assert "..." in short and short.count("ß") < 1200 and capsys.readouterr().out.count("ß") == 5000
 
 
 class Tags(HTMLParser):
