@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ class Source:
     """The rows of one file or task, and where each one is: `unit` (row or line) and its number."""
 
     name: str
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
     unit: str = "row"
     numbers: list[int] | None = None
     """Line numbers from 1; None for rows numbered from 0."""

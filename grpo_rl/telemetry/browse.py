@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader, such as `head`, has what it wanted.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = io.StringIO()
     return 0
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.data.prepare.formats import FORMATS
+from grpo_rl.data.prepare.formats import FORMATS, Row
 from grpo_rl.data.prepare.original import read_original
 from grpo_rl.data.prepare.write import SUFFIXES, write_rows
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
@@ -30,7 +30,7 @@ def prepare(arguments: argparse.Namespace) -> str:
     target = Path(arguments.to).expanduser() / f"{arguments.split}{SUFFIXES[arguments.type]}"
     if target.exists() and not arguments.overwrite:
         raise ConfigError(f"--to: {target} is there already; give --overwrite to replace it, or another --split or --to")
-    rows = []
+    rows: list[Row] = []
     for place, record in read_original([Path(name).expanduser() for name in arguments.source]):
         if arguments.limit is not None and len(rows) >= arguments.limit:
             break
