@@ -26,7 +26,9 @@ SOURCE_PREFIX = "reasoning_gym/"
 """What a row's data_source begins with; the name of the data set follows."""
 ONE_ROW_EACH = frozenset({"acre", "gsm_symbolic", "list_functions", "word_ladder"})
 """Data sets that lay out or count all their rows beforehand: each row comes from a data set of its own, with a seed of its own."""
-HASH_DEPENDENT = frozenset({"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
+HASH_DEPENDENT = frozenset(
+    {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
 """Data sets that walk over sets of strings, or run programs that do: their rows are the same only under the same PYTHONHASHSEED."""
 REFUSED = {"composite": "it only mixes other data sets; list these in data.train_files instead"}
 

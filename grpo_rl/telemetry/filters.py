@@ -32,13 +32,13 @@ FIELDS = {
     "ground_truth": "ground_truth",
     "uid": "uid",
     "sample": "sample",
-    "length": "response_length",
+    "response_length": "response_length",
     "prompt_length": "prompt_length",
     "logprob": "rollout_logprob_mean",
     "prompt": "prompt",
     "response": "response",
 }
-"""Names of a rollout's fields in conditions; any other name is a component of the reward."""
+"""Names of a rollout's fields in conditions; any other name is a component of the reward, which also goes before a field."""
 CONDITION = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 
 
@@ -83,7 +83,8 @@ def parse_condition(text: str) -> Condition:
 
 def field(record: Record, name: str) -> Any:
     """The field or the component `name` of the rollout; None where it has none. NaN is a number again."""
-    value = record.get(FIELDS[name]) if name in FIELDS else record.get("reward_parts", {}).get(name)
+    parts = record.get("reward_parts", {})
+    value = parts[name] if name in parts else record.get(FIELDS.get(name, ""))
     return (
         {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value, value) if isinstance(value, str) else value
     )

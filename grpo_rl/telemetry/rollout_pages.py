@@ -30,7 +30,7 @@ def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str
     """One block per rollout: facts, prompt, ground truth, response; every character that a terminal would obey is escaped."""
     blocks = [safe_text(title)]
     for record in records:
-        lines = ["-" * WIDTH, *_wrapped("", "  ".join(f"{name} {value}" for name, value in facts(record)))]
+        lines = ["-" * WIDTH, *_facts(record)]
         for label, text in texts(record):
             shown = safe_text(text, limit=None if full else SHORTENED, keep_newlines=True)
             for number, part in enumerate(shown.split("\n")):
@@ -60,7 +60,7 @@ def as_html(title: str, records: Sequence[Record]) -> str:
 def facts(record: Record) -> list[tuple[str, str]]:
     """Reward, components, advantage and the rest that is said in a word each, in the order in which it is shown."""
     names = ["reward", "failure", *record.get("reward_parts", {}), "advantage", "baseline"]
-    names += ["finish_reason", "length", "data_source", "uid", "sample"]
+    names += ["finish_reason", "response_length", "data_source", "uid", "sample"]
     return [(name, _short(value)) for name in names if (value := field(record, name)) is not None]
 
 
@@ -79,6 +79,12 @@ def _short(value: Any) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(safe_text(text, keep_newlines=True))
+
+
+def _facts(record: Record) -> list[str]:
+    words = "  ".join(safe_text(f"{name}={value}").replace(" ", "\u00a0") for name, value in facts(record))
+    lines = textwrap.wrap(words, WIDTH - 10, break_on_hyphens=False, break_long_words=False)
+    return [" " * 10 + line.replace("\u00a0", " ") for line in lines]
 
 
 def _wrapped(label: str, text: str) -> list[str]:

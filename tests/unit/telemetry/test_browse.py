@@ -55,7 +55,7 @@ def run(tmp_path):
 def uids(capsys, *words):
     assert main([*map(str, words)]) == 0
     output = capsys.readouterr().out
-    return [line.split("uid ")[1].split()[0] for line in output.splitlines() if "uid " in line]
+    return [line.split("uid=")[1].split()[0] for line in output.splitlines() if "uid=" in line]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_a_model_wrote_cannot_drive_the_terminal(run, capsys):
     output = capsys.readouterr().out
     assert "\\x1b[2J[red]x[/red]\\r\\u202eevil" in output
     assert not set("\x1b\r\u202e") & set(output)
-    assert "auto 0" in output and "advantage -0.5" in output and "question b" in output
+    assert "auto=0" in output and "advantage=-0.5" in output and "question b" in output
 
 
 def test_lines_of_a_response_stay_lines_and_long_ones_are_cut(run, capsys):
@@ -158,3 +158,9 @@ def test_a_condition_has_a_name_a_comparison_and_a_value():
     assert (condition.name, condition.comparison, condition.value) == ("auto/acc", ">=", "0.5")
     with pytest.raises(ConfigError):
         parse_condition("a==")
+
+
+def test_a_component_goes_before_a_field_of_the_same_name():
+    row = {"response_length": 9, "reward_parts": {"response_length": 0.25}}
+    assert parse_condition("response_length==0.25").holds(row)
+    assert parse_condition("response_length==9").holds(row | {"reward_parts": {}})
