@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_rl.telemetry.text import number, safe_text
 
@@ -17,7 +17,7 @@ FAILURES = {
 """`reward/<key>` that count scores that could not be had, by what happened."""
 
 
-def component_keys(records: Sequence[dict[str, float]]) -> list[str]:
+def component_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
     """The keys `reward/<part>` of the records that are means of a component, those of a component's own dict after it."""
     known = {f"reward/{key}" for key in (*OVERALL, *FAILURES)}
     keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward/") and key not in known)
