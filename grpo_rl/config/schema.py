@@ -48,7 +48,7 @@ RejectionMode = Literal[
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training data: parquet, json or jsonl files in verl's row format, or `task:NAME?option=value` for a procedural task."""
+    """Training data: parquet, json or jsonl files in verl's row format, or `task:NAME?option=value` for a procedural task, `reasoning_gym:NAME?option=value` for one of that package (docs/tasks.md)."""
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     prompt_key: str = "prompt"
