@@ -27,6 +27,7 @@ from grpo_rl.rewards.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.plots import plot_curves
 from grpo_rl.telemetry.report import final_report
+from grpo_rl.telemetry.reward_plots import plot_rewards
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
@@ -98,6 +99,7 @@ def run(composed: Composed, plan: Plan) -> int:
         if trainer.step > 0:
             with console.progress("drawing the curves"):
                 plot_curves(run_dir)
+                plot_rewards(run_dir)
         console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 

@@ -41,7 +41,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str) -> str | None:
-    if file.startswith("task:"):
+    if file.startswith(("task:", "reasoning_gym:")):
         return None
     if file.startswith("hf:"):
         if importlib.util.find_spec("datasets") is None:

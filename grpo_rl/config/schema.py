@@ -56,7 +56,7 @@ class CustomClsConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`."""
+    """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
     train_weights: list[float] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     dynamic_weights: bool = False

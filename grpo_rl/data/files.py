@@ -9,7 +9,7 @@ from typing import Any
 from grpo_rl.data.jsonl import first_line, open_json
 from grpo_rl.data.source import Joined, Rows, Source
 from grpo_rl.data.tables import Table
-from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
+from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError, DataError
 
@@ -27,7 +27,7 @@ def open_source(name: str, cache_dir: str | None = None) -> Source:
     `task:NAME?option=value`; `hf:owner/name?split=train&config=main`. Raises DataError for what is not there, empty or
     broken as a whole, and ConfigError for an option that does not exist.
     """
-    if name.startswith(TASK_PREFIX):
+    if name.startswith(TASK_PREFIXES):
         return Rows(name, task_rows(name))
     if name.startswith(HUB_PREFIX):
         return _from_hub(name)

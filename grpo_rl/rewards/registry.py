@@ -23,6 +23,7 @@ from grpo_rl.rewards.format import tags, think_answer
 from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from grpo_rl.rewards.math_answer import math
 from grpo_rl.rewards.penalties import language_consistency, length, repetition
+from grpo_rl.rewards.reasoning_gym import reasoning_gym
 
 RewardFn = Callable[..., Any]
 
@@ -32,6 +33,7 @@ REWARDS.register("arithmetic")(arithmetic)
 REWARDS.register("arithmetic_process")(arithmetic_process)
 REWARDS.register("gsm8k")(gsm8k)
 REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
+REWARDS.register("reasoning_gym")(reasoning_gym)
 REWARDS.register("format")(think_answer)
 REWARDS.register("math")(math)
 REWARDS.register("countdown")(countdown)
@@ -56,5 +58,6 @@ WITHOUT_STEPS += (
     language_consistency,
     deepseek_r1,
     code,
+    reasoning_gym,
 )
 """The ones of these that score whole responses only."""
