@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpo_rl
+from grpo_rl import faults
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.recipes import known_recipes
 from grpo_rl.errors import ConfigError, GrpoRlError
@@ -81,6 +82,7 @@ def _answer(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     only_config, words = _take_cfg(words)
     composed = compose(words)
+    faults.arm()
     if only_config:
         print(composed.yaml(), end="")
         return 0

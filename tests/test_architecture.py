@@ -20,6 +20,7 @@ FLOORS = {
     "types": 0,
     "registry": 0,
     "errors": 0,
+    "faults": 0,
     "config": 0,
     "roles": 1,
     "algos": 1,

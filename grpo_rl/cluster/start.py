@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from grpo_rl import faults
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.groups import WorkerGroup, wait_all
@@ -66,6 +67,7 @@ class Cluster:
     ) -> WorkerGroup:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT | dict(environment)
+        environment |= faults.environment()
         group = WorkerGroup(
             role,
             slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from grpo_rl.faults import fault_point
 from grpo_rl.telemetry.console import Bar
 from grpo_rl.types import Rollout
 
@@ -28,6 +29,7 @@ class StepProgress:
 
     def phase(self, name: str) -> None:
         """Say that this phase of the step has begun."""
+        fault_point("driver.phase", phase=name)
         self.bar.advance(0, PHASES.get(name, name))
 
     def done(self, steps: int = 1) -> None:

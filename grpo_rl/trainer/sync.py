@@ -13,6 +13,7 @@ from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import CheckpointError
+from grpo_rl.faults import fault_point, tell
 from grpo_rl.rewards.metrics import validation_metrics
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
@@ -161,6 +162,8 @@ class SyncTrainer:
         """One step with what is due after it."""
         trainer, started = self.config.trainer, time.perf_counter()
         self.step += 1
+        tell(step=self.step)
+        fault_point("driver.step")
         metrics = self.train_step()
         last = self.step == self.total_steps or self.selection.exhausted
         if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
@@ -273,6 +276,7 @@ class SyncTrainer:
 
     def _log(self, metrics: Metrics) -> None:
         if metrics:
+            fault_point("driver.log")
             self.output.sinks.log(self.step, metrics)
             self.output.console.step(self.step, self.total_steps, metrics)
 

@@ -17,6 +17,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.config.schema import OptimConfig
+from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.models.optim import make_optimizer, make_scheduler
@@ -116,6 +117,8 @@ class ActorWorker:
         return results
 
     def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
+        rank = self.rank.rank
+        fault_point("actor.update.start", rank=rank)
         self.optimizer.zero_grad(set_to_none=True)
         stats: defaultdict[str, float] = defaultdict(float)
         for number, batch in enumerate(step.micro_batches):
@@ -126,7 +129,10 @@ class ActorWorker:
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step)
+            if fault_point("actor.update.loss", rank=rank, micro_batch=number) == "nan":
+                loss = loss * math.nan
             loss.backward()
+            fault_point("actor.update.mid_backward", rank=rank, micro_batch=number)
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
@@ -134,8 +140,10 @@ class ActorWorker:
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
+        fault_point("actor.update.before_optimizer", rank=rank)
         self.optimizer.step()
         self.scheduler.step()
+        fault_point("actor.update.after_optimizer", rank=rank)
         return dict(stats)
 
     def _forward(self, sequences: Sequences, batch: Batch | None) -> TokenOutputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.value_loss import value_loss
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.config.schema import OptimConfig
+from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.models.value import ValueModel
@@ -80,6 +82,8 @@ class CriticWorker:
             # As in the actor: one reduction per optimizer step on CPU, one per micro-batch where whole gradients would not fit.
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
             loss, micro_stats = self._loss(self.model(sequences_of(batch, self.device)), batch, step.counts)
+            if fault_point("critic.update.loss", rank=self.rank.rank, micro_batch=number) == "nan":
+                loss = loss * math.nan
             loss.backward()
             for key, value in micro_stats.items():
                 stats[key] += float(value)
