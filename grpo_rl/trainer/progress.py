@@ -49,6 +49,7 @@ class StepProgress:
             nonlocal count
             submit(rollout)
             count += 1
+            fault_point("driver.response", count=count)
             self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count

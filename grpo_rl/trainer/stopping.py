@@ -109,11 +109,12 @@ class Stop:
         raise Preempted(f"stopped by {self.signal}")
 
     def _fits(self) -> bool:
-        """Whether this step, if it takes as long as the last one, ends with time left to save."""
+        """Whether this step, if it takes as long as the last one or a little longer, ends with time left to save."""
         if self._step_started is None:
             return False
         save_s = self._save_s if self._save_s < float("inf") else self.grace_s / 4
-        return max(time.monotonic(), self._step_started + SLACK * self._step_s) + SLACK * save_s < self._deadline
+        end = self._step_started + SLACK * self._step_s
+        return time.monotonic() < end and end + SLACK * save_s < self._deadline
 
     def _watch(self) -> None:
         """Leave a step that takes longer than it should have; at the deadline end the process."""

@@ -52,10 +52,16 @@ class Training:
         """Start the command in a process of its own."""
         command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={self.folder / 'runs'}"]
         command += [f"trainer.experiment_name={self.name}", "trainer.logger=[console]", *self.words]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "GRPO_FAULT_STATE": str(self._state_folder()), "GRPO_FAULT": self.faults}
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "GRPO_FAULT_STATE": str(self._state_folder()),
+            "GRPO_FAULT": self.faults,
+        }
         self.folder.mkdir(exist_ok=True)
         with (self.folder / f"{self.name}.out").open("ab") as out, (self.folder / f"{self.name}.err").open("wb") as err:
-            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=out, stderr=err, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
         return self
 
     def wait(self, seconds: float) -> int:
@@ -126,10 +132,12 @@ def state_hash(run: Path, step: int) -> str:
     return digest.hexdigest()
 
 
-def learnt(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
+def learnt(run: Path) -> list[str]:
+    """The lines of metrics.jsonl without what depends on the clock, as text: so a NaN is equal to itself."""
     clock = ("time", "perf/tokens_per_s")
-    return [{k: v for k, v in row.items() if k not in clock and not k.startswith("timing_s/")} for row in read_metrics(run / "metrics.jsonl")]
+    rows = read_metrics(run / "metrics.jsonl")
+    kept = [{k: v for k, v in row.items() if k not in clock and not k.startswith("timing_s/")} for row in rows]
+    return [json.dumps(row, sort_keys=True) for row in kept]
 
 
 def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int) -> None:
