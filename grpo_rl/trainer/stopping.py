@@ -106,7 +106,7 @@ class Stop:
     def _leave(self) -> None:
         # Raised in the middle of somebody's destructor it would be lost: then it comes again, until `finishing` is called.
         self._next_leave = time.monotonic() + LEAVE_AGAIN_S
-        raise Preempted(f"stopped by {self.signal}")
+        raise Preempted(f"by {self.signal}")
 
     def _fits(self) -> bool:
         """Whether this step, if it takes as long as the last one or a little longer, ends with time left to save."""

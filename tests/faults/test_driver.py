@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import oracles
@@ -43,11 +44,13 @@ def words(model: Path) -> list[str]:
     ]
 
 
-def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(
+    tmp_path: Path, training: Callable[..., Training]
+) -> None:
     model = builtin.build("builtin:arithmetic", tmp_path / "random")
     shared_before = oracles.shared_memory()
-    undisturbed = Training(tmp_path, "undisturbed", words(model), BAD_GRADIENT).start()
-    broken = Training(tmp_path, "broken", words(model), f"{BAD_GRADIENT};{MID_GENERATION}").start()
+    undisturbed = training("undisturbed", words(model), BAD_GRADIENT).start()
+    broken = training("broken", words(model), f"{BAD_GRADIENT};{MID_GENERATION}").start()
 
     status = broken.until(lambda status: status["step"] == 3 and status["phase"] == "gen" and len(broken.fired()) > 1, START_S)
     assert status["state"] == "running"
@@ -56,7 +59,7 @@ def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(tmp_p
     assert broken.wait(END_S) == 75, broken.describe()
     [said, first, *_] = broken.error_lines()
     assert said.startswith("SIGTERM: stopping within 60 s")
-    assert first == "stopped: stopped by SIGTERM: step 2 of 4 is saved; the same command goes on from there"
+    assert first == "stopped: by SIGTERM: step 2 of 4 is saved; the same command goes on from there"
     assert (broken.status["state"], broken.status["last_commit"]) == ("preempted", 2)
     assert broken.status["error"]["exit_code"] == 75
     oracles.assert_nothing_left(broken, seconds=0.5)
@@ -81,8 +84,8 @@ def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(tmp_p
     assert oracles.state_hash(broken.path, STEPS) == oracles.state_hash(undisturbed.path, STEPS)
     assert oracles.learnt(broken.path) == oracles.learnt(undisturbed.path)
     oracles.assert_each_sample_once(broken.path, STEPS, batch_size=4, n=4)
-    for training in (undisturbed, broken):
-        rows = {int(row["step"]): row for row in read_metrics(training.path / "metrics.jsonl")}
+    for run in (undisturbed, broken):
+        rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl")}
         assert [rows[step]["actor/nonfinite"] for step in range(1, STEPS + 1)] == [1.0, 0.0, 0.0, 0.0]
         assert all(math.isfinite(rows[step]["actor/grad_norm"]) for step in range(2, STEPS + 1))
-        assert (training.path / "nonfinite_step_1.jsonl").read_text().count("\n") == 16
+        assert (run.path / "nonfinite_step_1.jsonl").read_text().count("\n") == 16

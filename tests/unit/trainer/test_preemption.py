@@ -73,7 +73,7 @@ def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make, liste
     trainer, policy = make(config, total_steps=5)
     listening(trainer)
     interrupt_at(policy, monkeypatch, call, count)
-    with pytest.raises(Preempted, match=f"stopped by SIGTERM: step {saved} of 5 is saved"):
+    with pytest.raises(Preempted, match=f"by SIGTERM: step {saved} of 5 is saved"):
         trainer.fit()
     assert steps_saved(trainer) == [saved]
     assert [int(row["step"]) for row in learnt(trainer)] == list(range(saved + 1))
