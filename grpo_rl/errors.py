@@ -24,6 +24,8 @@ class GrpoRlError(Exception):
     exit_code: ClassVar[int] = 70
     where: str = ""
     """Step and phase of the training in which it happened, where there was one."""
+    advice: str = ""
+    """What to do, where the message does not say it already."""
 
 
 class ConfigError(GrpoRlError):
@@ -82,13 +84,14 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def headline(error: BaseException) -> str:
-    """The cause in one line: step and phase where they are known, then the first line of the message."""
+    """The cause in one line: step and phase where they are known, the first line of the message, what to do."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
     if not isinstance(error, GrpoRlError):
         text = f"{type(error).__name__}: {text}"
     where = getattr(error, "where", "")
-    return f"{where}: {text}" if where else text
+    advice = getattr(error, "advice", "")
+    return (f"{where}: {text}" if where else text) + (f"; {advice}" if advice else "")
 
 
 def log_lines(error: BaseException) -> list[str]:

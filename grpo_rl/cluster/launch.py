@@ -20,7 +20,7 @@ from grpo_rl.cluster.start import Cluster, decoder, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.errors import ConfigError, GrpoRlError, Preempted
+from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan import Plan
@@ -82,6 +82,8 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
         stop.finishing()
         if isinstance(error, GrpoRlError) and not isinstance(error, Preempted | ConfigError):
             error.where = error.where or status.where()
+            if isinstance(error, ClusterError | RewardError) and status.has_begun:
+                error.advice = status.going_on()
         log = run_dir.logs / "error.log"
         if not isinstance(error, Preempted):
             log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")

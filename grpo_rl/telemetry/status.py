@@ -52,9 +52,21 @@ class Status:
             self._version += 1
             self._changed.notify_all()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a training step has begun."""
+        return bool(self._fields["step"])
+
     def where(self) -> str:
         """Step and phase, once there are any."""
         return f"step {self._fields['step']}, {self._fields['phase']}" if self._fields["step"] else str(self._fields["phase"])
+
+    def going_on(self) -> str:
+        """Where the same command would go on after a failure."""
+        commit = self._fields["last_commit"]
+        if commit is None:
+            return "no step is saved yet (trainer.save_freq): the same command begins anew"
+        return f"the same command goes on from step {commit}, the last commit"
 
     def count_restart(self, worker: str) -> None:
         """Note that a worker was replaced by a new one."""

@@ -34,12 +34,14 @@ def test_how_a_run_ended_is_told_with_its_exit_code(tmp_path: Path, error: Excep
     status = Status(tmp_path / "status.json")
     status.update(step=3, phase="update_actor")
     if isinstance(error, ClusterError):
-        error.where = status.where()
+        error.where, error.advice = status.where(), status.going_on()
     status.end(error)
     found = read_status(tmp_path)
     assert (found["state"], found["error"]["exit_code"], found["error"]["type"]) == (state, code, type(error).__name__)
     if isinstance(error, ClusterError):
-        assert found["error"]["message"] == "step 3, update_actor: actor1 died"
+        assert found["error"]["message"] == (
+            "step 3, update_actor: actor1 died; no step is saved yet (trainer.save_freq): the same command begins anew"
+        )
 
 
 def test_an_update_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
