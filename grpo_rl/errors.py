@@ -62,10 +62,13 @@ class ClusterError(GrpoRlError):
     exit_code = 6
 
 
-class Preempted(GrpoRlError):
-    """A signal asked the run to stop, and what it had learnt is kept."""
+class Preempted(BaseException):
+    """A signal asked the run to stop, and what it had learnt is kept.
 
-    exit_code = 75
+    No Exception, for it is raised wherever the main thread is: who handles failures there must not take it for one.
+    """
+
+    exit_code: ClassVar[int] = 75
 
 
 class DivergedError(GrpoRlError):
@@ -78,7 +81,7 @@ class WeightVersionError(GrpoRlError):
 
 def exit_code_of(error: BaseException) -> int:
     """The code that the command ends with because of `error`."""
-    if isinstance(error, GrpoRlError):
+    if isinstance(error, GrpoRlError | Preempted):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 
@@ -87,7 +90,7 @@ def headline(error: BaseException) -> str:
     """The cause in one line: step and phase where they are known, the first line of the message, what to do."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
-    if not isinstance(error, GrpoRlError):
+    if not isinstance(error, GrpoRlError | Preempted):
         text = f"{type(error).__name__}: {text}"
     where = getattr(error, "where", "")
     advice = getattr(error, "advice", "")

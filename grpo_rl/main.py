@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _answer(words) if _is_question(words) else _run(words)
-    except GrpoRlError as error:
+    except (GrpoRlError, Preempted) as error:
         _explain(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -110,7 +110,7 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
     return found, rest
 
 
-def _explain(error: GrpoRlError) -> None:
+def _explain(error: GrpoRlError | Preempted) -> None:
     if not isinstance(error, ConfigError):
         kind = "stopped" if isinstance(error, Preempted) else "error"
         print(f"{kind}: {headline(error)}", file=sys.stderr)

@@ -80,7 +80,7 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
         yield status, stop
     except BaseException as error:
         stop.finishing()
-        if isinstance(error, GrpoRlError) and not isinstance(error, Preempted | ConfigError):
+        if isinstance(error, GrpoRlError) and not isinstance(error, ConfigError):
             error.where = error.where or status.where()
             if isinstance(error, ClusterError | RewardError) and status.has_begun:
                 error.advice = status.going_on()

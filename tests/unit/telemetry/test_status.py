@@ -30,7 +30,7 @@ def test_the_newest_fields_are_on_disk_when_a_run_has_ended(tmp_path: Path) -> N
         (ZeroDivisionError("by nought"), "failed", 70),
     ],
 )
-def test_how_a_run_ended_is_told_with_its_exit_code(tmp_path: Path, error: Exception, state: str, code: int) -> None:
+def test_how_a_run_ended_is_told_with_its_exit_code(tmp_path: Path, error: BaseException, state: str, code: int) -> None:
     status = Status(tmp_path / "status.json")
     status.update(step=3, phase="update_actor")
     if isinstance(error, ClusterError):
