@@ -177,7 +177,8 @@ class SyncTrainer:
         assert self._unlogged is not None
         trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
         last = self.step == self.total_steps or self.selection.exhausted
-        if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)):
+        is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
+        if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.evaluate()
         if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and self._unsaved:
             metrics |= self.save()
