@@ -133,7 +133,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     """Each name with its key and the look-up that raises ConfigError for an unknown one."""
     from grpo_rl import plan_algorithm
     from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.rewards.compose import RewardFunction
+    from grpo_rl.rewards.combined import factors_of
     from grpo_rl.rollout.engine import ENGINES, weight_backend
 
     rollout = config.actor_rollout_ref.rollout
@@ -142,7 +142,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
     yield "", lambda: weight_backend(config, machine.device)
-    yield "", lambda: RewardFunction.from_config(config.reward)
+    yield "", lambda: factors_of(config)
     if path.startswith(PREFIX):
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
 

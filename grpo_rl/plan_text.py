@@ -19,6 +19,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.trainer import selection
 from grpo_rl.trainer.advantage import estimator_options
 
@@ -120,7 +121,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
     workers = _count(config.reward.num_workers, "worker")
-    yield "reward", f"{' + '.join(functions)}, {workers}, at most {config.reward.timeout_s:g} s each"
+    rules = f"; rules: {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
+    yield "reward", " + ".join([*functions, *describe_models(config)]) + rules
+    yield from describe_roles(config, derived.num_reward_model_ranks(config, machine))
 
 
 def _step(config: Config, plan: Plan) -> Rows:

@@ -30,6 +30,8 @@ class Prompt:
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] | None = None
+    """The chat messages that `text` was rendered from; None where the row has a plain string."""
 
 
 @dataclass(frozen=True, slots=True)

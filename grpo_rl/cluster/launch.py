@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.cluster import warm_start
+from grpo_rl.cluster.model_rewards import ModelRewards
 from grpo_rl.cluster.session import ray_session
 from grpo_rl.cluster.start import Cluster, decoder, start_roles
 from grpo_rl.config.compose import Composed
@@ -62,8 +63,12 @@ def run(composed: Composed, plan: Plan) -> int:
         tokenizer = _tokenizer(config, folder)
         train_data, val_data = _data(config, tokenizer, console)
         reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
-        reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
-        reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
+        models = ModelRewards(config, tokenizer, decoder(tokenizer))
+        reads_steps = reads_steps and not models.score_steps
+        reward = None
+        if config.reward.functions:
+            reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
+            reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
         total_steps = num_training_steps(config, len(train_data))
 
         with console.progress("starting Ray"):
@@ -72,8 +77,12 @@ def run(composed: Composed, plan: Plan) -> int:
             folder = str(warm_start.ensure(model_path, tokenizer, plan.machine, run_dir.logs, console))
         cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        actor, reference, critic, rollout = start_roles(cluster, tokenizer, total_steps)
-        rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
+        actor, reference, critic, rollout, scorers = start_roles(cluster, tokenizer, total_steps)
+        rules = None
+        if reward is not None:
+            rules = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
+            stack.callback(rules.close)
+        rewarder = models.beside(rules, scorers)
         stack.callback(rewarder.close)
         sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
         stack.callback(sinks.close)

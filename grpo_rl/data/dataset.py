@@ -49,7 +49,14 @@ class PromptDataset:
     def __init__(self, examples: list[Example], texts: list[str], ids: list[list[int]], report: LoadReport) -> None:
         self.report = report
         self._rows = [
-            (text, row.data_source, row.ground_truth, row.extra_info) for text, row in zip(texts, examples, strict=True)
+            (
+                text,
+                row.data_source,
+                row.ground_truth,
+                row.extra_info,
+                None if isinstance(row.prompt, str) else tuple(row.prompt),
+            )
+            for text, row in zip(texts, examples, strict=True)
         ]
         self._offsets = np.cumsum([0, *map(len, ids)])
         self._token_ids = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(self._offsets[-1]))
@@ -59,9 +66,9 @@ class PromptDataset:
 
     def prompt(self, row_index: int, uid: str) -> Prompt:
         """Row `row_index` as a Prompt that is called `uid` in this run."""
-        text, data_source, ground_truth, extra_info = self._rows[row_index]
+        text, data_source, ground_truth, extra_info, messages = self._rows[row_index]
         token_ids = self._token_ids[self._offsets[row_index] : self._offsets[row_index + 1]]
-        return Prompt(uid, tuple(token_ids.tolist()), text, data_source, ground_truth, extra_info)
+        return Prompt(uid, tuple(token_ids.tolist()), text, data_source, ground_truth, extra_info, messages)
 
     @property
     def data_sources(self) -> list[str]:

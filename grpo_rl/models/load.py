@@ -14,22 +14,27 @@ from torch import nn
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 
+MODEL_KEY = "actor_rollout_ref.model"
+"""The section of the configuration that names a model, for messages, unless another is said."""
 
-def load_config(path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None) -> Any:
-    """The model's transformers config with `override` applied.
+
+def load_config(
+    path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None, key: str = f"{MODEL_KEY}.path"
+) -> Any:
+    """The model's transformers config with `override` applied; `key` is what messages call the path.
 
     Raises ConfigError for an unreadable folder, code that was not allowed, unknown override names, and
     features whose log-probs would be wrong here.
     """
     from transformers import AutoConfig
 
-    where = f"actor_rollout_ref.model.path={path}"
+    where = f"{key}={path}"
     _check_folder(path, where)
     try:
         if not trust_remote_code and _names_own_code(Path(path) / "config.json"):
             raise ConfigError(
                 f"{where}: its config.json names Python code of its own (auto_map); "
-                "set actor_rollout_ref.model.trust_remote_code=true if you want that code to run"
+                f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
             )
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -82,19 +87,17 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     else:
-        lm = _read_weights(path, config, trust_remote_code)
+        lm = read_weights(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
 
 
-def _read_weights(path: str, config: Any, trust_remote_code: bool) -> Any:
-    """The model with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
-    from transformers import AutoModelForCausalLM
-
-    where = f"actor_rollout_ref.model.path={path}"
+def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = f"{MODEL_KEY}.path") -> Any:
+    """The model of this auto class with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
+    where = f"{key}={path}"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             path,
             config=config,
             trust_remote_code=trust_remote_code,
