@@ -180,7 +180,9 @@ def main() -> None:
     if options.max_rows > 0:
         training = random.Random(options.seed).sample(training, min(options.max_rows, len(training)))
     model = make_model(tokenizer, options.hidden, options.layers, options.max_tokens, options.seed)
-    print(f"{len(training)} steps to learn from, {len(held_out)} held out; {sum(p.numel() for p in model.parameters()):,} parameters")
+    print(
+        f"{len(training)} steps to learn from, {len(held_out)} held out; {sum(p.numel() for p in model.parameters()):,} parameters"
+    )
     train(model, training, options)
     by_length = auc([-float(step.step_length) for step in held_out], [step.good for step in held_out])
     print(f"AUC of good against bad steps: training {evaluate(model, training, options.batch_tokens):.3f}", end=", ")

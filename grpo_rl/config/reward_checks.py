@@ -57,6 +57,7 @@ def _steps(config: Config) -> Iterator[str]:
         return
     if separator == "":
         yield f"{_MODEL}.step_separator='': would cut nowhere; give the text between steps, such as '\\n\\n', or null"
+        return
     if estimator != "grpo_process":
         yield (
             f"{_MODEL}.step_separator={separator!r}: makes rewards of steps, which algorithm.adv_estimator={estimator} does not "

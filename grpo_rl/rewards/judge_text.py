@@ -130,7 +130,8 @@ def last_number(text: str) -> float:
         start -= 1
     if start > 0 and text[start - 1] == "-" and (start == 1 or text[start - 2] in " \t\n\r:=(["):
         start -= 1
-    number = _number_at(text[start:end].lstrip("."))
+    found = text[start:end].lstrip(".")
+    number = None if found.count(".") > 1 else _number_at(found)
     if number is None:
         raise ValueError("it has no number")
     return number
@@ -174,7 +175,8 @@ def _number_at(text: str) -> float | None:
         seen_point |= text[end] == "."
         digits += text[end] != "."
         end += 1
-    if not digits or end > LONGEST_NUMBER or text[end : end + 1] in ("e", "E", ","):
+    goes_on = text[end : end + 1] in ("e", "E") or (text[end : end + 1] == "," and _is_digit(text[end + 1 : end + 2]))
+    if not digits or end > LONGEST_NUMBER or goes_on:
         return None
     number = float(text[:end])
     return number if math.isfinite(number) else None
@@ -182,7 +184,7 @@ def _number_at(text: str) -> float | None:
 
 def _is_digit(character: str) -> bool:
     # str.isdigit also takes digits of other scripts and superscripts.
-    return "0" <= character <= "9"
+    return len(character) == 1 and "0" <= character <= "9"
 
 
 def _bounded_int(digits: str) -> int:
