@@ -145,6 +145,11 @@ def _check_estimator(config: Config) -> None:
             f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, "
             "so reward.overlong_buffer would have no effect"
         )
+    if config.reward.on_failure == "value" and not wanted.reads_token_rewards:
+        problems.append(
+            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, which a failed one does not have; "
+            "reward.on_failure=value cannot stand for them, use drop or stop"
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -120,9 +120,12 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "critic", f"{_count(plan.world_size, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
-    workers = _count(config.reward.num_workers, "worker")
-    rules = f"; rules: {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    yield "reward", " + ".join([*functions, *describe_models(config)]) + rules
+    workers = _count(config.reward.num_workers, "process", "processes")
+    failed = {"drop": "are dropped", "stop": "stop the run", "value": f"give {config.reward.failure_value}"}[
+        config.reward.on_failure
+    ]
+    rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
+    yield "reward", f"{' + '.join([*functions, *describe_models(config)])}{rules}; failures {failed}"
     yield from describe_roles(config, derived.num_reward_model_ranks(config, machine))
 
 

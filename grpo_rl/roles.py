@@ -86,4 +86,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled. Submits those that were not."""
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not."""

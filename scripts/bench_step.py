@@ -218,7 +218,7 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         cluster = Cluster(config, machine, str(model), run_dir.logs, console)
         stack.callback(cluster.shutdown)
         actor, reference, critic, rollout = start_roles(cluster, tokenizer, num_training_steps(config, len(train)))
-        rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward.num_workers, 60.0)
+        rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
         roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic)
         trainer = SyncTrainer(

@@ -64,12 +64,17 @@ def run(composed: Composed, plan: Plan) -> int:
         train_data, val_data = _data(config, tokenizer, console)
         reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
         models = ModelRewards(config, tokenizer, decoder(tokenizer))
-        reads_steps = reads_steps and not models.score_steps
-        reward = None
+        rules = None
         if config.reward.functions:
-            reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
-            reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
+            decode = decoder(tokenizer) if reads_steps and not models.score_steps else None
+            reward = RewardFunction.from_config(config.reward, decode=decode)
+            data_sources = {*train_data.data_sources, *(val_data.data_sources if val_data else [])}
+            reward.check_data_sources(data_sources)
+            rules = RewardRunner(reward, config.reward, data_sources=data_sources, log_folder=run_dir.logs)
+            stack.callback(rules.close)
         total_steps = num_training_steps(config, len(train_data))
+        if rules is not None:
+            rules.check_started()
 
         with console.progress("starting Ray"):
             stack.enter_context(ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1))
@@ -78,10 +83,6 @@ def run(composed: Composed, plan: Plan) -> int:
         cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
         stack.callback(cluster.shutdown)
         actor, reference, critic, rollout, scorers = start_roles(cluster, tokenizer, total_steps)
-        rules = None
-        if reward is not None:
-            rules = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
-            stack.callback(rules.close)
         rewarder = models.beside(rules, scorers)
         stack.callback(rewarder.close)
         sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)

@@ -20,6 +20,7 @@ class ModelRewards:
     """
 
     def __init__(self, config: Config, tokenizer: Any, decode: Decode) -> None:
+        self._config = config.reward
         self.score_steps = derived.scores_steps_by_model(config)
         self._setup = prepare(config, tokenizer, decode) if derived.has_reward_model(config) else None
         self._judge = None
@@ -37,4 +38,4 @@ class ModelRewards:
             models.append(self._setup.over(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        return CombinedRewarder(rules, models)
+        return CombinedRewarder(rules, models, self._config)

@@ -22,7 +22,7 @@ from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Rollout
 from grpo_rl.workers.reward_model import RewardModelSpec, ScoreBatch
 
-TOO_LONG, INVALID = "reward_model_too_long", "reward_model_invalid"
+ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 
 
 class Ranks(Protocol):
@@ -165,7 +165,7 @@ class RewardModelGroup:
     def _without_model(self, scorable: Scorable) -> ModelScore | Failure | None:
         """What can be said without the model: too long for it, or without steps. None: it has to score."""
         if len(scorable.token_ids) > self.max_length:
-            return Failure(TOO_LONG, f"{len(scorable.token_ids)} tokens, and it takes {self.max_length}")
+            return Failure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
         return None if scorable.positions else ModelScore(0.0, ())
 
 

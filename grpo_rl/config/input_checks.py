@@ -112,6 +112,8 @@ def _rewards(config: Config) -> Iterator[str]:
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
         yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"
+    if reward.on_failure == "value" and reward.failure_value is None:
+        yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
     if custom.path is not None:
         if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
             yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"

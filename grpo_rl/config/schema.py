@@ -534,10 +534,20 @@ class RewardConfig:
     """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source. May be empty beside a reward model or a judge."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    function_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of functions by their name: {my_function: {option: value}}."""
+    batched: list[str] = field(default_factory=list)
+    """Functions that are called once with all responses of a step: (data_sources, solution_strs, ground_truths, extra_infos), lists, -> list."""
     num_workers: Count = 2
-    """Rewards computed at the same time."""
-    timeout_s: Positive = 60.0
-    """Longest time for one reward; then the run stops and names the rollout."""
+    """Processes that compute rewards."""
+    timeout_s: Positive = 10.0
+    """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
+    memory_limit_gb: Positive | None = 2.0
+    """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
+    on_failure: Literal["drop", "value", "stop"] = "drop"
+    """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
+    failure_value: float | None = None
+    """The reward of a failed one with on_failure=value."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 

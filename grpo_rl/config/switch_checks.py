@@ -165,6 +165,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             config.reward.custom_reward_function.path is not None,
             _NEEDS_REWARD_FILE,
         ),
+        "reward.failure_value": (config.reward.on_failure == "value", "needs reward.on_failure=value"),
         "reward.overlong_buffer.penalty_factor": (
             config.reward.overlong_buffer.len is not None,
             "needs reward.overlong_buffer.len",

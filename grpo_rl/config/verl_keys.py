@@ -25,7 +25,7 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
-_WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
+_WORKERS_OF_REWARDS = "rewards are functions in reward.functions, run by reward.num_workers processes; one that takes lists (verl's batch) is named in reward.batched"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
 # Keys that only some part of FSDP takes, under the actor as under the reference.
@@ -207,7 +207,7 @@ _ALGORITHM: dict[str, Answer] = {
 
 _REWARD: dict[str, Answer] = {
     "reward_manager": Answer(_WORKERS_OF_REWARDS),
-    "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive",)),
+    "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive", "remote")),
     "reward_manager.source": Answer(_WORKERS_OF_REWARDS, ("register",)),
     "reward_model.rollout": Answer(_SCORES_DIRECTLY),
     "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),

@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from grpo_rl.config import derived
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema import Config, RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.failures import shortened, summary
 from grpo_rl.rewards.steps import Step
 from grpo_rl.roles import Rewarder
-from grpo_rl.types import Rollout
+from grpo_rl.types import GREEDY, Rollout
 
 REWARD_MODEL, JUDGE = "reward_model", "judge"
 """What the scores of models are called among the parts of the reward."""
@@ -33,7 +34,7 @@ class Failure:
     """Why a model gave no score."""
 
     kind: str
-    """One word, such as judge_timeout."""
+    """One word that ends in _timeout, _error or _invalid, such as judge_timeout."""
     detail: str = field(default="", compare=False)
 
 
@@ -60,8 +61,9 @@ class CombinedRewarder:
     model that scores steps gives `steps`, times its weight.
     """
 
-    def __init__(self, rules: Rewarder | None, models: Sequence[ModelReward]) -> None:
+    def __init__(self, rules: Rewarder | None, models: Sequence[ModelReward], config: RewardConfig) -> None:
         self.rules = rules
+        self.config = config
         self.models = list(models)
         self.factors = dict(rules.factors if rules is not None else {}) | {model.name: model.weight for model in models}
 
@@ -73,9 +75,10 @@ class CombinedRewarder:
             model.submit(rollout)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled. Submits those that were not.
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not.
 
-        Raises RewardError with the failures of all models, by kind, when there are some.
+        What a failed one has for a reward says `reward.on_failure`, of models as of rules. Raises RewardError, with counts by
+        kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
         """
         for rollout in rollouts:
             for model in self.models:
@@ -83,17 +86,30 @@ class CombinedRewarder:
         scored = list(rollouts) if self.rules is None else self.rules.wait(rollouts)
         if self.rules is None:
             for rollout in scored:
-                rollout.reward, rollout.reward_parts = 0.0, {}
-        failures: list[tuple[Rollout, str, Failure]] = []
+                rollout.reward, rollout.reward_parts, rollout.failure, rollout.failure_cause = 0.0, {}, None, None
         for model in self.models:
             for rollout, result in zip(scored, model.wait(scored), strict=True):
+                if rollout.failure is not None:
+                    continue
                 if isinstance(result, Failure):
-                    failures.append((rollout, model.name, result))
+                    self._fail(rollout, model, result)
                 else:
                     _add(rollout, model, result)
-        if failures:
-            raise RewardError(describe_failures(failures, len(scored)))
+        self._stop_if_due(scored)
         return scored
+
+    def _fail(self, rollout: Rollout, model: ModelReward, failure: Failure) -> None:
+        place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+        rollout.failure, rollout.failure_cause = failure.kind, shortened(f"{place}: {failure.detail}")
+        rollout.reward = self.config.failure_value if self.config.on_failure == "value" else None
+        rollout.reward_parts, rollout.steps = {}, None
+
+    def _stop_if_due(self, rollouts: Sequence[Rollout]) -> None:
+        failures = [(r.failure, r.failure_cause or "") for r in rollouts if r.failure is not None]
+        if failures and self.config.on_failure == "stop":
+            raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
+        if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
+            raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
 
     def close(self) -> None:
         """Stop the models; the rules are closed by whoever made them."""
@@ -108,23 +124,6 @@ def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
     rollout.reward_parts = {**rollout.reward_parts, model.name: result.score, **extras}
     if result.steps is not None:
         rollout.steps = tuple((end, model.weight * reward) for end, reward in result.steps)
-
-
-def describe_failures(failures: Sequence[tuple[Rollout, str, Failure]], num_rollouts: int) -> str:
-    """One line: how many failed, by kind, and the first of each kind."""
-    first: dict[str, tuple[Rollout, str, Failure]] = {}
-    counts: dict[str, int] = {}
-    for entry in failures:
-        kind = entry[2].kind
-        first.setdefault(kind, entry)
-        counts[kind] = counts.get(kind, 0) + 1
-    parts = [
-        f"{counts[kind]} x {kind}, first for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
-        + (f": {failure.detail}" if failure.detail else "")
-        for kind, (rollout, _, failure) in first.items()
-    ]
-    names = " and ".join(dict.fromkeys(name for _, name, _ in failures))
-    return f"{names}: no score for some of {num_rollouts} rollouts: {'; '.join(parts)}"
 
 
 def factors_of(config: Config) -> dict[str, float]:

@@ -49,7 +49,12 @@ class RolloutLog:
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     logprobs = rollout.rollout_logprobs
-    optional = {"baseline": rollout.baseline, "steps": rollout.steps}
+    optional = {
+        "baseline": rollout.baseline,
+        "steps": rollout.steps,
+        "failure": rollout.failure,
+        "failure_cause": rollout.failure_cause,
+    }
     return {
         "prompt": rollout.prompt.text,
         "response": rollout.text,

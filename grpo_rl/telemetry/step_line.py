@@ -59,8 +59,17 @@ _COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), 
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes."""
-    return [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
+    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
+
+    Not `val/<source>/<function>/mean@N`, which stands beside that of its source and has no length of its own.
+    """
+    means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
+    places = {key.rsplit("/", 1)[0] for key in means}
+    return [
+        key
+        for key in means
+        if (place := key.rsplit("/", 1)[0]).rsplit("/", 1)[0] not in places or f"{place}/response_length" in metrics
+    ]
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:

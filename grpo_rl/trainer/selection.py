@@ -16,6 +16,7 @@ from grpo_rl.data.sampler import PromptSampler
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
+from grpo_rl.trainer.failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]
@@ -27,7 +28,7 @@ class Selected:
     """The rollouts of one step."""
 
     trained: list[Rollout]
-    """Those that are trained on, whole groups in the order in which they were drawn. May be none without refilling."""
+    """Those that are trained on, groups in the order in which they were drawn, without members whose reward failed. May be none without refilling."""
     sampled: list[Rollout]
     """All that were sampled for the step: what tells how good the policy is."""
     metrics: Metrics
@@ -65,7 +66,7 @@ class Selection:
         """
         if not self.groups.enable:
             rollouts = self._draw(sample)
-            return Selected(rollouts, rollouts, self._retired())
+            return Selected(with_reward(rollouts), rollouts, self._retired())
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0
@@ -114,22 +115,25 @@ class Selection:
         row_of = {uid: row for row, uid in self.sampler.next_batch()}
         rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
         if self.pass_rates is not None:
-            for uid, group in _by_uid(rollouts).items():
+            for uid, group in _by_uid(with_reward(rollouts)).items():
                 values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
                 passed = sum(value >= self.retire_score for value in values)
                 self.pass_rates.record(row_of[uid], passed, len(values))
         return rollouts
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
-        """The groups in which the metric differs, in their order, and the number of all groups."""
-        groups = list(_by_uid(rollouts).values())
+        """The groups in which the metric differs, in their order, and the number of all groups.
+
+        Members whose reward failed take no part; a group of them alone has no signal.
+        """
+        groups = list(_by_uid(with_reward(rollouts)).values())
         values = [metric_of(rollout, self.groups.metric, self.factors) for group in groups for rollout in group]
         sizes_G = torch.tensor([len(group) for group in groups])
         group_N = torch.arange(len(groups)).repeat_interleave(sizes_G)
         has_signal_N = with_signal(torch.tensor(values, dtype=torch.float64), group_N)
         first_G = sizes_G.cumsum(0) - sizes_G
         kept = [group for group, has_signal in zip(groups, has_signal_N[first_G].tolist(), strict=True) if has_signal]
-        return kept, len(groups)
+        return kept, len(_by_uid(rollouts))
 
     def _too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         return (
@@ -151,7 +155,7 @@ def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> floa
 
     Raises RewardError for a part that this rollout's reward does not have.
     """
-    if name == "seq_reward":
+    if name == "seq_reward" or rollout.failure is not None:  # a fixed value has no parts
         assert rollout.reward is not None
         return rollout.reward
     parts = rollout.reward_parts

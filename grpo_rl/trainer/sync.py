@@ -21,6 +21,7 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
+from grpo_rl.trainer.failures import scored
 from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
 from grpo_rl.trainer.progress import StepProgress, advancing
 from grpo_rl.trainer.selection import Selected, Selection
@@ -123,7 +124,7 @@ class SyncTrainer:
             finished = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
             rollouts = self.rollout.generate(prompts, n, self._step_sampling(), finished, greedy=greedy)
         with timer("reward"):
-            return with_baselines(self._penalized(self.rewarder.wait(rollouts)))
+            return with_baselines(self._penalized(scored(self.rewarder, rollouts, self.output.console.warn)))
 
     def _update(self, batch: Batch, timer: Timer) -> Metrics:
         """Train the critic, and the actor once the critic's warm-up is over."""
@@ -191,7 +192,7 @@ class SyncTrainer:
             prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
             with self.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
                 rollouts = self.rollout.generate(prompts, values.n, sampling, advancing(bar, self.rewarder.submit))
-            rollouts = self.rewarder.wait(rollouts)
+            rollouts = scored(self.rewarder, rollouts, self.output.console.warn)
         self.output.rollouts.write("val", self.step, rollouts)
         return validation_metrics(rollouts, values.n) | timer.metrics()
 

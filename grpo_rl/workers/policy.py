@@ -44,6 +44,8 @@ class PolicySpec:
     dtype: str
     reshard_after_forward: bool = True
     train: bool = False
+    path_key: str = load.POLICY_KEY
+    """The setting that named the model's folder, for error messages."""
 
 
 def join_group(rank: Rank) -> torch.device:
@@ -85,9 +87,10 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
     Only rank 0 reads the weights; the others get their shards from it.
     """
     model = spec.model
-    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    own_code, key = model.trust_remote_code, spec.path_key
+    config = load.load_config(model.path, trust_remote_code=own_code, override=model.override_config, key=key)
     alone = rank.world_size == 1
-    lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=not alone)
+    lm = load.load_lm(model.path, config, trust_remote_code=own_code, on_meta=not alone, key=key)
     if spec.train and model.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -102,14 +105,15 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         reshard_after_forward=spec.reshard_after_forward,
     )
     if not alone:
-        fsdp.materialize(policy, wrap(_whole_lm(model)) if rank.rank == 0 else None, device)
+        fsdp.materialize(policy, wrap(_whole_lm(spec)) if rank.rank == 0 else None, device)
     return policy
 
 
-def _whole_lm(model: ModelConfig) -> Any:
+def _whole_lm(spec: PolicySpec) -> Any:
     """The unsharded language model with its weights, in host memory."""
-    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
-    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
+    model, key = spec.model, spec.path_key
+    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
+    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, key=key)
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:

@@ -120,7 +120,7 @@ def test_a_score_that_is_no_number_and_a_rollout_that_is_too_long_fail_alone():
     group.close()
     assert invalid == Failure("reward_model_invalid") and "nan" in invalid.detail
     assert fine == ModelScore(expected("12"))
-    assert too_long == Failure("reward_model_too_long") and too_long.detail == "9 tokens, and it takes 8"
+    assert too_long == Failure("reward_model_error") and too_long.detail == "too long for it: 9 tokens, and it takes 8"
 
 
 def test_what_a_worker_raised_is_raised_to_whoever_waits_and_the_next_batch_is_scored():

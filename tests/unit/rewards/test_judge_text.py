@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -107,10 +108,8 @@ def test_json_without_a_number_is_said_so_and_quickly(answer):
 def test_every_parser_takes_linear_time(unit):
     for parse in (marked_score, last_number, lambda text: json_score(text, "score")):
         started = time.perf_counter()
-        try:
+        with contextlib.suppress(ValueError):
             parse(unit * 20_000)
-        except ValueError:
-            pass
         assert time.perf_counter() - started < 1.0
 
 

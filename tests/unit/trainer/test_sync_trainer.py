@@ -138,7 +138,7 @@ def dataset(name: str) -> PromptDataset:
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
-    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), 1, 10.0)
+    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), RewardConfig(num_workers=1))
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
     def trainer(
