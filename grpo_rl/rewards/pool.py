@@ -28,6 +28,8 @@ LAST_LINES = 500
 PIECE = 2**16
 KILL_S = 5.0
 """A killed process is gone within this time, or is left to the system."""
+LAST_MOMENT_S = 0.2
+"""A process that has closed its channel is about to end, which takes no longer."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -152,7 +154,16 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._exit_code() is None
+
+    def _exit_code(self) -> int | None:
+        """As Popen's, without reaping: as long as its pid is taken, its group can be named to be killed."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def _exchange(self, rest: memoryview, num_answers: int, deadline: float, reply: Reply) -> None:
         """Raises TimeoutError at the deadline, OSError when the process has gone, ValueError when it writes something else."""
@@ -210,11 +221,12 @@ class Worker:
         """How the process ended, or what it did instead of answering."""
         if isinstance(error, ValueError):
             return str(error)
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            self._process.wait(0.5)
+        deadline = time.monotonic() + LAST_MOMENT_S
+        while (code := self._exit_code()) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        with contextlib.suppress(OSError):
             while self._read_output() and select.select([self._output], [], [], 0)[0]:
                 pass
-        code = self._process.returncode
         if code is None:
             return str(error)
         if code < 0:

@@ -24,7 +24,7 @@ from grpo_rl.rewards.results import Result
 from grpo_rl.rewards.wire import encode, receive
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-WARM_UP = (("The answer is \\boxed{\\frac{1}{2}}.\n#### 1", "2"), ("The answer is \\boxed{x+1}.\n#### 1", "1+x"))
+WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\n#### 1", "\\sin y+2\\sqrt{x}"))
 """Harmless responses and truths with which rules load what they need, before a deadline runs."""
 
 

@@ -62,7 +62,8 @@ class RewardRunner:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._num_ready = 0
+        self._ready: set[int] = set()
+        """Places whose process can be asked."""
         self._broken: str | None = None
         self._last_news = time.monotonic()
         self.pids: dict[int, int] = {}
@@ -73,12 +74,12 @@ class RewardRunner:
             thread.start()
 
     def check_started(self) -> None:
-        """Return when every process is ready. Raises RewardError, with the cause, when one cannot start."""
+        """Return when every process is ready, also those that replace others. Raises RewardError, with the cause, when one cannot start."""
         deadline = time.monotonic() + START_TIMEOUT_S + KILL_S
         with self._changed:
-            while self._num_ready < len(self._threads) and self._broken is None and time.monotonic() < deadline:
+            while len(self._ready) < len(self._threads) and self._broken is None and time.monotonic() < deadline:
                 self._changed.wait(1.0)
-            if self._broken is not None or self._num_ready < len(self._threads):
+            if self._broken is not None or len(self._ready) < len(self._threads):
                 raise RewardError(self._broken or f"the reward processes did not start within {START_TIMEOUT_S:g} s")
 
     def submit(self, rollout: Rollout) -> None:
@@ -160,14 +161,16 @@ class RewardRunner:
         try:
             worker = self._start(number, log)
             while (job := self._queue.get()) is not None and not self._closed:
-                if worker is None or not worker.alive:
+                if not worker.alive:
                     worker = self._start(number, log)
                 job.outcomes = self._outcomes(job, worker)
                 if worker.num_asked > 2 and worker.died_by_itself:
                     # An earlier call may have left it broken: a response answers only for a process that no other has used.
                     worker = self._start(number, log)
                     job.outcomes = self._outcomes(job, worker)
-                self._tell(job)
+                self._tell(job, number, worker)
+                if not worker.alive and not self._closed:
+                    worker = self._start(number, log)
         except Exception as error:  # a thread's own exception would be lost
             self._break(f"reward processes: {error}")
         finally:
@@ -185,7 +188,7 @@ class RewardRunner:
             hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
             raise RewardError(f"the process of the reward functions cannot start{hint}: {trouble}")
         with self._changed:
-            self._num_ready += 1
+            self._ready.add(number)
             self._last_news = time.monotonic()
             self._changed.notify_all()
         return worker
@@ -202,9 +205,11 @@ class RewardRunner:
             worker.kill()
         return _read_reply(job, reply, self._config.timeout_s)
 
-    def _tell(self, job: _Job) -> None:
+    def _tell(self, job: _Job, number: int, worker: Worker) -> None:
         with self._changed:
             job.done = True
+            if not worker.alive:
+                self._ready.discard(number)
             self._last_news = time.monotonic()
             self._changed.notify_all()
 

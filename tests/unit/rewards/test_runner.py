@@ -48,10 +48,16 @@ def runner(log_folder):
 
 
 def is_alive(pid):
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    """Whether the process still runs a moment after it was killed, which takes the kernel some time."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if "zombie" in Path(f"/proc/{pid}/status").read_text():
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        os.sched_yield()
+    return True
 
 
 def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(runner):
@@ -134,6 +140,12 @@ def test_all_that_a_killed_reward_had_started_is_killed_with_it(runner, tmp_path
     assert len(pids) == 3 and not any(map(is_alive, pids))
 
 
+def test_what_a_process_that_ends_by_itself_leaves_behind_is_killed(runner, tmp_path):
+    file = tmp_path / "pid"
+    runner.wait([rollout("a", f"leave {file}"), rollout("b", "score 1")])
+    assert not is_alive(int(file.read_text()))
+
+
 def test_a_fork_that_returns_from_the_function_answers_nothing(runner):
     rollouts = [rollout(str(i), "return-from-fork") for i in range(4)]
     assert [item.reward for item in runner.wait(rollouts)] == [2.0] * 4
@@ -201,6 +213,18 @@ def test_async_and_batched_functions_and_fixed_values_for_failures_and_nobody_le
         runner.submit(rollout("a"))
 
 
+def test_steps_come_back_on_tokens_and_a_response_without_any_is_invalid_where_they_are_read():
+    def decode(token_ids):
+        return "".join(["two-", "ste", "ps"][token] for token in token_ids)
+
+    runner = make_runner((0.5, "act"), num_workers=1, decode=decode)
+    rollouts = [rollout("a", "two-steps", response_ids=(0, 1, 2)), rollout("b", "score 1", response_ids=(0,))]
+    runner.wait(rollouts)
+    runner.close()
+    assert (rollouts[0].reward, rollouts[0].steps) == (0.5, ((0, 0.5), (2, 0.25)))
+    assert rollouts[1].failure == "reward_invalid" and "returned no 'steps'" in rollouts[1].failure_cause
+
+
 def test_a_failure_stops_the_run_where_it_shall_even_while_others_hang():
     runner = make_runner((1, "act"), num_workers=1, on_failure="stop", timeout_s=20)
     with pytest.raises(RewardError, match=r"1 of 2 rewards failed \(1 reward_invalid\).*prompt b.*reward\.on_failure=stop"):
@@ -237,8 +261,4 @@ print(worker.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not is_alive(pid)
+    assert not is_alive(int(done.stdout))

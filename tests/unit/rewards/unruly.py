@@ -68,6 +68,11 @@ def fork_and_stay(argument):
     loop("")
 
 
+def leave_behind(argument):
+    Path(argument).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    os._exit(1)
+
+
 def return_from_a_fork(argument):
     if os.fork() == 0:
         return 7.0
@@ -123,6 +128,7 @@ DEEDS = {
     "lock": hold_the_lock,
     "segfault": segfault,
     "fork": fork_and_stay,
+    "leave": leave_behind,
     "return-from-fork": return_from_a_fork,
     "allocate": allocate,
     "print": print_much,
@@ -140,6 +146,7 @@ DEEDS = {
     "huge": lambda _: 10**5000,
     "slippery": lambda _: Slippery(1),
     "no-score": lambda _: {"acc": 1.0},
+    "two-steps": lambda _: {"score": 1.0, "steps": [(4, 1.0), (9, 0.5)]},
     "steps": lambda _: {"score": 1.0, "steps": [(1, object())]},
     "deep": lambda _: {"score": 1.0, "steps": deep()},
     "pid": lambda _: float(os.getpid()),

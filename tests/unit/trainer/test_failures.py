@@ -78,7 +78,7 @@ def test_the_penalty_for_length_leaves_failed_rewards_as_they_are() -> None:
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if not needs_of(ADVANTAGES.get(name)).steps])
 def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     """Groups of four, one and three: what is left is finite, and does not see what was dropped."""
-    rewards = [1.0, 0.0, 0.0, 1.0, None, None, None, 1.0, 0.0, 1.0, None, 0.5]
+    rewards = [1.0, 0.0, 0.0, 0.5, None, None, None, 1.0, 0.0, 1.0, None, 0.5]
     given = [
         dataclasses.replace(rollout("abc"[place // 4], place % 4, reward, None if reward is not None else "reward_error"), baseline=0.25)
         for place, reward in enumerate(rewards)
@@ -92,6 +92,6 @@ def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     batch, _ = advantage(batch)
     assert batch.advantages_T is not None and batch.num_rollouts == 8
     assert torch.isfinite(batch.advantages_T).all()
-    # Rewards differ within the first group, so its right responses come out above its wrong ones.
+    # The best of the first group comes out above its worst ones.
     first = batch.advantages_T[:8].reshape(4, 2).sum(1)
-    assert min(first[0], first[3]) > max(first[1], first[2])
+    assert first[0] > max(first[1], first[2])
