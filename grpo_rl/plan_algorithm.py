@@ -127,7 +127,7 @@ def _check_estimator(config: Config) -> None:
     if wanted.steps and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
-            "whole responses; name arithmetic_process, your own path.py:function that returns 'steps' beside 'score', or a reward model with "
+            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
     if wanted.group and n == 1:

@@ -221,7 +221,9 @@ def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
             f"reward.reward_model.model_path={own.model_path}: takes at most {limit} tokens, and a rollout may have "
             f"data.max_prompt_length + data.max_response_length = {longest}"
         )
-    return RewardModelSetup(own, Renderer(decode, rendered_by, own.step_separator), limit)
+    # A shell hands on backslash and n where a line break was meant, and so does Hydra.
+    separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
+    return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit)
 
 
 def reward_model_spec(config: RewardModelConfig) -> RewardModelSpec:

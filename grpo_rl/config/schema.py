@@ -471,7 +471,7 @@ class RewardModelConfig:
     weight: float = 1.0
     """Factor of its score in the reward."""
     step_separator: str | None = None
-    """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; null: one score per response."""
+    """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
     rerender: Literal["auto", "always", "never"] = "auto"
     """Render prompts with its own chat template and tokenizer; auto: only where they differ from the policy's."""
     max_token_len_per_gpu: Count = 16384
