@@ -3,9 +3,10 @@
     python scripts/train_prm.py --data steps.parquet --tokenizer FOLDER --out prm
 
 The file has the columns instruction, responses (the steps before), next_response and rating (-1, 0, 1). The model is a random
-Qwen3 body with a classification head of one label; its score at a step's last token is the logit of "this step is good". One
-in five problems is held out, with all of their steps. What comes out is an ordinary Hugging Face folder for
-reward.reward_model.model_path.
+Qwen3 body with a classification head of one label; its score at a step's last token is the logit of "this step is good". Held
+out are one in five problems with all of their steps, and one in eight of the other steps: the first tell what the model knows of
+problems it has never seen, the second only what it knows of other steps of problems it has. What comes out is an ordinary Hugging
+Face folder for reward.reward_model.model_path.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RatedStep:
 def read_steps(path: Path, tokenizer: Any, separator: str, max_tokens: int) -> list[RatedStep]:
     """The rated steps that are good or bad (rating 1 or -1) and not longer than `max_tokens` with all before them."""
     wanted = ["instruction", "responses", "next_response", "rating"]
-    steps = []
+    steps: dict[RatedStep, None] = {}
     for row in pyarrow.parquet.read_table(path, columns=wanted).to_pylist():
         if row["rating"] not in (1, -1) or not row["next_response"]:
             continue
@@ -58,16 +59,31 @@ def read_steps(path: Path, tokenizer: Any, separator: str, max_tokens: int) -> l
         text = prompt + "".join(step + separator for step in pieces)
         token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(token_ids) <= max_tokens:
-            steps.append(RatedStep(row["instruction"], token_ids, len(row["next_response"]), row["rating"] == 1))
-    return steps
+            # The same step rated twice must not be learnt from and held out.
+            steps[RatedStep(row["instruction"], token_ids, len(row["next_response"]), row["rating"] == 1)] = None
+    return list(steps)
 
 
-def split_by_problem(steps: Sequence[RatedStep], seed: int) -> tuple[list[RatedStep], list[RatedStep]]:
-    """Training and held-out steps; no problem has some in both."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which steps are learnt from, and which are not."""
+
+    training: list[RatedStep]
+    new_steps: list[RatedStep]
+    """Of problems that training has other steps of."""
+    new_problems: list[RatedStep]
+
+
+def split(steps: Sequence[RatedStep], seed: int) -> Split:
+    """One in five problems, and one in eight of the other steps, are held out."""
+    draw = random.Random(seed)
     problems = sorted({step.problem for step in steps})
-    random.Random(seed).shuffle(problems)
+    draw.shuffle(problems)
     held_out = set(problems[: max(1, len(problems) // 5)])
-    return [step for step in steps if step.problem not in held_out], [step for step in steps if step.problem in held_out]
+    known = [step for step in steps if step.problem not in held_out]
+    draw.shuffle(known)
+    cut = len(known) // 8
+    return Split(known[cut:], known[:cut], [step for step in steps if step.problem in held_out])
 
 
 def auc(scores: Sequence[float], good: Sequence[bool]) -> float:
@@ -167,7 +183,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--max-tokens", type=int, default=1024, help="longer rows are left out")
-    parser.add_argument("--max-rows", type=int, default=-1, help="train on so many rows only")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
 
@@ -176,17 +191,17 @@ def main() -> None:
     else:
         tokenizer = builtin.build_tokenizer(builtin.get_builtin("arithmetic").vocab_size)
     steps = read_steps(options.data, tokenizer, options.separator, options.max_tokens)
-    training, held_out = split_by_problem(steps, options.seed)
-    if options.max_rows > 0:
-        training = random.Random(options.seed).sample(training, min(options.max_rows, len(training)))
+    parts = split(steps, options.seed)
     model = make_model(tokenizer, options.hidden, options.layers, options.max_tokens, options.seed)
     print(
-        f"{len(training)} steps to learn from, {len(held_out)} held out; {sum(p.numel() for p in model.parameters()):,} parameters"
+        f"{len(parts.training)} steps to learn from, held out {len(parts.new_steps)} others and {len(parts.new_problems)} of new "
+        f"problems; {sum(p.numel() for p in model.parameters()):,} parameters"
     )
-    train(model, training, options)
-    by_length = auc([-float(step.step_length) for step in held_out], [step.good for step in held_out])
-    print(f"AUC of good against bad steps: training {evaluate(model, training, options.batch_tokens):.3f}", end=", ")
-    print(f"held out {evaluate(model, held_out, options.batch_tokens):.3f} (a step's shortness alone: {by_length:.3f})")
+    train(model, parts.training, options)
+    print("AUC of good against bad steps (in brackets: of a step's shortness alone)")
+    for name, some in (("training", parts.training), ("new steps", parts.new_steps), ("new problems", parts.new_problems)):
+        shortness = auc([-float(step.step_length) for step in some], [step.good for step in some])
+        print(f"  {name:<13} {evaluate(model, some, options.batch_tokens):.3f}  ({shortness:.3f})", flush=True)
     model.lm.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"written to {options.out}")

@@ -52,9 +52,11 @@ def test_rows_without_a_clear_rating_and_rows_that_are_too_long_are_left_out_and
     assert len(steps) == 10 and sum(step.good for step in steps) == 5
     # A separator within a step would have made two of it.
     assert tokenizer.decode(steps[0].token_ids) == "<|user|>p0<|assistant|>a b\n\nok\n\n"
-    training, held_out = script.split_by_problem(steps, 1)
-    assert {step.problem for step in training}.isdisjoint({step.problem for step in held_out})
-    assert len({step.problem for step in held_out}) == 1 and len(training) + len(held_out) == 10
+    parts = script.split(steps, 1)
+    known = {step.problem for step in [*parts.training, *parts.new_steps]}
+    assert known.isdisjoint({step.problem for step in parts.new_problems}) and len(known) == 4
+    assert not set(parts.training) & set(parts.new_steps)
+    assert [len(some) for some in (parts.training, parts.new_steps, parts.new_problems)] == [7, 1, 2]
 
 
 def test_it_learns_what_makes_a_step_good_and_writes_a_reward_model(script, tmp_path, monkeypatch, capsys):
@@ -71,6 +73,6 @@ def test_it_learns_what_makes_a_step_good_and_writes_a_reward_model(script, tmp_
     )
     script.main()
     printed = capsys.readouterr().out
-    assert float(printed.rpartition("held out ")[2].split()[0]) > 0.95, printed
+    assert float(printed.rpartition("new problems")[2].split()[0]) > 0.95, printed
     config = load_score_config(str(out))
     assert isinstance(ScoreModel(load_scorer(str(out), config)), ScoreModel) and config.num_labels == 1
