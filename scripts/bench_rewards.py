@@ -21,7 +21,7 @@ from grpo_rl.types import Prompt, Rollout
 from tests.hostile_responses import CANARY, hostile_responses
 
 COUNTDOWN = {"target": 98, "numbers": [44, 19, 35]}
-GOOD = {
+GOOD: dict[str, list[tuple[str, object]]] = {
     "arithmetic": [("55", "55"), ("56", "55")],
     "gsm8k": [("So it is 6 * 3 = 18.\n#### 18", "18"), ("#### 1,000", "1000")],
     "math": [

@@ -11,7 +11,7 @@ LETTERS = "ABCDEFGHIJ"
 MAX_ANSWER = 1_000
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\b|[\s$*{}\"'`\\]")
 MARKED = re.compile(r"[(\[]([A-Z])[)\]]")
-ALONE = re.compile(r"[(\[]?([A-Z])[)\].:,]?")
+ALONE = re.compile(r"[(\[]?([A-Z])[)\]]?[.:,]?")
 
 
 def multiple_choice(

@@ -15,8 +15,8 @@ from typing import Any
 
 MAX_DEPTH = 40
 MAX_TOKENS = 500
-MAX_BITS = 20_000
-"""Of a numerator or denominator: about 6,000 digits."""
+MAX_BITS = 8_000
+"""Of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000
 MAX_FACTORIAL = 500
 
@@ -167,10 +167,10 @@ class Expression:
             return value
         if token == "|" and not self._bars:
             self._bars = 1
-            value: Number = abs(self._sum())
+            inner = self._sum()
             self._expect("|")
             self._bars = 0
-            return value
+            return abs(inner) if isinstance(inner, Fraction) else complex(abs(inner))
         if token == "\\frac":
             return _apply(operator.truediv, self._argument(), self._argument())
         if token == "\\sqrt":

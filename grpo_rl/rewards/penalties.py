@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 MAX_WORDS = 100_000
-"""The last words of a response that are looked at."""
+"""The last words of a response that are looked at, or characters where they are counted."""
 
 COMMAND = re.compile(r"\\[a-zA-Z]+|<[^<>]{1,20}>")
 """LaTeX commands and tags are written in Latin letters in every language."""
@@ -38,7 +38,7 @@ def length(
 ) -> dict[str, float]:
     """0 for a length from `minimum` to `maximum` (or of `target`, instead of both), falling to -1 at `slack` more or less, and -1 beyond.
 
-    In `unit`, `characters` or `words` between white space; lengths in tokens are what `reward.reward_kwargs.overlong_buffer_cfg`
+    In `unit`, `characters` or `words` between white space; lengths in tokens are what `reward.overlong_buffer`
     shapes. The form is DAPO's soft punishment (arXiv 2503.14476, equation 13), on both sides; a `target` is as in
     L1 (arXiv 2503.04697). `length` is the length. Raises ValueError for an unknown unit, a `slack` below 1, and limits
     that contradict each other.
@@ -94,12 +94,12 @@ def language_consistency(
     """The share of letters that belong to the wanted `script`; 0 for a response without letters.
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, section 2.3.2) is the share of words in the target language; letters
-    need no dictionary, and count the same for languages without spaces. LaTeX commands and tags do not count. `letters` is how
-    many there are. Raises ValueError for an unknown script.
+    need no dictionary, and count the same for languages without spaces. LaTeX commands and tags do not count, nor what stands
+    before the last 100,000 characters. `letters` is how many there are. Raises ValueError for an unknown script.
     """
     if script not in SCRIPTS:
         raise ValueError(f"script is {script!r}; it is one of {', '.join(SCRIPTS)}")
-    text = COMMAND.sub("", solution_str)
+    text = COMMAND.sub("", solution_str[-MAX_WORDS:])
     letters = sum(map(str.isalpha, text))
     wanted = sum(map(str.isalpha, "".join(re.findall(f"[{SCRIPTS[script]}]+", text))))
     return {"score": wanted / letters if letters else 0.0, "letters": float(letters)}

@@ -15,6 +15,7 @@ from grpo_rl.registry import Registry
 from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
 from grpo_rl.rewards.auto import auto
 from grpo_rl.rewards.choice import multiple_choice
+from grpo_rl.rewards.code import code
 from grpo_rl.rewards.countdown import countdown
 from grpo_rl.rewards.deepseek_r1 import deepseek_r1
 from grpo_rl.rewards.exact import exact_match
@@ -41,7 +42,19 @@ REWARDS.register("length")(length)
 REWARDS.register("repetition")(repetition)
 REWARDS.register("language_consistency")(language_consistency)
 REWARDS.register("deepseek_r1")(deepseek_r1)
+REWARDS.register("code")(code)
 
 WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer)
-WITHOUT_STEPS += (math, countdown, multiple_choice, exact_match, tags, length, repetition, language_consistency, deepseek_r1)
+WITHOUT_STEPS += (
+    math,
+    countdown,
+    multiple_choice,
+    exact_match,
+    tags,
+    length,
+    repetition,
+    language_consistency,
+    deepseek_r1,
+    code,
+)
 """The ones of these that score whole responses only."""

@@ -12,7 +12,7 @@ from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import DataError
 from grpo_rl.rewards.metrics import validation_metrics
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
@@ -162,7 +162,11 @@ class SyncTrainer:
         """One step with what is due after it."""
         trainer, started = self.config.trainer, time.perf_counter()
         self.step += 1
-        metrics = self.train_step()
+        try:
+            metrics = self.train_step()
+        except DataError:
+            self._keep_finished()
+            raise
         last = self.step == self.total_steps or self.selection.exhausted
         if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
             metrics |= self.evaluate()
@@ -171,6 +175,12 @@ class SyncTrainer:
         metrics["timing_s/step"] = time.perf_counter() - started
         metrics["trainer/epoch"] = float(self.selection.epoch)
         return metrics
+
+    def _keep_finished(self) -> None:
+        """Save what was trained before a step for which the data cannot be used."""
+        self.step -= 1
+        if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
+            self.save()
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -237,13 +247,8 @@ class SyncTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_rows"] != len(self.train_data):
-            raise CheckpointError(
-                f"the checkpoint was made with {state['num_rows']} training rows, data.train_files has {len(self.train_data)} now; "
-                "its position in the data means nothing there"
-            )
-        self.step = int(state["step"])
         self.selection.load_state_dict(state["sampler"])
+        self.step = int(state["step"])
         self.advantage.load_state_dict(state["advantage"])
 
     # ---- small parts -----------------------------------------------------------------------------------
