@@ -16,6 +16,7 @@ from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, mak
 from grpo_rl.cluster.groups import WorkerGroup, wait_all
 from grpo_rl.cluster.placement import Pool, Slot
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.reward_model import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, actor_factory, reference_factory, rollout_factory
 from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.config import derived
@@ -56,6 +57,15 @@ class Cluster:
         pool = self._pool(rollout.nnodes, derived.rollout_devices_per_node(self.config, self.machine))
         self.pools.append(pool)
         return pool.slots(rollout.tensor_model_parallel_size)
+
+    def reward_model_slots(self) -> list[Slot]:
+        """One slot per rank of the reward model, in the actor's pool or in one of its own."""
+        own = self.config.reward.reward_model
+        if not own.enable_resource_pool:
+            return self.actor_pool().slots()
+        pool = self._pool(own.nnodes, derived.reward_model_ranks_per_node(self.config, self.machine))
+        self.pools.append(pool)
+        return pool.slots()
 
     def group(
         self,
@@ -127,8 +137,8 @@ ENVIRONMENT = {
 
 def start_roles(
     cluster: Cluster, tokenizer: Any, total_steps: int
-) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool]:
-    """Actor, reference (where a KL term reads it), critic (where the estimator does) and rollout pool, ready to work."""
+) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool, WorkerGroup | None]:
+    """Actor, reference (where a KL term reads it), critic (where the estimator does), rollout pool and reward model, ready to work."""
     config = cluster.config
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     objective = Objective.from_config(actor_config, config.data.max_response_length)
@@ -155,8 +165,15 @@ def start_roles(
     critics = None
     if needs_critic(config):
         critics = cluster.group("critic", slots, threads)
-        arguments = [(critic_spec(config, spec.policy, total_steps), rank) for rank in cluster.ranks(critics)]
-        starts.append((critics, critics.start_build(critic_factory, arguments), "starting the critic"))
+        critic_arguments = [(critic_spec(config, spec.policy, total_steps), rank) for rank in cluster.ranks(critics)]
+        starts.append((critics, critics.start_build(critic_factory, critic_arguments), "starting the critic"))
+    scorers = None
+    if derived.has_reward_model(config):
+        scorers = cluster.group(
+            "reward_model", scorer_slots := cluster.reward_model_slots(), cluster.cores_for(len(scorer_slots))
+        )
+        arguments = [(reward_model_spec(config.reward.reward_model), rank) for rank in cluster.ranks(scorers)]
+        starts.append((scorers, scorers.start_build(reward_model_factory, arguments), "starting the reward model"))
     cluster.build(starts)
 
     transfer = Transfer(engine_spec.weight_backend, actors, engines, engine_spec.tensor_parallel_size)
@@ -172,7 +189,7 @@ def start_roles(
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
         reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl)
-    return actor, reference, None if critics is None else make_critic(config, critics), pool
+    return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
 
 
 def make_actor(config: Config, group: WorkerGroup, objective: Objective, tokenizer: Any) -> ActorGroup:

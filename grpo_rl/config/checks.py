@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_rl.config import data_checks, input_checks, size_checks, switch_checks
+from grpo_rl.config import data_checks, input_checks, reward_checks, size_checks, switch_checks
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 
@@ -17,5 +17,6 @@ def check(config: Config, machine: Machine) -> list[str]:
         *input_checks.problems(config),
         *size_checks.problems(config, machine),
         *switch_checks.problems(config),
+        *reward_checks.problems(config, machine),
     ]
     return list(dict.fromkeys(found))
