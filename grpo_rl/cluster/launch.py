@@ -80,7 +80,7 @@ def run(composed: Composed, plan: Plan) -> int:
 
         trainer = SyncTrainer(
             config,
-            Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic),
+            Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
             train_data,
             val_data,
             Output(run_dir, console, sinks, RolloutLog(run_dir)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Roles:
     rewarder: Rewarder
     reference: Reference | None
     critic: Critic | None = None
+    recoveries: Callable[[], Metrics] = dict
+    """Since the last call: workers that failed and came back."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +67,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic = roles.critic
+        self.critic, self.recoveries = roles.critic, roles.recoveries
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -172,7 +174,7 @@ class SyncTrainer:
             metrics |= self.save()
         metrics["timing_s/step"] = time.perf_counter() - started
         metrics["trainer/epoch"] = float(self.selection.epoch)
-        return metrics
+        return metrics | self.recoveries()
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -202,7 +204,10 @@ class SyncTrainer:
         """Write a checkpoint of everything that decides the steps to come."""
         timer = Timer()
         with timer("save"):
-            self.store.save(self.step, self._write_state, self.state_dict())
+            folder = self.store.save(self.step, self._write_state, self.state_dict())
+            self.actor.committed(folder)
+            if self.critic is not None:
+                self.critic.committed(folder)
         return timer.metrics()
 
     def _write_state(self, folder: Path) -> None:

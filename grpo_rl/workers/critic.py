@@ -25,6 +25,7 @@ from grpo_rl.models.value import ValueModel
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.actor import OptimizerStep
 from grpo_rl.workers.policy import PolicySpec, Rank, build_sharded, clip_gradients, join_group, move_optimizer, sequences_of
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class CriticSpec:
     optimizer_offload: bool = False
 
 
-class CriticWorker:
+class CriticWorker(Snapshots):
     """One FSDP2 rank of the critic group."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
@@ -52,6 +53,7 @@ class CriticWorker:
         self.model = build_sharded(spec.model, rank, self.device, ValueModel)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.trained = lambda: self.model
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
