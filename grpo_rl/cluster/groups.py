@@ -65,8 +65,9 @@ class Worker:
         """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
         strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundles[0])
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
+        remote: Any = ray.remote  # whose types do not know concurrency groups
         self.actor: Any = (
-            ray.remote(**{"concurrency_groups": {BEATS: 1}})(Host)
+            remote(concurrency_groups={BEATS: 1})(Host)
             .options(num_cpus=0, max_concurrency=threads, scheduling_strategy=strategy)
             .remote(self.name, str(log_file), {**environment, **devices})
         )

@@ -88,7 +88,7 @@ class ActorWorker(Snapshots):
         self.policy = build_policy(spec.policy, rank, self.device)
         self.optimizer = make_optimizer(self.policy, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
-        self.trained = lambda: self.policy
+        self.stepped_model = lambda: self.policy
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
         dtype = getattr(torch, sender.dtype) if sender.dtype else None

@@ -53,7 +53,7 @@ class CriticWorker(Snapshots):
         self.model = build_sharded(spec.model, rank, self.device, ValueModel)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
-        self.trained = lambda: self.model
+        self.stepped_model = lambda: self.model
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:

@@ -17,19 +17,19 @@ class Snapshots:
 
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
-    trained: Callable[[], PackedModel]
+    stepped_model: Callable[[], PackedModel]
     """The model that the optimizer steps."""
 
     def state_bytes(self) -> int:
         """Size of what `snapshot` gives."""
-        return memory_state.num_bytes(self.trained())
+        return memory_state.num_bytes(self.stepped_model())
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of this rank's share of weights, optimizer, schedule and random state."""
-        fsdp.reshard(self.trained())
-        return memory_state.take(self.trained(), self.optimizer, self.scheduler)
+        fsdp.reshard(self.stepped_model())
+        return memory_state.take(self.stepped_model(), self.optimizer, self.scheduler)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `snapshot` of a rank in the same place of a group of the same size."""
-        fsdp.reshard(self.trained())
-        memory_state.put_back(state, self.trained(), self.optimizer, self.scheduler)
+        fsdp.reshard(self.stepped_model())
+        memory_state.put_back(state, self.stepped_model(), self.optimizer, self.scheduler)
