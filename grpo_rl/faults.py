@@ -28,6 +28,7 @@ from grpo_rl.errors import ConfigError
 POINTS = {
     "driver.step": "the controller begins a training step",
     "driver.phase": "a phase of the step begins (phase)",
+    "driver.response": "a response has come in while others are still sampled (count)",
     "driver.log": "the step is done, and its metrics are about to be written",
     "actor.update.start": "an actor rank begins an update (rank)",
     "actor.update.mid_backward": "an actor rank has run the backward pass of a micro-batch (rank, micro_batch)",

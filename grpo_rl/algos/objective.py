@@ -173,10 +173,7 @@ class Objective:
         if self.needs_entropy:
             assert entropy_T is not None, "entropy_coeff is not 0: the objective needs entropy_T"
             entropy = average(entropy_T)
-            assert (entropy_coeff is not None) == self.adaptive_entropy, (
-                "entropy_coeff comes with adaptive_entropy, and only then"
-            )
-            loss = loss - (self.entropy_coeff if entropy_coeff is None else entropy_coeff) * entropy
+            loss = loss - self._entropy_coeff(entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
         if self.needs_ref:
             kl = average(self._kl(policy_logprobs_T, old_T, ref_logprobs_T, full_kl_T))
@@ -184,6 +181,11 @@ class Objective:
             stats["share/kl_loss"] = kl.detach()
         stats["share/loss"] = loss.detach()
         return loss, stats
+
+    def _entropy_coeff(self, steered: float | None) -> float:
+        """The weight of the bonus: the caller's where it is steered, else the configured one."""
+        assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
+        return self.entropy_coeff if steered is None else steered
 
     def _policy_loss(
         self, policy_T: Tensor, old_T: Tensor, advantages_T: Tensor, segments: Segments, selected_T: Tensor | None

@@ -109,6 +109,7 @@ def critic_spec(config: Config, actor: PolicySpec, total_steps: int) -> CriticSp
             dtype=critic.fsdp.dtype,
             reshard_after_forward=critic.fsdp.reshard_after_forward,
             train=True,
+            path_key="critic.model.path" if derived.critic_has_own_model(config) else actor.path_key,
         ),
         optim=critic.optim,
         total_optimizer_steps=total_steps * derived.critic_updates_per_step(config),

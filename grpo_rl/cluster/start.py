@@ -106,6 +106,15 @@ class Cluster:
             with self.console.progress(title):
                 wait_all(group.workers, refs, self.config.trainer.start_timeout_s, f"start {group.role}")
 
+    def pids(self) -> dict[str, int]:
+        """The process id of every worker, by its name."""
+        timeout_s = self.config.trainer.start_timeout_s
+        return {
+            worker.name: pid
+            for group in self.groups
+            for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
+        }
+
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -14,17 +18,23 @@ from torch import nn
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 
+POLICY_KEY = "actor_rollout_ref.model.path"
+HUB_TIMEOUT_S = 5.0
 
-def load_config(path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None) -> Any:
-    """The model's transformers config with `override` applied.
+
+def load_config(
+    path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None, key: str = POLICY_KEY
+) -> Any:
+    """The model's transformers config with `override` applied; `key` is the setting that named the folder.
 
     Raises ConfigError for an unreadable folder, code that was not allowed, unknown override names, and
     features whose log-probs would be wrong here.
     """
     from transformers import AutoConfig
 
-    where = f"actor_rollout_ref.model.path={path}"
+    where = f"{key}={path}"
     _check_folder(path, where)
+    _check_hub(path, where)
     try:
         if not trust_remote_code and _names_own_code(Path(path) / "config.json"):
             raise ConfigError(
@@ -50,6 +60,21 @@ def _check_folder(path: str, where: str) -> None:
         raise ConfigError(f"{where}: there is no such folder")
 
 
+def _check_hub(path: str, where: str) -> None:
+    """Raise ConfigError when a model can only be on a hub that nothing can be asked of: the hub's client would try for half a minute."""
+    behind_proxy = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+    if Path(path).is_dir() or constants.HF_HUB_OFFLINE or behind_proxy or try_to_load_from_cache(path, "config.json"):
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: no such folder, no such model in the hub's cache on this machine, and {hub.hostname} cannot be reached "
+            f"({error.strerror or error})"
+        ) from error
+
+
 def _names_own_code(config_file: Path) -> bool:
     """Whether a config.json asks for Python code from its folder. Raises ValueError for one that is no JSON."""
     return config_file.is_file() and "auto_map" in json.loads(config_file.read_text())
@@ -69,7 +94,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
+def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False, key: str = POLICY_KEY) -> Any:
     """An AutoModelForCausalLM with float32 weights and packed attention.
 
     `on_meta` gives the same module without storage, for ranks that receive their shards from rank 0.
@@ -82,17 +107,17 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     else:
-        lm = _read_weights(path, config, trust_remote_code)
+        lm = _read_weights(path, config, trust_remote_code, key)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
 
 
-def _read_weights(path: str, config: Any, trust_remote_code: bool) -> Any:
+def _read_weights(path: str, config: Any, trust_remote_code: bool, key: str) -> Any:
     """The model with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
     from transformers import AutoModelForCausalLM
 
-    where = f"actor_rollout_ref.model.path={path}"
+    where = f"{key}={path}"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

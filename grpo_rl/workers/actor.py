@@ -35,6 +35,7 @@ from grpo_rl.workers.policy import (
     join_group,
     move_optimizer,
     sequences_of,
+    step_optimizer,
 )
 from grpo_rl.workers.snapshots import Snapshots
 
@@ -111,7 +112,7 @@ class ActorWorker(Snapshots):
     def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Per optimizer step, this rank's share of the statistics (see `Objective` for the key prefixes).
 
-        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
         self._onload()
         results = [self._optimizer_step(step) for step in steps]
@@ -123,6 +124,7 @@ class ActorWorker(Snapshots):
         fault_point("actor.update.start", rank=rank)
         self.optimizer.zero_grad(set_to_none=True)
         stats: defaultdict[str, float] = defaultdict(float)
+        total_loss = 0.0
         for number, batch in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
@@ -134,6 +136,7 @@ class ActorWorker(Snapshots):
             if fault_point("actor.update.loss", rank=rank, micro_batch=number) == "nan":
                 loss = loss * math.nan
             loss.backward()
+            total_loss += float(loss.detach())
             fault_point("actor.update.mid_backward", rank=rank, micro_batch=number)
             for key, value in micro_stats.items():
                 share = float(value)
@@ -143,8 +146,7 @@ class ActorWorker(Snapshots):
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
         fault_point("actor.update.before_optimizer", rank=rank)
-        self.optimizer.step()
-        self.scheduler.step()
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         fault_point("actor.update.after_optimizer", rank=rank)
         return dict(stats)
 

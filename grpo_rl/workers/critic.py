@@ -24,7 +24,16 @@ from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.models.value import ValueModel
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.actor import OptimizerStep
-from grpo_rl.workers.policy import PolicySpec, Rank, build_sharded, clip_gradients, join_group, move_optimizer, sequences_of
+from grpo_rl.workers.policy import (
+    PolicySpec,
+    Rank,
+    build_sharded,
+    clip_gradients,
+    join_group,
+    move_optimizer,
+    sequences_of,
+    step_optimizer,
+)
 from grpo_rl.workers.snapshots import Snapshots
 
 
@@ -67,7 +76,7 @@ class CriticWorker(Snapshots):
     def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Per optimizer step, this rank's share of the statistics; key prefixes as in `Objective`.
 
-        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
         self._onload()
         results = [self._optimizer_step(step) for step in steps]
@@ -79,6 +88,7 @@ class CriticWorker(Snapshots):
         self.optimizer.zero_grad(set_to_none=True)
         assert isinstance(self.model, FSDPModule)
         stats: defaultdict[str, float] = defaultdict(float)
+        total_loss = 0.0
         for number, batch in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # As in the actor: one reduction per optimizer step on CPU, one per micro-batch where whole gradients would not fit.
@@ -87,12 +97,13 @@ class CriticWorker(Snapshots):
             if fault_point("critic.update.loss", rank=self.rank.rank, micro_batch=number) == "nan":
                 loss = loss * math.nan
             loss.backward()
+            total_loss += float(loss.detach())
             for key, value in micro_stats.items():
                 stats[key] += float(value)
-        stats["same/grad_norm"] = clip_gradients(self.model, self.spec.optim.clip_grad)
+        grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
+        stats["same/grad_norm"] = grad_norm
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
-        self.optimizer.step()
-        self.scheduler.step()
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         return dict(stats)
 
     def _loss(self, values_T: Tensor, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:

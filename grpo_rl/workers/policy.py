@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from grpo_rl.config.schema import ModelConfig
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences, TokenOutputs
-from grpo_rl.types import Batch
+from grpo_rl.types import Batch, Counts
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -44,6 +44,8 @@ class PolicySpec:
     dtype: str
     reshard_after_forward: bool = True
     train: bool = False
+    path_key: str = load.POLICY_KEY
+    """The setting that named the model's folder, for error messages."""
 
 
 def join_group(rank: Rank) -> torch.device:
@@ -85,9 +87,10 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
     Only rank 0 reads the weights; the others get their shards from it.
     """
     model = spec.model
-    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    own_code, key = model.trust_remote_code, spec.path_key
+    config = load.load_config(model.path, trust_remote_code=own_code, override=model.override_config, key=key)
     alone = rank.world_size == 1
-    lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=not alone)
+    lm = load.load_lm(model.path, config, trust_remote_code=own_code, on_meta=not alone, key=key)
     if spec.train and model.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
@@ -102,25 +105,49 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         reshard_after_forward=spec.reshard_after_forward,
     )
     if not alone:
-        fsdp.materialize(policy, wrap(_whole_lm(model)) if rank.rank == 0 else None, device)
+        fsdp.materialize(policy, wrap(_whole_lm(spec)) if rank.rank == 0 else None, device)
     return policy
 
 
-def _whole_lm(model: ModelConfig) -> Any:
+def _whole_lm(spec: PolicySpec) -> Any:
     """The unsharded language model with its weights, in host memory."""
-    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
-    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
+    model, key = spec.model, spec.path_key
+    config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
+    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, key=key)
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:
-    """The norm of the gradient over all ranks, which is at most `clip_grad` afterwards.
+    """The norm of the gradient over all ranks, which is at most `clip_grad` afterwards."""
+    return float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
 
-    Raises FloatingPointError when it is not finite.
+
+def all_finite(*values: float) -> bool:
+    """Whether these numbers are finite on every rank, the same answer on all of them. A collective."""
+    finite_1 = torch.tensor([float(all(map(math.isfinite, values)))])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl":
+            finite_1 = finite_1.cuda()
+        dist.all_reduce(finite_1, dist.ReduceOp.MIN)
+    return bool(finite_1.item())
+
+
+def step_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    counts: Counts,
+    loss: float,
+    grad_norm: float,
+) -> dict[str, float]:
+    """Take the step, and tell whether loss and gradient were finite.
+
+    It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
+    any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
     """
-    grad_norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
-    if not math.isfinite(grad_norm):
-        raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
-    return grad_norm
+    finite = all_finite(loss, grad_norm)
+    if finite and counts.num_tokens:
+        optimizer.step()
+        scheduler.step()
+    return {"same/nonfinite": float(not finite)}
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

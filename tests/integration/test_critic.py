@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from rank_processes import RankProcesses, make_batch, make_model
 from safetensors.torch import load_file
-from test_training import _without_times, arithmetic, train
 from torch import Tensor
+from whole_runs import arithmetic, train, without_times
 
 from grpo_rl.cluster.critic import CriticGroup
 from grpo_rl.config.derived import MicroBatchRule
@@ -28,14 +27,6 @@ LAYOUTS = {
     "2 ranks, 3 micro-batches each, recomputed": (2, MicroBatchRule(None, 2), True),
     "2 ranks, by tokens": (2, MicroBatchRule(40, None), False),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, RankProcesses]]:
-    made = {size: RankProcesses(size) for size in (1, 2)}
-    yield made
-    for processes in made.values():
-        processes.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +141,7 @@ def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tm
         shutil.rmtree(resumed_path / left)
     resumed = train(tmp_path, "resumed", *words)
     assert "at step 2" in resumed.output
-    assert _without_times(_rows(resumed.path)[3]) == pytest.approx(_without_times(rows[3]), rel=1e-6, abs=1e-9)
+    assert without_times(_rows(resumed.path)[3]) == pytest.approx(without_times(rows[3]), rel=1e-6, abs=1e-9)
     for part in ("weights", "critic/weights", "critic/optimizer"):
         name = f"checkpoints/step_3/{part}.safetensors"
         ours, theirs = load_file(whole.path / name), load_file(resumed.path / name)

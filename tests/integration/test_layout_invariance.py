@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,14 +47,6 @@ class Trained:
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
     metrics: list[Metrics]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, RankProcesses]]:
-    made = {size: RankProcesses(size) for size in (1, 2)}
-    yield made
-    for processes in made.values():
-        processes.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ from grpo_rl.workers.policy import PolicySpec
 
 BATCHES = [make_batch(seed) for seed in range(5)]
 CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, RankProcesses]]:
-    made = {size: RankProcesses(size) for size in (1, 2)}
-    yield made
-    for processes in made.values():
-        processes.shutdown()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -4,102 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_runs import RUN_TIMEOUT_S, arithmetic, assert_trains_like_its_engine, train, without_times
 
 from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts import read_rollouts
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-RUN_TIMEOUT_S = 540
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
-
-# A random model never gets a sum right: this one makes a difference between its responses.
-REWARD = """\
-def variety(data_source, solution_str, ground_truth, extra_info):
-    return len(set(solution_str)) / 10
-
-
-def odd(data_source, solution_str, ground_truth, extra_info):
-    return float(len(set(solution_str)) % 2)
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    path: Path
-    output: str
-
-    @property
-    def steps(self) -> dict[int, dict[str, float]]:
-        """Metrics by training step."""
-        return {int(row["step"]): row for row in read_metrics(self.path / "metrics.jsonl") if "actor/loss" in row}
-
-    def rollouts(self, step: int) -> list[dict[str, Any]]:
-        return read_rollouts(self.path / "rollouts" / f"step_{step}.jsonl")
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return load_file(self.path / "model" / "model.safetensors")
-
-
-def train(folder: Path, name: str, *words: str) -> Run:
-    """`python -m grpo_rl.main` with these words, in a process of its own; its screen is shown when it fails."""
-    (folder / "my_reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
-    command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-    run = Run(folder / "runs" / name, done.stdout)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
-    return run
-
-
-def _log_tails(path: Path) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(path.glob("logs/*.log")))
-
-
-def arithmetic(model: Path) -> list[str]:
-    return [
-        f"actor_rollout_ref.model.path={model}",
-        "data.train_files=task:arithmetic?split=train&num_rows=64",
-        "data.val_files=task:arithmetic?split=val&num_rows=6",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=12",
-        "reward.functions=[auto,my_reward.py:variety]",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.kv_cache_gib=0.1",
-    ]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as it was initialised: no warm start."""
     return builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random")
-
-
-def assert_trains_like_its_engine(run: Run, last: int) -> None:
-    """Every step's rollouts have the weights that the step before left, and the log-probs that the trainer finds."""
-    assert sorted(run.steps) == list(range(1, last + 1))
-    for step, row in run.steps.items():
-        assert row["rollout/logprob_diff_max"] < 1e-4
-        assert row["actor/grad_norm"] > 0
-        assert {record["weight_version"] for record in run.rollouts(step)} == {step - 1}
 
 
 def assert_group_advantages(records: list[dict[str, Any]]) -> None:
@@ -232,19 +158,13 @@ def test_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, 
     assert "resumed from" in resumed.output and "at step 2" in resumed.output
     assert sorted(resumed.steps) == [1, 2, 3, 4]
     for step in (3, 4):
-        assert _without_times(resumed.steps[step]) == pytest.approx(_without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
+        assert without_times(resumed.steps[step]) == pytest.approx(without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
         ours, theirs = (
             [(r["uid"], r["sample"], r["response"], r["reward"]) for r in x.rollouts(step)] for x in (resumed, whole)
         )
         assert ours == theirs
     for name, weight in whole.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
-
-
-def _without_times(row: dict[str, float]) -> dict[str, float]:
-    return {
-        key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/tokens_per_s")) and key != "time"
-    }
 
 
 def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
@@ -432,7 +352,7 @@ def test_dapo_refills_every_batch_and_resumes_exactly(model, tmp_path):
     resumed = train(tmp_path, "resumed", *words)
     assert "at step 1" in resumed.output
     for step in (2, 3):
-        assert _without_times(resumed.steps[step]) == pytest.approx(_without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
+        assert without_times(resumed.steps[step]) == pytest.approx(without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
         assert [r["response"] for r in resumed.rollouts(step)] == [r["response"] for r in whole.rollouts(step)]
     for name, weight in whole.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name

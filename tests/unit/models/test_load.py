@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_an_override_of_the_wrong_type_is_refused(folder):
 def test_a_missing_folder_is_named_as_such(path):
     with pytest.raises(ConfigError, match=f"^actor_rollout_ref.model.path={path}: there is no such folder$"):
         load_config(path)
+
+
+def test_a_name_on_a_hub_that_cannot_be_reached_is_refused_at_once_by_the_key_that_named_it(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens: a connection is refused
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(
+            ConfigError, match=r"^critic.model.path=nobody/nothing: .*127.0.0.1 cannot be reached \(Connection refused"
+        ):
+            load_config("nobody/nothing", key="critic.model.path")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no_such_type"}'])
