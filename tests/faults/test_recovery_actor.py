@@ -79,7 +79,7 @@ class Scene:
         return digest.hexdigest()
 
 
-def _feed(digest: "hashlib._Hash", value: object) -> None:
+def _feed(digest: hashlib._Hash, value: object) -> None:
     if isinstance(value, dict):
         for key in sorted(value):
             digest.update(str(key).encode())
