@@ -103,7 +103,7 @@ class Monitor:
         try:
             activity = ray.get(entry.ref, timeout=10.0)
         except ray.exceptions.RayActorError as error:
-            first_line = str(error).strip().splitlines()[0]
+            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self._ended(entry, entry.worker.verdict or f"the process died ({first_line})")
             return
         except ray.exceptions.RayError:

@@ -83,6 +83,7 @@ class Supervisor:
         self.mode = trainer.recover
         self.closed = False
         """The run is over: nobody is started again."""
+        self.writes_checkpoints = trainer.save_freq > 0
         self.memory_bytes = trainer.recover_memory_gib * 2**30
         self.start_timeout_s = trainer.start_timeout_s
         self.budget = Budget(trainer.max_restarts, trainer.restart_window_s)

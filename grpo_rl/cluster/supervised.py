@@ -94,6 +94,7 @@ class SupervisedGroup(WorkerGroup):
         super().__init__(*arguments, **options)
         self.supervisor = supervisor
         self.keeper = Keeper(self) if stateful and supervisor is not None and supervisor.restarts else None
+        self.is_restarted = supervisor is not None and supervisor.restarts
         self._recipe: Recipe | None = None
 
     def begin(self, recipe: Recipe) -> list[ray.ObjectRef]:
@@ -106,10 +107,7 @@ class SupervisedGroup(WorkerGroup):
         if self.supervisor is None:
             return
         if self.keeper is not None:
-            self.keeper.in_memory = self.supervisor.mode == "memory" or (
-                self.supervisor.mode == "auto"
-                and sum(self.call_once("state_bytes", self._same())) <= self.supervisor.memory_bytes
-            )
+            self._choose_memory_or_checkpoint(self.keeper)
         self._watch()
 
     def call_each(self, method: str, arguments: Arguments) -> list[Any]:
@@ -126,7 +124,7 @@ class SupervisedGroup(WorkerGroup):
                 self.recover(error, f"{self.role}.{method}")
                 if method in STEP_OF_MANY:
                     raise GroupRestarted(f"{self.role} was started again in {method}") from error
-        if self.keeper is not None:
+        if self.keeper is not None and self.is_restarted:
             self.keeper.after(method, arguments)
         return results
 
@@ -149,7 +147,7 @@ class SupervisedGroup(WorkerGroup):
 
     def recover(self, error: ClusterError, what: str) -> None:
         """Make the group anew, with its state. Raises `error` where nobody supervises it, ClusterError at the budget's end."""
-        if self.supervisor is None or not self.supervisor.restarts or self._recipe is None:
+        if self.supervisor is None or not self.is_restarted or self._recipe is None:
             raise error
         began = time.monotonic()
         while True:
@@ -174,6 +172,19 @@ class SupervisedGroup(WorkerGroup):
                 self.supervisor.monitor.forget(worker)
         super().shutdown()
 
+    def _choose_memory_or_checkpoint(self, keeper: Keeper) -> None:
+        assert self.supervisor is not None
+        size = sum(self.call_once("state_bytes", [()] * len(self)))
+        fits = size <= self.supervisor.memory_bytes
+        keeper.in_memory = self.supervisor.mode == "memory" or (self.supervisor.mode == "auto" and fits)
+        if not keeper.in_memory and not self.supervisor.writes_checkpoints:
+            # The updates of a whole run would have to be kept, and made again.
+            self.is_restarted = False
+            self.supervisor.log.warn(
+                f"recovery: the {self.role} is not started again when it fails: its state of {size / 2**30:.1f} GiB is above "
+                "trainer.recover_memory_gib, and trainer.save_freq writes no checkpoints"
+            )
+
     def _start_again(self) -> None:
         assert self.supervisor is not None and self._recipe is not None
         # Ranks that only noticed wait in a collective, or hold what the new ones need.
@@ -195,6 +206,3 @@ class SupervisedGroup(WorkerGroup):
         assert self.supervisor is not None
         for worker in self.workers:
             self.supervisor.monitor.watch(worker)
-
-    def _same(self) -> Arguments:
-        return [()] * len(self)

@@ -169,11 +169,12 @@ def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_
 
 
 def test_a_group_whose_restarts_are_switched_off_says_what_failed(scene):
-    supervisor = scene.actor.group.supervisor
-    mode, supervisor.mode = supervisor.mode, "off"
+    group = scene.actor.group
+    group.is_restarted = False
     try:
         with pytest.raises(ClusterError, match=r"actor.update failed on actor\d: the process died"):
             scene.train(2, "actor.update.start:kill9")
     finally:
-        supervisor.mode = mode
+        group.is_restarted = True
+    # What is left of the group is ended and made anew by the next call, with the state it had before.
     scene.actor.update(make_batch(0))
