@@ -214,8 +214,10 @@ def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
             continue
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         waits = method in WAITS and (len(node.args) == (method == "wait_for") or method == "recv")
-        if called in TIMED_CALLS or called == "dist.init_process_group" or waits:
-            inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
+        inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
+        # A socket's deadline is set beside the call and not in it.
+        is_timed_socket = method == "recv" and any(".settimeout(" in ast.unparse(function) for function in inside)
+        if called in TIMED_CALLS or called == "dist.init_process_group" or (waits and not is_timed_socket):
             yield max(inside, key=lambda f: f.lineno).name if inside else "", node.lineno, called
 
 

@@ -19,6 +19,7 @@ from grpo_rl.cluster.session import clean_earlier, ray_session
 from grpo_rl.cluster.start import Cluster, decoder, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
+from grpo_rl.data.bad_rows import BadRows
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError
 from grpo_rl.models import builtin
@@ -108,7 +109,7 @@ def _train(
     is_builtin = model_path.startswith(builtin.PREFIX)
     folder = warm_start.unstarted_folder(model_path) if is_builtin else model_path
     tokenizer = _tokenizer(config, folder)
-    train_data, val_data = _data(config, tokenizer, console)
+    train_data, val_data = _data(config, tokenizer, console, run_dir.path)
     reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
     reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
     reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
@@ -176,12 +177,27 @@ def _tokenizer(config: Config, folder: str) -> Any:
     return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
 
 
-def _data(config: Config, tokenizer: Any, console: Console) -> tuple[PromptDataset, PromptDataset | None]:
+def _data(config: Config, tokenizer: Any, console: Console, folder: Path) -> tuple[PromptDataset, PromptDataset | None]:
     data = config.data
+    bad = {part: BadRows(data.on_bad_row, folder / f"bad_rows_{part}.jsonl", console.warn) for part in ("train", "val")}
     with console.progress("reading the data") as bar:
-        train = load_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
+        train = load_dataset(
+            data.train_files,
+            data,
+            tokenizer,
+            max_samples=data.train_max_samples,
+            bad_rows=bad["train"],
+            note=lambda text: bar.advance(0, note=text),
+        )
+        if data.curriculum == "difficulty":
+            # Read now, so that a row without one is told before anything starts.
+            train.difficulty()
         bar.advance(note=f"train: {train.report}")
-        val = load_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples) if data.val_files else None
-        if val is not None:
+        val = None
+        if data.val_files:
+            # Every validation uses all of these rows, so none can wait for its turn.
+            val = load_dataset(
+                data.val_files, data, tokenizer, max_samples=data.val_max_samples, whole=True, bad_rows=bad["val"]
+            )
             bar.advance(note=f"train: {train.report}; validation: {val.report}")
     return train, val

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,52 +10,16 @@ from pathlib import Path
 from grpo_rl.config.derived import critic_has_own_model
 from grpo_rl.config.schema import Config
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def problems(config: Config) -> Iterator[str]:
     """What is named and cannot be found or read."""
-    yield from _data(config)
     yield from _model(config)
     yield from _rewards(config)
     yield from _checkpoint(config)
     yield from _loggers(config)
-
-
-def _data(config: Config) -> Iterator[str]:
-    if not config.data.train_files and not config.trainer.val_only:
-        yield "data.train_files is not set: give data files (.parquet, .json, .jsonl) or a task, such as data.train_files=task:arithmetic"
-    for key in ("train_files", "val_files"):
-        for file in getattr(config.data, key):
-            problem = _data_file(file)
-            if problem:
-                yield f"data.{key}={file}: {problem}"
-    for key in ("train_max_samples", "val_max_samples"):
-        if getattr(config.data, key) == 0:
-            yield f"data.{key}=0: would leave no rows; -1 takes all"
-    if 0 < config.data.train_max_samples < config.data.train_batch_size:
-        yield (
-            f"data.train_max_samples={config.data.train_max_samples}: fewer rows than one batch; at least "
-            f"data.train_batch_size={config.data.train_batch_size}, or -1 for all"
-        )
-
-
-def _data_file(file: str) -> str | None:
-    if file.startswith("task:"):
-        return None
-    path = Path(file).expanduser()
-    if not path.exists():
-        folder = path.parent if path.parent.is_dir() else None
-        near = difflib.get_close_matches(path.name, os.listdir(folder), n=2) if folder else []
-        hint = f"; there is {' and '.join(str(folder / name) for name in near)}" if folder and near else ""
-        return f"there is no file {path.absolute()}{hint}"
-    if not path.is_file():
-        return f"is a folder; name the files in it ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})"
-    if path.suffix not in DATA_SUFFIXES:
-        return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
-    return None
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_rl.config import data_checks
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import critic_rule, logprob_rule, update_rule
 from grpo_rl.config.fields import leaves
@@ -132,11 +133,8 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
-        "data.seed": (config.data.shuffle, "needs data.shuffle=true"),
+        **data_checks.switches(config),
         "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
-        "data.retire_metric": (config.data.retire_above is not None, "needs data.retire_above"),
-        "data.retire_score": (config.data.retire_above is not None, "needs data.retire_above"),
-        "data.val_max_samples": (bool(config.data.val_files), "needs data.val_files"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
         f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),

@@ -24,6 +24,10 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
+_SANDBOX = (
+    "the reward `code` takes reward.function_kwargs={code: {sandbox_url: ..., max_concurrent: ..., memory_mb: ...}}, or, without "
+    "sandbox_url, runs programs in a sandbox of its own"
+)
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
@@ -152,7 +156,7 @@ _ROLLOUT: dict[str, Answer] = {
 _MODEL: dict[str, Answer] = {
     "hf_config_path": Answer(f"the config lies in {_M}.path; change it with {_M}.override_config"),
     "use_shm": Answer("the model is read where it lies", (False,)),
-    "custom_chat_template": Answer(f"put the chat template into the tokenizer's folder and name it in {_M}.tokenizer_path"),
+    "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
     "enable_activation_offload": Answer("use enable_gradient_checkpointing", (False,)),
     "use_remove_padding": Answer(_PACKED, (True,)),
@@ -190,8 +194,7 @@ _DATA: dict[str, Answer] = {
     "mm_processor_kwargs": Answer(_NO_IMAGES),
     "validation_shuffle": Answer("validation rows keep their order", (False,)),
     "trust_remote_code": Answer(f"use {_M}.trust_remote_code", (False,)),
-    "custom_cls": Answer("data are files or tasks: see data.train_files"),
-    "sampler": Answer("the order is data.shuffle and data.seed"),
+    "sampler": Answer("the order is data.shuffle and data.seed, data.curriculum, data.train_weights"),
     "datagen": Answer("generated data are tasks: data.train_files=task:NAME"),
 }
 
@@ -211,7 +214,7 @@ _REWARD: dict[str, Answer] = {
     **_switch("reward_model", _NO_MODEL_REWARD),
     "reward_model.enable_resource_pool": Answer(_NO_MODEL_REWARD, (False,)),
     "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),
-    "sandbox_fusion": Answer("there is no sandbox for code"),
+    "sandbox_fusion": Answer(_SANDBOX),
 }
 
 _TRAINER: dict[str, Answer] = {
@@ -244,7 +247,7 @@ _TOP: dict[str, Answer] = {
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
     "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
     **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),
-    "sandbox_fusion": Answer("there is no sandbox for code"),
+    "sandbox_fusion": Answer(_SANDBOX),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store"),
     "global_profiler": Answer(_NO_PROFILER),

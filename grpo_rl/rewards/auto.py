@@ -7,12 +7,33 @@ from typing import Any
 
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.arithmetic import arithmetic
+from grpo_rl.rewards.countdown import countdown
 from grpo_rl.rewards.gsm8k import gsm8k
+from grpo_rl.rewards.math_answer import math
+
+MATH_SOURCES = (
+    "math",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "lighteval/MATH",
+    "HuggingFaceH4/MATH-500",
+    "hiyouga/math12k",
+    "math_dapo",
+    "math_dapo_reasoning",
+    "aime",
+    "aime24",
+    "aime25",
+    "amc",
+    "olympiadbench",
+    "minerva",
+)
+"""As verl's scripts and the data sets that they read name mathematics."""
 
 RULES: dict[str, Callable[..., float | dict[str, float]]] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
     "openai/gsm8k": gsm8k,
+    "countdown": countdown,
+    **dict.fromkeys(MATH_SOURCES, math),
 }
 
 

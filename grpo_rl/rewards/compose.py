@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.auto import auto, check_data_sources
+from grpo_rl.rewards.code import check_code, code_problems
 from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS, RewardFn
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 from grpo_rl.types import Rollout
@@ -70,6 +71,7 @@ class RewardFunction:
                 components.append(_component(spec, specs, options))
             except ConfigError as error:
                 problems += [f"reward.functions: {problem}" for problem in error.problems]
+        problems += [text for component in components for text in code_problems(component.function, config.timeout_s)]
         names = [component.name for component in components]
         problems += [f"reward.functions: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
         if problems:
@@ -87,7 +89,12 @@ class RewardFunction:
         return any(component.function not in WITHOUT_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
+        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`.
+
+        Raises RewardError where `code` is to run programs and this machine has no sandbox.
+        """
+        for component in self.components:
+            check_code(component.function)
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER = TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -21,3 +22,24 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     between = text[thought_end + len(CLOSE_THINK) : answer_start]
     answer = text[answer_start + len(OPEN_ANSWER) : -len(CLOSE_ANSWER)]
     return float(not between.strip() and bool(answer.strip()))
+
+
+def tags(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    names: Sequence[str] = ("think", "answer"),
+) -> dict[str, float]:
+    """The share of the opening and closing tags of `names` that are there exactly once; 0 where these are out of order.
+
+    `once` is that share whatever the order, `ordered` 1 where those that are there once stand in order. A softer `think_answer`,
+    for models that do not know the form yet. Takes time linear in the length. Raises ValueError without names.
+    """
+    wanted = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
+    if not wanted:
+        raise ValueError("names is empty; give at least one tag, e.g. [think, answer]")
+    places = [solution_str.find(tag) for tag in wanted if solution_str.count(tag) == 1]
+    once = len(places) / len(wanted)
+    ordered = float(bool(places) and places == sorted(places))
+    return {"score": once * ordered, "once": once, "ordered": ordered}

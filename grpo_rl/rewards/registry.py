@@ -14,8 +14,15 @@ from typing import Any
 from grpo_rl.registry import Registry
 from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
 from grpo_rl.rewards.auto import auto
-from grpo_rl.rewards.format import think_answer
+from grpo_rl.rewards.choice import multiple_choice
+from grpo_rl.rewards.code import code
+from grpo_rl.rewards.countdown import countdown
+from grpo_rl.rewards.deepseek_r1 import deepseek_r1
+from grpo_rl.rewards.exact import exact_match
+from grpo_rl.rewards.format import tags, think_answer
 from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
+from grpo_rl.rewards.math_answer import math
+from grpo_rl.rewards.penalties import language_consistency, length, repetition
 
 RewardFn = Callable[..., Any]
 
@@ -26,6 +33,28 @@ REWARDS.register("arithmetic_process")(arithmetic_process)
 REWARDS.register("gsm8k")(gsm8k)
 REWARDS.register("gsm8k_flexible")(gsm8k_flexible)
 REWARDS.register("format")(think_answer)
+REWARDS.register("math")(math)
+REWARDS.register("countdown")(countdown)
+REWARDS.register("multiple_choice")(multiple_choice)
+REWARDS.register("exact_match")(exact_match)
+REWARDS.register("tags")(tags)
+REWARDS.register("length")(length)
+REWARDS.register("repetition")(repetition)
+REWARDS.register("language_consistency")(language_consistency)
+REWARDS.register("deepseek_r1")(deepseek_r1)
+REWARDS.register("code")(code)
 
 WITHOUT_STEPS: tuple[RewardFn, ...] = (auto, arithmetic, gsm8k, gsm8k_flexible, think_answer)
+WITHOUT_STEPS += (
+    math,
+    countdown,
+    multiple_choice,
+    exact_match,
+    tags,
+    length,
+    repetition,
+    language_consistency,
+    deepseek_r1,
+    code,
+)
 """The ones of these that score whole responses only."""

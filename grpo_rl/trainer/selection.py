@@ -12,8 +12,9 @@ from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config import derived
 from grpo_rl.config.schema import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.sampler import PromptSampler
-from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.data.fingerprint import differences
+from grpo_rl.data.order import make_sampler
+from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.compose import LIFTED, RewardFunction
 from grpo_rl.types import Metrics, Prompt, Rollout
 
@@ -48,20 +49,23 @@ class Selection:
         self.retire_metric, self.retire_score = config.data.retire_metric, config.data.retire_score
         bound = config.data.retire_above
         self.pass_rates = None if bound is None else PassRates(bound)
-        self.sampler = PromptSampler(
-            len(data),
-            derived.gen_batch_size(config),
-            config.data.shuffle,
-            config.data.seed,
-            size_key="data.train_batch_size" if config.data.gen_batch_size is None else "data.gen_batch_size",
-            is_retired=None if self.pass_rates is None else self.pass_rates.is_retired,
-        )
+        self.allow_change = config.data.allow_change
+        self.sampler = make_sampler(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
 
     def next(self, sample: Sample) -> Selected:
         """The rollouts of the next step.
 
-        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts.
+        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
+        cannot be used; the next step then begins with the same row.
         """
+        position = self.sampler.position()
+        try:
+            return self._next(sample)
+        except DataError:
+            self.sampler.seek(position)
+            raise
+
+    def _next(self, sample: Sample) -> Selected:
         if not self.groups.enable:
             rollouts = self._draw(sample)
             return Selected(rollouts, rollouts, self._retired())
@@ -95,28 +99,48 @@ class Selection:
     def exhausted(self) -> bool:
         """Whether fewer prompts than a batch are left to draw, as the others are retired."""
         num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
-        return len(self.data) - num_retired < self.sampler.batch_size
+        return len(self.data) - num_retired < self.sampler.least_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and what is retired."""
+        """The position in the data, what is retired, and what the data were."""
         retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
-        return self.sampler.state_dict() | retired
+        return self.sampler.state_dict() | retired | {"data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none."""
+        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none.
+
+        Raises CheckpointError for data that have changed; with data.allow_change the next epoch of the new data begins.
+        """
+        changes = differences(state["data"], self.data.fingerprint) if "data" in state else []
+        changes = changes or self._other_rows(state)
+        if changes and not self.allow_change:
+            raise CheckpointError(
+                f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
+                "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
+            )
+        if changes:
+            self.sampler.start_after(state)
+            return
         self.sampler.load_state_dict(state)
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
+
+    def _other_rows(self, state: dict[str, Any]) -> list[str]:
+        before = state.get("num_rows")
+        same = before is None or before == len(self.data)
+        return [] if same else [f"{before} rows were used, now {len(self.data)} are"]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
         """Scored rollouts of the next batch of prompts; their pass rates are noted."""
         row_of = {uid: row for row, uid in self.sampler.next_batch()}
         rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
-        if self.pass_rates is not None:
+        if self.pass_rates is not None or self.sampler.wants_rates:
             for uid, group in _by_uid(rollouts).items():
                 values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
                 passed = sum(value >= self.retire_score for value in values)
-                self.pass_rates.record(row_of[uid], passed, len(values))
+                self.sampler.record(row_of[uid], passed / len(values))
+                if self.pass_rates is not None:
+                    self.pass_rates.record(row_of[uid], passed, len(values))
         return rollouts
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
@@ -194,6 +218,14 @@ def describe(config: Config) -> Iterator[tuple[str, str]]:
             f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
             "from the next epoch on",
         )
+    if data.train_weights:
+        total = sum(data.train_weights)
+        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
+        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
+    if data.curriculum == "difficulty":
+        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
+    elif data.curriculum == "pass_rate":
+        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 
 def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

@@ -12,7 +12,7 @@ from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import CheckpointError, Preempted
+from grpo_rl.errors import DataError, Preempted
 from grpo_rl.faults import fault_point, tell
 from grpo_rl.telemetry.metrics_file import read_metrics
 from grpo_rl.trainer.advantage import Advantage
@@ -166,7 +166,11 @@ class SyncTrainer:
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
-        metrics = self.train_step()
+        try:
+            metrics = self.train_step()
+        except DataError:
+            self._keep_finished()
+            raise
         metrics["trainer/epoch"] = float(self.selection.epoch)
         metrics["timing_s/step"] = time.perf_counter() - started
         self._unlogged = metrics
@@ -186,6 +190,13 @@ class SyncTrainer:
         self._log(metrics | self.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))
+
+    def _keep_finished(self) -> None:
+        """Save what was trained before a step for which the data cannot be used."""
+        assert self._before is not None
+        self.load_state_dict(self._before)
+        if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
+            self.save()
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -264,13 +275,8 @@ class SyncTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_rows"] != len(self.train_data):
-            raise CheckpointError(
-                f"the checkpoint was made with {state['num_rows']} training rows, data.train_files has {len(self.train_data)} now; "
-                "its position in the data means nothing there"
-            )
-        self.step = int(state["step"])
         self.selection.load_state_dict(state["sampler"])
+        self.step = int(state["step"])
         self.advantage.load_state_dict(state["advantage"])
         self.nonfinite.load_state_dict(state.get("nonfinite", {}))
         self._unlogged = state.get("unlogged")

@@ -151,7 +151,7 @@ HOSTILE = {
 
 
 @pytest.mark.timeout(60)  # quadratic behaviour on a megabyte takes minutes
-@pytest.mark.parametrize("name", [name for name in REWARDS if name != "auto"])
+@pytest.mark.parametrize("name", ["arithmetic", "arithmetic_process", "gsm8k", "gsm8k_flexible", "format"])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_megabyte_of_hostile_text_scores_0_and_ends(name, kind):
     assert score(REWARDS.get(name)("any", HOSTILE[kind], "18")) == 0
@@ -168,9 +168,9 @@ def test_auto_takes_the_rule_of_the_data_source():
 
 def test_an_unknown_data_source_is_refused_with_the_known_ones_and_the_way_out():
     with pytest.raises(
-        RewardError, match=r"data_source 'math'; there is one for arithmetic, gsm8k, openai/gsm8k.*custom_reward"
+        RewardError, match=r"data_source 'maths'; there is one for arithmetic, gsm8k, openai/gsm8k.*custom_reward"
     ):
-        auto("math", "1", "1")
+        auto("maths", "1", "1")
     with pytest.raises(ConfigError, match="'a', 'b'"):
         check_data_sources(["b", "arithmetic", "a"])
     check_data_sources(["arithmetic", "gsm8k"])

@@ -1,0 +1,137 @@
+"""`python -m grpo_rl.rewards.check`: what it shows, and its exit code."""
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from grpo_rl.rewards.check import main, percentile
+from grpo_rl.rewards.check_data import gold_response, read_rows, solve
+from grpo_rl.rewards.countdown import evaluate
+
+
+def row(gold="18", source="math", **more):
+    return {"data_source": source, "reward_model": {"style": "rule", "ground_truth": gold}, **more}
+
+
+@pytest.fixture
+def check(tmp_path):
+    def run(function, rows, *arguments):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        shown = io.StringIO()
+        code = main([str(function), "--data", str(path), *arguments], Console(file=shown, width=200))
+        return code, shown.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def my_file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
+        "    if solution_str == 'bad': raise KeyError('level')\n"
+        "    if solution_str == 'nan': return {'score': 1.0, 'level': float('nan')}\n"
+        "    if solution_str == 'text': return 'one'\n"
+        "    return {'score': len(solution_str) + bonus, 'level': 3, 'note': 'x'}\n"
+        "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 0.5\n"
+        "def many(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [len(text) for text in solution_strs]\n"
+    )
+    return path
+
+
+def test_each_row_is_shown_with_its_score_and_parts_and_the_timings(check):
+    code, shown = check("math", [row("18"), row("19", response="\\boxed{18}\x1b[31m")])
+    assert code == 0
+    assert "The answer is \\boxed{18}" in shown and "acc 1" in shown
+    assert "\x1b" not in shown and "·[31m" in shown
+    assert "score: mean 0.5, least 0, greatest 1" in shown
+    assert "p50" in shown and "p99" in shown and "max" in shown
+    assert "2 rows, 0 failed" in shown
+
+
+def test_failures_are_named_with_their_row_and_cause_and_end_in_2(check, my_file):
+    rows = [row(response=text) for text in ("four", "bad", "nan", "text")]
+    code, shown = check(my_file, rows)
+    assert code == 2
+    assert "4 rows, 3 failed" in shown
+    assert "row 1: KeyError: 'level'" in shown
+    assert "row 2: level is nan, not a finite number" in shown
+    assert "row 3: score is 'one' (str), not a number" in shown
+
+
+def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
+    rows = [row(response="four")]
+    assert "score: mean 0.5" in check(f"{my_file}:later", rows)[1]
+    assert "score: mean 4," in check(f"{my_file}:many", rows, "--batched")[1]
+    assert "score: mean 6," in check(my_file, rows, "--options", '{"bonus": 2}')[1]
+    code, shown = check("math", [row(response="x")], "--batched")
+    assert code == 2 and "row 0: TypeError" in shown
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("maths", [], "Did you mean math"),
+        ("nowhere.py", [], "there is no file"),
+        ("math", ["--options", '{"boxd": 1}'], "has no option boxd"),
+        ("math", ["--options", "{"], "--options is no JSON"),
+        ("math", ["--options", "[]"], "must be a JSON object"),
+        ("math", ["--rows", "0"], "--rows is 0"),
+        ("math", ["--column", "answer"], "there is no column answer; the row has data_source"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(check, function, arguments, message):
+    code, shown = check(function, [row()], *arguments)
+    assert code == 2
+    assert message in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "x", "must be one of .parquet, .jsonl, .json"),
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", "{", "cannot be read as jsonl"),
+        ("a.jsonl", "[1]", "row 0: it is a list"),
+        ("a.jsonl", '{"prompt": 1}', "row 0: reward_model has no ground_truth; the row has prompt"),
+        ("a.json", "{}", "it is no list of rows"),
+        ("a.parquet", "PAR1", "cannot be read as parquet"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    shown = io.StringIO()
+    assert main(["math", "--data", str(path)], Console(file=shown, width=300)) == 2
+    assert message in shown.getvalue()
+
+
+def test_rows_are_read_from_parquet_and_only_so_many(tmp_path):
+    pq.write_table(pa.Table.from_pylist([row(str(k), response=f"r{k}") for k in range(5)]), tmp_path / "a.parquet")
+    rows = read_rows(str(tmp_path / "a.parquet"), 2, None)
+    assert [(r.place, r.ground_truth, r.response) for r in rows] == [(0, "0", "r0"), (1, "1", "r1")]
+
+
+def test_a_right_response_is_made_where_the_ground_truth_tells_one():
+    assert gold_response("openai/gsm8k", "18", {"answer": "so\n#### 18"}) == "so\n#### 18"
+    assert gold_response("arithmetic", "18", {}) == "18"
+    assert gold_response("math", ["a", "b"], {}) == "The answer is \\boxed{a}.\n#### a"
+    assert gold_response("countdown", {"numbers": [1, 1], "target": 50}, {}) is None
+    assert gold_response("else", None, {}) is None
+
+
+def test_a_countdown_is_solved_with_each_number_once():
+    used, value = evaluate(solve([3, 3, 8, 8], 24))
+    assert (sorted(used), value) == ([3, 3, 8, 8], 24)
+    assert solve([1, 1], 5) is None
+
+
+def test_a_percentile_is_the_smallest_value_that_enough_do_not_exceed():
+    assert [percentile([4, 1, 3, 2], share) for share in (0.5, 0.75, 0.99)] == [2, 3, 4]

@@ -1,0 +1,315 @@
+"""The reward of mathematics, by hand and on the MATH set."""
+
+import ast
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.rewards.answers import after_phrase, final_answer, last_boxed, last_pair
+from grpo_rl.rewards.auto import auto
+from grpo_rl.rewards.math_algebra import equivalent, refusal
+from grpo_rl.rewards.math_answer import math
+from grpo_rl.rewards.math_compare import compare, number
+
+ROOT = Path(__file__).resolve().parents[3]
+MATH = ROOT / ".." / "shared" / "data" / "math" / "train.parquet"
+
+SAME = [
+    ("18", "18.0"),
+    ("1000", "1,000"),
+    ("2,\\!880", "2880"),
+    ("1{,}000", "1,000"),
+    ("\\$54.60", "54.6"),
+    ("-0", "0"),
+    ("007", "7"),
+    ("\\frac{1}{2}", "1/2"),
+    ("\\frac{1}{2}", "0.5"),
+    ("\\frac12", "\\dfrac{2}{4}"),
+    ("\\frac 92", "4.5"),
+    ("1\\frac{2}{3}", "\\frac{5}{3}"),
+    ("-\\frac{1}{2}", "\\frac{-1}{2}"),
+    ("25\\%", "25"),
+    ("25\\%", "0.25"),
+    ("0.25", "25%"),
+    ("60^\\circ", "60"),
+    ("60^{\\circ}", "60\\text{ degrees}"),
+    ("34\\text{ sq. units}", "34"),
+    ("5 \\text{ cm}^2", "5"),
+    ("2 \\text{ euros}", "2 euros"),
+    ("\\text{(B)}", "B"),
+    ("\\text{B}", "(B)"),
+    ("\\text{B,C}", "C, B"),
+    ("\\text{Thursday}", "thursday"),
+    ("6\\sqrt5", "6\\sqrt{5}"),
+    ("\\sqrt{12}", "2\\sqrt{3}"),
+    ("\\frac{1}{\\sqrt{2}}", "\\frac{\\sqrt{2}}{2}"),
+    ("\\sqrt[3]{-8}", "-2"),
+    ("2^{100} - 2", "-2+2^{100}"),
+    ("2^{10}", "1024"),
+    ("2^{10}", "2^10"),
+    ("5!", "120"),
+    ("108\\pi", "\\pi\\cdot 108"),
+    ("\\frac{\\pi}{6}", "\\pi/6"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("9(2-x)(2+x)", "36-9x^2"),
+    ("11z^{17}(5+11z^{17})", "55z^{17}+121z^{34}"),
+    ("xy+1", "1+yx"),
+    ("\\sin^2 x", "1-\\cos^2 x"),
+    ("\\log_2 8", "3"),
+    ("|x-1|+2", "2 + \\left| x - 1 \\right|"),
+    ("3+4i", "4i+3"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("x + y - z + 1 = 0", "z = x + y + 1"),
+    ("y=2x+3", "y = 3 + 2x"),
+    ("y=2x+3", "2x+3"),
+    ("(2,1)", "\\left( 2, 1 \\right)"),
+    ("(\\frac12, 3)", "(0.5,3)"),
+    ("1, 2", "2, 1"),
+    ("1, 2", "\\{2, 1\\}"),
+    ("\\pm 2", "-2, 2"),
+    ("1 \\pm \\sqrt{5}", "1+\\sqrt5 \\text{ and } 1-\\sqrt5"),
+    ("[0, \\infty)", "\\left[0,+\\infty\\right)"),
+    ("(-\\infty, 1) \\cup (3, \\infty)", "(3,\\infty)\\cup(-\\infty,1)"),
+    ("\\begin{pmatrix} 1/2 \\\\ 3 \\end{pmatrix}", "\\begin{pmatrix}\\frac{1}{2}\\\\3\\end{pmatrix}"),
+    ("1204_9", "1204_{9}"),
+    ("3:1", "3 : 1"),
+    ("\\frac{1}{3}", "0.333333"),
+    ("\\pi", "3.141593"),
+    ("x<\\frac{7}{2}", "\\frac{7}{2} > x"),
+    ("2 \\le x \\le 3", "[2,3]"),
+    ("18", "18."),
+    ("18", "$18$"),
+    ("\\infty", "\u221e"),
+]
+DIFFERENT = [
+    ("18", "81"),
+    ("18", "-18"),
+    ("18", "18, 19"),
+    ("18", "18.0001"),
+    ("1000", "1,00"),
+    ("\\frac{1}{2}", "\\frac{2}{1}"),
+    ("\\frac{1}{3}", "0.33"),
+    ("0.333333", "0.3333334"),
+    ("25\\%", "2500"),
+    ("25\\%", "0.25\\%"),
+    ("25", "0.25"),
+    ("B", "b"),
+    ("\\text{(B)}", "(A)"),
+    ("\\text{Thursday}", "Friday"),
+    ("\\sqrt{12}", "3\\sqrt{2}"),
+    ("(x+1)^2", "x^2+1"),
+    ("2x", "2y"),
+    ("2x", "x"),
+    ("2^{100}", "2^{100}+1"),
+    ("2^{4950}", "2^{4951}"),
+    ("(2,1)", "(1,2)"),
+    ("(2,1)", "[2,1]"),
+    ("(0,1)", "(0,1]"),
+    ("1, 2", "1"),
+    ("1, 2", "1, 2, 3"),
+    ("1, 2", "1, 1"),
+    ("[0, \\infty)", "[0, -\\infty)"),
+    ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("y=2x+3", "y=3x+2"),
+    ("x + y = 1", "1"),
+    ("1204_9", "1204_8"),
+    ("x<3", "x>3"),
+    ("nan", "nan"),
+    ("NaN", "\\text{nan}"),
+    ("18", "\\frac{1}{0}"),
+    ("18", "x"),
+    ("42", "\u0664\u0662"),
+    ("42", "\uff14\uff12"),
+    ("42", "4\u200d2"),
+    ("18", ""),
+    ("0", "10^{-10}"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """math-verify and sympy take a second to import."""
+    equivalent("x<1", "1>x")
+
+
+def score(answer, gold, **options):
+    return math("math", answer, gold, **options)["score"]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME)
+def test_an_answer_is_right_however_it_is_written(gold, answer):
+    assert score(rf"so \boxed{{{answer}}}.", gold) == 1
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_an_answer_of_another_value_or_kind_is_wrong(gold, answer):
+    assert score(rf"so \boxed{{{answer}}}.", gold) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"\boxed{17} no, \boxed{18}", 1),
+        (r"\boxed{18} no, \boxed{17}", 0),
+        (r"\boxed{18} no, \boxed{17", 0),
+        (r"\boxed 18", 1),
+        (r"\fbox{18}", 1),
+        (r"$\boxed{\text{18}}$", 1),
+        ("<answer> 18 </answer>", 1),
+        ("<think>\\boxed{17}</think><answer>18</answer>", 1),
+        ("<think>\\boxed{18}</think>", 0),
+        ("<think>\\boxed{18}", 0),
+        ("</think>The final answer is $18$.", 1),
+        ("Answer: 18\nthat is it", 1),
+        ("**Answer:** \\(18\\)", 1),
+        ("The answer is 18. I am sure.", 1),
+        ("18", 0),
+        ("", 0),
+    ],
+)
+def test_the_answer_is_the_last_box_then_the_tags_then_the_phrase_and_never_a_thought(response, expected):
+    assert score(response, "18") == expected
+
+
+def test_options_narrow_where_the_answer_may_stand_and_what_decides():
+    assert score("The answer is 18.", "18", boxed_only=True) == 0
+    assert score(r"<think>\boxed{18}</think>", "18", skip_thought=False) == 1
+    assert score(r"\boxed{7/2 > x}", r"x < \frac{7}{2}", algebra=False) == 0
+
+
+def test_several_ground_truths_are_each_right_and_may_be_boxed():
+    assert score(r"\boxed{4}", ["3", "4"]) == 1
+    assert score(r"\boxed{4}", r"Thus $\boxed{4}$.") == 1
+
+
+def test_answers_of_one_value_have_one_vote_and_words_have_votes_of_their_own():
+    def vote(text):
+        return math("math", rf"\boxed{{{text}}}", "1")["answer"]
+
+    assert vote("0.5") == vote(r"\frac{1}{2}") == 0.5
+    assert vote("x+1") == vote("x + 1") != vote("x+2")
+    assert vote("x+1") > 1e15
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "10^{10^{10}}",
+        "9^{9^{9^9}}<x",
+        "2^3^4<x",
+        "x^{2}^{3}<1",
+        "1000000000!<x",
+        "\\binom{9}{3}<x",
+        "\\sum_{n=1}^{9} n<x",
+        "(x+y)^{500}<1",
+        "7^{123}<x",
+        "(" * 9 + "x" + ")" * 9 + "<1",
+        "x<" + "7" * 13,
+        "\\begin{pmatrix}" + "1&" * 10 + "1\\end{pmatrix}<x",
+        "__import__('os')",
+        "x.__class__<1",
+        "lambda<x",
+        "x<\u0661",
+        "x" * 201,
+        "\\sin(\\sin(\\sin(\\sin(\\sin(x)))))<1",
+    ],
+)
+def test_the_gate_refuses_what_algebra_would_write_out(bomb):
+    assert refusal(bomb) is not None
+    assert score(rf"\boxed{{{bomb}}}", "x < 18") == 0
+
+
+def test_a_refused_answer_says_so():
+    assert math("math", r"\boxed{9^{9^{9^9}}}", "x < 18")["refused"] == 1
+    assert math("math", r"\boxed{17}", "x < 18")["refused"] == 0
+
+
+@pytest.mark.parametrize(
+    "formula", ["x^2+y^2 \\le 8 r^2", "\\frac{1}{2}<x", "x \\in (-\\infty, 3]", "2^{99} < x", "-80\\leq g(x)\\leq 82"]
+)
+def test_the_gate_lets_plain_formulas_pass(formula):
+    assert refusal(formula) is None
+
+
+def test_no_answer_that_is_no_number_is_given_as_one():
+    assert number("18") == 18
+    assert number("1/3") == pytest.approx(1 / 3)
+    assert all(number(text) is None for text in ("x", "i", "", "1,2", "7" * 3000, "9" * 400))
+
+
+def test_large_sets_are_equal_to_themselves():
+    elements = ",".join(map(str, range(5000)))
+    assert score(rf"\boxed{{\{{{elements}\}}}}", rf"\{{{elements}\}}") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{a{b}c}", "a{b}c"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{", None),
+        (r"\boxed", None),
+        ("no box", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_a_box_ends_where_its_braces_balance(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+def test_pairs_of_tags_are_read_from_the_left_as_a_pattern_would():
+    assert last_pair("<answer>1</answer> <answer>2</answer>") == "2"
+    assert last_pair("<answer>1<answer>2</answer></answer>") == "1<answer>2"
+    assert last_pair("<answer>1</answer><answer>2") == "1"
+    assert last_pair("</answer><answer>") is None
+
+
+def test_a_phrase_counts_in_the_last_thousand_characters_only():
+    assert after_phrase("answer: 5" + " " * 900) == "5"
+    assert after_phrase("answer: 5" + " " * 1000) is None
+    assert final_answer("\u0130 ANSWER: 5") == "5"
+
+
+def test_every_math_ground_truth_earns_1_and_its_neighbours_0_where_they_differ():
+    if not MATH.is_file():
+        pytest.skip("../shared/data/math is not there")
+    golds = [row["ground_truth"] for row in pq.read_table(MATH, columns=["reward_model"])["reward_model"].to_pylist()]
+    assert len(golds) == 7500
+    source = "DigitalLearningGmbH/MATH-lighteval"
+    assert all(auto(source, rf"it is \boxed{{{gold}}}.", gold)["score"] == 1 for gold in golds)
+    pairs = [(own, other) for own, other in zip(golds, golds[1:] + golds[:1], strict=True) if own != other]
+    sample = random.Random(0).sample(pairs, 2000)
+    equal = {(own, other) for own, other in sample if score(rf"\boxed{{{own}}}", other) == 1}
+    same_value = {
+        ("8", "K=8"),
+        ("25\\%", "25"),
+        ("120", "120^\\circ"),
+        ("21\\text{ dogs}", "21"),
+        ("18 \\text{ degrees}", "18"),
+    }
+    assert equal <= same_value
+
+
+def test_what_is_read_without_algebra_takes_microseconds():
+    pairs = [*SAME, *DIFFERENT] * 5
+    start = time.process_time()
+    settled = [compare(gold, answer) for gold, answer in pairs]
+    assert time.process_time() - start < 0.005 * len(pairs)
+    assert settled.count(None) < 0.1 * len(pairs)
+
+
+def test_rules_load_nothing_heavy():
+    rules = [file.stem for file in (ROOT / "grpo_rl" / "rewards").glob("*.py")]
+    rules = [rule for rule in rules if rule not in ("compose", "runner", "steps", "metrics", "check", "check_data", "__init__")]
+    assert {"math_answer", "countdown", "registry"} <= set(rules)
+    program = "import sys, " + ", ".join(f"grpo_rl.rewards.{rule}" for rule in rules) + "\nprint(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert not loaded & {"torch", "transformers", "numpy", "sympy", "math_verify", "ray", "grpo_rl.types"}

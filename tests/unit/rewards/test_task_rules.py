@@ -1,0 +1,221 @@
+"""Countdown, multiple choice, exact match, tags, penalties and DeepSeek-R1's sum."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.rewards.choice import multiple_choice
+from grpo_rl.rewards.countdown import NoValue, countdown, evaluate
+from grpo_rl.rewards.deepseek_r1 import deepseek_r1
+from grpo_rl.rewards.exact import exact_match
+from grpo_rl.rewards.format import tags
+from grpo_rl.rewards.penalties import language_consistency, length, repetition
+
+COUNTDOWN = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "countdown" / "test.parquet"
+TASK = {"numbers": [44, 19, 35], "target": 98}
+
+
+# ---- countdown ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("a</think>\n<answer>44+19+35</answer>", 1),
+        ("<answer> (35 + 44) + 19 </answer>", 1),
+        ("<answer>44--19+35</answer>", 1),
+        ("<answer>1</answer><answer>44+19+35</answer>", 1),
+        ("<answer>44+19+35</answer><answer>1</answer>", 0.1),
+        ("<answer>44+19+35</answer>\nthat is it", 0),
+        ("44+19+35", 0),
+        ("<answer>44+19+35", 0),
+        ("<answer>44+19</answer>", 0.1),
+        ("<answer>98</answer>", 0.1),
+        ("<answer>44+19+35+0</answer>", 0.1),
+        ("<answer>44*19/35</answer>", 0.1),
+        ("<answer>44+19+35=98</answer>", 0.1),
+        ("<answer>044+19+35</answer>", 0.1),
+        ("<answer>44**19**35</answer>", 0.1),
+        ("<answer>44//19//35</answer>", 0.1),
+        ("<answer>(44+19+35</answer>", 0.1),
+        ("<answer>44 19 35</answer>", 0.1),
+        ("<answer>44/(19-19)</answer>", 0.1),
+        ("<answer>\u0664\u0664+19+35</answer>", 0.1),
+        ("<answer></answer>", 0.1),
+    ],
+)
+def test_countdown_pays_1_for_the_target_and_a_tenth_for_any_other_answer(response, expected):
+    assert countdown("countdown", response, TASK)["score"] == expected
+
+
+def test_countdown_has_options_for_what_it_pays_and_where_it_looks():
+    wrong, right = "<answer>1</answer>", "<answer>44+19+35</answer>\nthat is it"
+    assert countdown("countdown", wrong, TASK, format_score=0.0)["score"] == 0
+    assert countdown("countdown", right, TASK, score=2.0, last_line=False) == {"score": 2.0, "acc": 1.0, "answered": 1.0}
+
+
+def test_countdown_reads_its_task_as_text_too_and_names_one_that_is_none():
+    assert countdown("countdown", "<answer>1+2</answer>", '{"nums": [1, 2], "target": 3}')["score"] == 1
+    with pytest.raises(ValueError, match="has 'numbers' and 'target'; this one is '98'"):
+        countdown("countdown", "<answer>1</answer>", "98")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2+3*4", 14), ("(2+3)*4", 20), ("2-3-4", -5), ("12/4/3", 1), ("1/3+1/6", Fraction(1, 2)), ("-(2-5)", 3), ("2*-3", -6)],
+)
+def test_expressions_have_their_exact_value_by_precedence_from_the_left(text, value):
+    assert evaluate(text)[1] == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1+", "*1", "1/0", "()", "1 2", "1.5", "a", "1e3", "(" * 51 + "1" + ")" * 51, "1" * 13, "1+" * 100 + "1"]
+)
+def test_what_is_no_bounded_expression_has_no_value(text):
+    with pytest.raises(NoValue):
+        evaluate(text)
+
+
+def test_real_countdown_rows_are_graded():
+    if not COUNTDOWN.is_file():
+        pytest.skip("../shared/data/countdown is not there")
+    rows = [row["ground_truth"] for row in pq.read_table(COUNTDOWN, columns=["reward_model"])["reward_model"].to_pylist()]
+    assert len(rows) == 2001
+    plus = ["+".join(map(str, row["numbers"])) for row in rows]
+    right = [countdown("countdown", f"<answer>{text}</answer>", row)["acc"] for text, row in zip(plus, rows, strict=True)]
+    assert right == [float(sum(row["numbers"]) == row["target"]) for row in rows]
+
+
+# ---- multiple choice, exact match -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("B", 1),
+        (" (B).", 1),
+        (r"so \boxed{B}", 1),
+        (r"so \boxed{\text{(B)}}", 1),
+        ("<answer>B) four</answer>", 1),
+        ("The answer is B.", 1),
+        ("Answer: **B**", 1),
+        ("the answer is four", 1),
+        ("<answer>A</answer> <answer>B</answer>", 1),
+        ("A or B", 0),
+        ("The answer is A, not B.", 0),
+        ("<answer>A dog</answer>", 0),
+        ("<answer>A, B</answer>", 0),
+        ("<think>\\boxed{B}</think>", 0),
+        ("b", 0),
+        ("", 0),
+    ],
+)
+def test_a_choice_is_a_letter_or_the_text_of_one(response, expected):
+    assert multiple_choice("arc", response, "B", {"choices": ["three", "four", "five"]})["score"] == expected
+
+
+def test_a_choice_may_be_given_anywhere_and_votes_by_its_place():
+    assert multiple_choice("arc", "I take (A), no, (C) it is", "C", anywhere=True) == {"score": 1.0, "acc": 1.0, "answer": 2.0}
+    assert multiple_choice("arc", "I take (C)", "C")["score"] == 0
+    assert multiple_choice("arc", "B", "four", {"choices": ["three", "four"]})["score"] == 1
+    with pytest.raises(ValueError, match="'Z' is none of the letters"):
+        multiple_choice("arc", "B", "Z")
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "options", "expected"),
+    [
+        ("  new\n york ", "New York", {}, 1),
+        ("<think>x</think>so <answer>New York</answer> it is", "new york", {}, 1),
+        ("The answer is New York.", "new york", {}, 1),
+        ("new york", "New York", {"ignore_case": False}, 0),
+        ("The New-York!", "newyork", {"ignore_punctuation": True, "ignore_articles": True}, 1),
+        ("\uff14\uff12", "42", {}, 0),
+        ("\uff14\uff12", "42", {"compatible": True}, 1),
+        ("<answer>a</answer>", "a", {"take": "response"}, 0),
+        ("b", ["a", "b"], {}, 1),
+        ("c", ["a", "b"], {}, 0),
+    ],
+)
+def test_an_exact_match_is_one_after_the_chosen_normalisation(response, gold, options, expected):
+    assert exact_match("nq", response, gold, **options)["score"] == expected
+
+
+# ---- form -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("x <think>a</think> y <answer>b</answer> z", 1),
+        ("<think>a</think><answer>b", 0.75),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.5),
+        ("a</think>", 0.25),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("", 0),
+    ],
+)
+def test_tags_count_where_they_are_there_once_and_in_order(response, expected):
+    assert tags("any", response, None)["score"] == expected
+
+
+def test_tags_may_have_other_names():
+    assert tags("any", "<plan>a</plan>", None, names=["plan"])["score"] == 1
+    with pytest.raises(ValueError, match="names is empty"):
+        tags("any", "", None, names=[])
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10, 0), (20, 0), (25, -0.5), (30, -1), (90, -1), (8, -0.2), (0, -1)])
+def test_the_length_is_free_between_the_limits_and_costs_up_to_1_beyond(size, expected):
+    result = length("any", "x" * size, None, minimum=10, maximum=20, slack=10)
+    assert result == {"score": pytest.approx(expected), "length": size}
+
+
+def test_a_length_may_be_a_target_in_words_and_bad_limits_are_refused():
+    assert length("any", "one two three", None, target=4, slack=2, unit="words")["score"] == -0.5
+    for options in ({"minimum": 5, "maximum": 4}, {"slack": 0}, {"unit": "tokens"}):
+        with pytest.raises(ValueError, match=next(reversed(options))):
+            length("any", "", None, **options)
+
+
+def test_repetition_costs_the_share_of_ngrams_that_are_not_new():
+    # aba, bab, aba, bab: two of four are new.
+    assert repetition("any", "a b a b a b", None)["score"] == -0.5
+    assert repetition("any", "a b c d e", None)["score"] == 0
+    assert repetition("any", "a b", None)["score"] == 0
+    # 天天, 天天, 天地: two of three are new.
+    assert repetition("any", "天天天地", None, ngram=2, unit="characters", max_penalty=-3)["score"] == pytest.approx(-1)
+    with pytest.raises(ValueError, match="max_penalty"):
+        repetition("any", "", None, max_penalty=1)
+
+
+def test_the_language_is_the_share_of_letters_in_its_script():
+    assert language_consistency("any", "ab \u4e2d\u6587, 42", None)["score"] == 0.5
+    assert language_consistency("any", "<think>\\frac \u4e2d\u6587", None, script="han") == {"score": 1.0, "letters": 2.0}
+    assert language_consistency("any", "42 + 1", None)["score"] == 0
+    with pytest.raises(ValueError, match="'klingon'; it is one of latin, han"):
+        language_consistency("any", "", None, script="klingon")
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "accuracy", "form"),
+    [
+        ("<think>a</think><answer>1/2</answer>", 2, 1, 1),
+        ("<think>a</think><answer>2</answer>", 1, 0, 1),
+        (r"\boxed{0.5}", 1, 1, 0),
+        ("half", 0, 0, 0),
+    ],
+)
+def test_deepseek_r1_is_accuracy_plus_format_with_both_as_parts(response, score, accuracy, form):
+    result = deepseek_r1("math", response, r"\frac{1}{2}")
+    assert (result["score"], result["accuracy"], result["format"], result["acc"]) == (score, accuracy, form, accuracy)
+
+
+def test_deepseek_r1_takes_other_rules_and_weights():
+    response = "<think>a</think><answer>B</answer>"
+    assert deepseek_r1("arc", response, "B", accuracy="multiple_choice", format_weight=0.25)["score"] == 1.25
+    with pytest.raises(ValueError, match="accuracy is 'bleu'; it is one of math"):
+        deepseek_r1("arc", response, "B", accuracy="bleu")
