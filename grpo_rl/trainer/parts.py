@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
@@ -26,6 +27,12 @@ class Roles:
     critic: Critic | None = None
     recoveries: Callable[[], Metrics] = dict
     """Since the last call: workers that failed and came back."""
+
+    def committed(self, folder: Path) -> None:
+        """Tell those with a state that the checkpoint of it is complete."""
+        self.actor.committed(folder)
+        if self.critic is not None:
+            self.critic.committed(folder)
 
 
 @dataclasses.dataclass(slots=True)

@@ -42,7 +42,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic, self.recoveries = roles.critic, roles.recoveries
+        self.critic, self.recoveries, self.committed = roles.critic, roles.recoveries, roles.committed
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -215,10 +215,7 @@ class SyncTrainer:
         """Write a checkpoint of everything that decides the steps to come."""
         timer = Timer(self.progress.phase)
         with timer("save"):
-            folder = self.store.save(self.step, self._write_state, self.state_dict())
-            self.actor.committed(folder)
-            if self.critic is not None:
-                self.critic.committed(folder)
+            self.committed(self.store.save(self.step, self._write_state, self.state_dict()))
         self.output.status.update(last_commit=self.step)
         return timer.metrics()
 
