@@ -196,6 +196,7 @@ TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subp
 ENDLESS_WAITS = {
     ("rewards/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("rewards/pool.py", "_read_answers"): "the channel does not block: it is read when poll says so",
+    ("cluster/reward_model.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("rewards/wire.py", "_exactly"): "a reward process with nothing to do; it ends when the run's side of the channel closes",
     ("telemetry/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }

@@ -120,7 +120,7 @@ def _train(
 
     trainer = SyncTrainer(
         config,
-        Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic),
+        Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), status, stop),

@@ -638,7 +638,21 @@ class TrainerConfig:
     start_timeout_s: Positive = 600.0
     """Longest time for workers to start (loading the model and the engine)."""
     step_timeout_s: Positive = 3600.0
-    """Longest time for one phase of a step; then the run stops and names the worker."""
+    """Longest time for one phase of a step; then the workers that did not answer count as failed."""
+    recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
+    """When worker processes die or freeze: off ends the run; else they are started again. The actor's and the critic's
+    state comes from a copy made in host memory after every update (memory) or from the newest checkpoint and the
+    updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
+    recover_memory_gib: Positive = 0.5
+    """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    heartbeat_s: Positive = 5.0
+    """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
+    max_restarts: CountOrZero = 5
+    """Restarts of one worker within restart_window_s; then the run stops and names all causes."""
+    restart_window_s: Positive = 3600.0
+    """How long a restart counts for max_restarts."""
+    collective_timeout_s: Positive = 600.0
+    """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
     grace_s: Positive = 30.0
     """Seconds that SIGTERM, SIGINT or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"

@@ -43,7 +43,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic = roles.critic
+        self.critic, self.recoveries, self.committed = roles.critic, roles.recoveries, roles.committed
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -188,7 +188,7 @@ class SyncTrainer:
         if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and self._unsaved:
             metrics |= self.save()
         metrics["timing_s/step"] += time.perf_counter() - started
-        self._log(metrics)
+        self._log(metrics | self.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))
 
@@ -216,7 +216,7 @@ class SyncTrainer:
         """Write a checkpoint of everything that decides the steps to come."""
         timer = Timer(self.progress.phase)
         with timer("save"):
-            self.store.save(self.step, self._write_state, self.state_dict())
+            self.committed(self.store.save(self.step, self._write_state, self.state_dict()))
         self.output.status.update(last_commit=self.step)
         return timer.metrics()
 

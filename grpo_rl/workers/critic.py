@@ -34,6 +34,7 @@ from grpo_rl.workers.policy import (
     sequences_of,
     step_optimizer,
 )
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class CriticSpec:
     optimizer_offload: bool = False
 
 
-class CriticWorker:
+class CriticWorker(Snapshots):
     """One FSDP2 rank of the critic group."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
@@ -61,6 +62,7 @@ class CriticWorker:
         self.model = build_sharded(spec.model, rank, self.device, ValueModel)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.stepped_model = lambda: self.model
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
