@@ -109,7 +109,7 @@ def _train(
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
         name = config.actor_rollout_ref.model.path
         folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
-    cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
+    cluster = Cluster(config, plan.machine, folder, run_dir.logs, console, status.count_restart)
     stack.callback(cluster.shutdown)
     actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
     status.update(workers=cluster.pids())

@@ -46,6 +46,8 @@ class RecoveryLog:
     """One loud line for each thing that happened, and the numbers of it for the next step's metrics."""
 
     warn: Callable[[str], None]
+    on_restart: Callable[[str, int | None], None] = lambda worker, pid: None
+    """Told the name of every worker that has a new process, and the process's id."""
     _since: Metrics = field(default_factory=dict)
     _total: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,7 +81,12 @@ class RecoveryLog:
 class Supervisor:
     """Watches over all workers of a run."""
 
-    def __init__(self, trainer: TrainerConfig, console: Console) -> None:
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        console: Console,
+        on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
+    ) -> None:
         self.mode = trainer.recover
         self.closed = False
         """The run is over: nobody is started again."""
@@ -87,7 +94,7 @@ class Supervisor:
         self.memory_bytes = trainer.recover_memory_gib * 2**30
         self.start_timeout_s = trainer.start_timeout_s
         self.budget = Budget(trainer.max_restarts, trainer.restart_window_s)
-        self.log = RecoveryLog(console.warn)
+        self.log = RecoveryLog(console.warn, on_restart)
         self.monitor = Monitor(trainer.heartbeat_s, trainer.start_timeout_s)
 
     @property

@@ -124,6 +124,7 @@ class Replicas:
         except GrpoRlError as error:
             self._give_up(error)
             return
+        self.supervisor.log.on_restart(fresh.name, fresh.pid)
         with self._lock:
             self._ready.append(fresh)
         self.supervisor.monitor.watch(fresh, self.lose)

@@ -36,7 +36,15 @@ from grpo_rl.workers.policy import PolicySpec, Rank
 class Cluster:
     """The processes of a run: pools of devices, and the worker groups placed in them."""
 
-    def __init__(self, config: Config, machine: Machine, model_path: str, log_dir: Path, console: Console) -> None:
+    def __init__(
+        self,
+        config: Config,
+        machine: Machine,
+        model_path: str,
+        log_dir: Path,
+        console: Console,
+        on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
+    ) -> None:
         self.config = config
         self.machine = machine
         self.model_path = model_path
@@ -44,7 +52,7 @@ class Cluster:
         self.console = console
         self.groups: list[SupervisedGroup] = []
         self.pools: list[Pool] = []
-        self.supervisor = Supervisor(config.trainer, console)
+        self.supervisor = Supervisor(config.trainer, console, on_restart)
 
     def actor_pool(self) -> Pool:
         """The pool that the actor, the reference and colocated engines share."""

@@ -191,6 +191,8 @@ class SupervisedGroup(WorkerGroup):
         self.shutdown()
         self.workers = [worker.again() for worker in self.workers]
         wait_all(self.workers, self._recipe(), self.supervisor.start_timeout_s, f"start {self.role} again")
+        for worker in self.workers:
+            self.supervisor.log.on_restart(worker.name, worker.pid)
         self._watch()
         if self.keeper is not None:
             self.keeper.restore()

@@ -22,11 +22,14 @@ from grpo_rl.types import Completion, FinishReason, Request
 
 
 @dataclass(slots=True)
-class _Row:
-    """A running request: one row of the batch."""
+class _Running:
+    """A request that is being answered."""
 
     request: Request
     generator: torch.Generator
+    next_ids: list[int]
+    """What the model has not read yet: the prompt, then the newest token."""
+    cache: DynamicCache = field(default_factory=DynamicCache)
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     left: list[Tensor] = field(default_factory=list)
@@ -36,8 +39,9 @@ class _Row:
 class HfEngine:
     """`AutoModelForCausalLM` behind the RolloutEngine protocol.
 
-    Waiting requests are taken as one left-padded batch when the last batch has ended; a row leaves the
-    batch and its cache when it ends. There is no prefix cache and nothing to sleep.
+    Each request goes through the model by itself: the last bits of a matrix product depend on its shape, and of attention on
+    padding, so that beside others a response would depend on who they are, which is a matter of timing. This way it
+    depends on weights, prompt and seed alone, in whichever replica it is sampled. There is no prefix cache and nothing to sleep.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -53,13 +57,11 @@ class HfEngine:
         self._digests: dict[str, str] = {}
         self._seeds = torch.Generator().manual_seed(spec.seed)
         self._waiting: deque[Request] = deque()
-        self._rows: list[_Row] = []
-        self._cache = DynamicCache()
-        self._next_BL = self._mask_BL = torch.empty(0, 0, dtype=torch.long)
+        self._running: list[_Running] = []
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._rows)
+        return len(self._waiting) + len(self._running)
 
     @property
     def weight_version(self) -> int:
@@ -67,33 +69,25 @@ class HfEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._update.check_can_sample()
-        taken = {row.request.request_id for row in self._rows} | {request.request_id for request in self._waiting}
+        taken = {one.request.request_id for one in self._running} | {request.request_id for request in self._waiting}
         check_requests(requests, taken, self._spec.max_model_len)
         self._waiting.extend(requests)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        if not self._rows:
-            if not self._waiting:
-                return []
-            self._start_batch()
-        tokens_B, logprobs_B, left = sample(
-            self._last_logits(), [row.request.sampling for row in self._rows], [row.generator for row in self._rows]
-        )
-        for row, token, logprob, ids in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), left, strict=True):
-            row.response_ids.append(token)
-            row.logprobs.append(logprob)
-            if ids is not None:
-                row.left.append(ids)
-        reasons = [self._finish_reason(row) for row in self._rows]
-        ended = [self._completion(row, reason) for row, reason in zip(self._rows, reasons, strict=True) if reason]
-        self._next_BL = tokens_B[:, None]
-        self._keep([index for index, reason in enumerate(reasons) if reason is None])
+        while self._waiting and len(self._running) < self._spec.max_num_seqs:
+            request = self._waiting.popleft()
+            self._running.append(_Running(request, self._generator(request), list(request.prompt_ids)))
+        for one in self._running:
+            self._advance(one)
+        reasons = [self._finish_reason(one) for one in self._running]
+        ended = [self._completion(one, reason) for one, reason in zip(self._running, reasons, strict=True) if reason]
+        self._running = [one for one, reason in zip(self._running, reasons, strict=True) if reason is None]
         return ended
 
     def abort_all(self) -> None:
         self._waiting.clear()
-        self._keep([])
+        self._running.clear()
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
         raise WeightTransferError("the transformers engine takes weights from host memory: there is nothing to connect")
@@ -128,44 +122,20 @@ class HfEngine:
         self.abort_all()
         self._model = None
 
-    def _start_batch(self) -> None:
-        """Take up to max_num_seqs waiting requests, prompts padded on the left to one length."""
-        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._spec.max_num_seqs))]
-        longest = max(len(request.prompt_ids) for request in taken)
-        padding = [longest - len(request.prompt_ids) for request in taken]
-        ids = [[0] * pad + list(request.prompt_ids) for pad, request in zip(padding, taken, strict=True)]
-        mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
-        self._rows = [_Row(request, self._generator(request)) for request in taken]
-        self._next_BL = torch.tensor(ids, device=self._device)
-        self._mask_BL = torch.tensor(mask, device=self._device)
-        self._cache = DynamicCache()
-
-    def _last_logits(self) -> Tensor:
-        """Logits [B, V] of the next token of every row, with the cache brought up to date."""
-        num_new = self._next_BL.shape[1]
-        positions_BL = (self._mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
-        output = self._model(
-            input_ids=self._next_BL,
-            attention_mask=self._mask_BL,
-            position_ids=positions_BL,
-            past_key_values=self._cache,
+    def _advance(self, one: _Running) -> None:
+        """Sample one more token."""
+        logits_1V = self._model(
+            input_ids=torch.tensor([one.next_ids], device=self._device),
+            past_key_values=one.cache,
             use_cache=True,
             logits_to_keep=1,
-        )
-        logits_BV: Tensor = output.logits[:, -1]
-        return logits_BV
-
-    def _keep(self, index: list[int]) -> None:
-        """Go on with these rows of the batch only, one token longer."""
-        if len(index) < len(self._rows):
-            self._rows = [self._rows[i] for i in index]
-            if not index:
-                self._cache = DynamicCache()
-                return
-            index_K = torch.tensor(index, device=self._device)
-            self._next_BL, self._mask_BL = self._next_BL[index_K], self._mask_BL[index_K]
-            self._cache.batch_select_indices(index_K)
-        self._mask_BL = torch.nn.functional.pad(self._mask_BL, (0, 1), value=1)
+        ).logits[:, -1]
+        tokens_1, logprobs_1, [left] = sample(logits_1V, [one.request.sampling], [one.generator])
+        one.next_ids = tokens_1.tolist()
+        one.response_ids += one.next_ids
+        one.logprobs += logprobs_1.tolist()
+        if left is not None:
+            one.left.append(left)
 
     def _generator(self, request: Request) -> torch.Generator:
         seed = request.sampling.seed
@@ -173,20 +143,20 @@ class HfEngine:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         return torch.Generator(self._device).manual_seed(seed)
 
-    def _finish_reason(self, row: _Row) -> FinishReason | None:
-        sampling = row.request.sampling
-        if row.response_ids[-1] in self._stop_ids and not sampling.ignore_eos:
+    def _finish_reason(self, one: _Running) -> FinishReason | None:
+        sampling = one.request.sampling
+        if one.response_ids[-1] in self._stop_ids and not sampling.ignore_eos:
             return "stop"
-        return "length" if len(row.response_ids) == sampling.max_tokens else None
+        return "length" if len(one.response_ids) == sampling.max_tokens else None
 
-    def _completion(self, row: _Row, reason: FinishReason) -> Completion:
+    def _completion(self, one: _Running, reason: FinishReason) -> Completion:
         return Completion(
-            request_id=row.request.request_id,
-            response_ids=tuple(row.response_ids),
-            logprobs=tuple(row.logprobs),
+            request_id=one.request.request_id,
+            response_ids=tuple(one.response_ids),
+            logprobs=tuple(one.logprobs),
             finish_reason=reason,
             weight_version=self._update.version,
-            support=support_of(row.left) if row.left else None,
+            support=support_of(one.left) if one.left else None,
         )
 
 

@@ -68,11 +68,12 @@ class Status:
             return "no step is saved yet (trainer.save_freq): the same command begins anew"
         return f"the same command goes on from step {commit}, the last commit"
 
-    def count_restart(self, worker: str) -> None:
-        """Note that a worker was replaced by a new one."""
-        restarts = dict(self._fields["restarts"])
-        restarts[worker] = restarts.get(worker, 0) + 1
-        self.update(restarts=restarts)
+    def count_restart(self, worker: str, pid: int | None) -> None:
+        """Note that a worker was replaced by a new process, which has this id. May be called from any thread."""
+        with self._changed:
+            restarts = dict(self._fields["restarts"])
+            restarts[worker] = restarts.get(worker, 0) + 1
+            self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
         """The run's last word: done, preempted or failed. On disk when this returns, unless that takes FINAL_WAIT_S."""

@@ -14,11 +14,13 @@ def test_the_newest_fields_are_on_disk_when_a_run_has_ended(tmp_path: Path) -> N
     status = Status(tmp_path / "status.json")
     for step in range(1, 50):
         status.update(step=step, phase="gen", last_commit=step - 1)
-    status.count_restart("rollout0")
-    status.count_restart("rollout0")
+    status.update(workers={"actor0": 10, "rollout0": 11})
+    status.count_restart("rollout0", 12)
+    status.count_restart("rollout0", 13)
     status.end()
     found = read_status(tmp_path)
     assert (found["state"], found["step"], found["last_commit"], found["restarts"]) == ("done", 49, 48, {"rollout0": 2})
+    assert found["workers"] == {"actor0": 10, "rollout0": 13}
     assert found["error"] is None and not (tmp_path / "status.tmp").exists()
 
 
