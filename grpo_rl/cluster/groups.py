@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_rl import faults
 from grpo_rl.cluster.host import Host, RemoteError
 from grpo_rl.cluster.placement import Slot
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
@@ -44,6 +45,9 @@ class Worker:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
+        told = faults.told()
+        if told is not None:  # the worker's conditions name what only the controller knows, such as the step
+            return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
     def describe(self, error: Exception) -> str:

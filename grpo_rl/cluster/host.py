@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_rl import faults
+
 
 class RemoteError(Exception):
     """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
@@ -37,6 +39,8 @@ class Host:
         os.environ.update(environment)
         self.name = name
         self._worker: Any = None
+        faults.arm()
+        faults.tell(worker=name)
         if log_file is not None:
             _redirect_output(Path(log_file))
 
@@ -56,6 +60,11 @@ class Host:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
         return _guard(getattr(self._worker, method), args, kwargs)
+
+    def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
+        """`call`, with what the controller tells the fault points (see `faults`)."""
+        faults.tell(**{**told, "worker": self.name})
+        return self.call(method, *args, **kwargs)
 
     def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
         """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""

@@ -85,7 +85,7 @@ class ActorGroup:
         metrics = combine_stats(results, counts)
         if self.entropy is not None and coefficient is not None:
             metrics["actor/entropy_coeff"] = coefficient
-            if any(step_counts.num_tokens for step_counts in counts):
+            if any(step_counts.num_tokens for step_counts in counts) and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from grpo_rl import faults
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.groups import WorkerGroup, wait_all
@@ -66,6 +67,7 @@ class Cluster:
     ) -> WorkerGroup:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT | dict(environment)
+        environment |= faults.environment()
         group = WorkerGroup(
             role,
             slots,
@@ -95,6 +97,15 @@ class Cluster:
         for group, refs, title in starts:
             with self.console.progress(title):
                 wait_all(group.workers, refs, self.config.trainer.start_timeout_s, f"start {group.role}")
+
+    def pids(self) -> dict[str, int]:
+        """The process id of every worker, by its name."""
+        timeout_s = self.config.trainer.start_timeout_s
+        return {
+            worker.name: pid
+            for group in self.groups
+            for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
+        }
 
     def shutdown(self) -> None:
         """End all processes and give the devices back."""

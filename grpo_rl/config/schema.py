@@ -520,6 +520,12 @@ class TrainerConfig:
     """Longest time for workers to start (loading the model and the engine)."""
     step_timeout_s: Positive = 3600.0
     """Longest time for one phase of a step; then the run stops and names the worker."""
+    grace_s: Positive = 30.0
+    """Seconds that SIGTERM, SIGINT or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """When loss or gradient are not finite: leave that update out on every rank and go on, or stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
+    max_nonfinite_steps: CountOrZero = 3
+    """skip: so many training steps in a row may leave an update out, then the run stops."""
 
 
 @dataclass(frozen=True, slots=True)

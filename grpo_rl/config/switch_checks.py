@@ -170,6 +170,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             "needs reward.overlong_buffer.len",
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
+        "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,
             "is of a local cluster, not of ray_init.address",
