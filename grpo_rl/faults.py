@@ -37,6 +37,7 @@ POINTS = {
     "actor.update.after_optimizer": "an actor rank has taken the optimizer step (rank)",
     "critic.update.loss": "a critic rank has the loss of a micro-batch (rank, micro_batch); takes `nan`",
     "ckpt.before_write": "a checkpoint's temporary folder is there, and empty",
+    "ckpt.call": "a save is about to change the disk (call: mkdir, open, write, fsync, rename, unlink or rmdir; file)",
     "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
     "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
 }

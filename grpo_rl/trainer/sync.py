@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.checkpoint.store import CheckpointStore, verify
+from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
@@ -21,6 +21,7 @@ from grpo_rl.trainer.metrics import Timer, batch_metrics, logged_advantages, rol
 from grpo_rl.trainer.nonfinite import NonFiniteUpdates
 from grpo_rl.trainer.parts import Output, Roles, is_due, mix_seed
 from grpo_rl.trainer.progress import StepProgress
+from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.selection import Selected, Selection
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.validation import validate
@@ -51,7 +52,8 @@ class SyncTrainer:
         self.trained_tokens = TrainedTokens(config.algorithm)
         data = config.data
         self.selection = Selection(config, train_data, roles.rewarder.factors)
-        self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
+        self.saving = Saving(config, roles.actor, roles.critic, output)
+        self.store = self.saving.store
         rollout = config.actor_rollout_ref.rollout
         self.sampling = Sampling(
             max_tokens=data.max_response_length,
@@ -134,6 +136,10 @@ class SyncTrainer:
             self._fit()
         except Preempted as request:
             raise self._saved(request) from None
+        except Exception:
+            self.output.stop.finishing()
+            self.saving.rescue()
+            raise
         finally:
             self.output.stop.finishing()
 
@@ -151,6 +157,9 @@ class SyncTrainer:
             while self.step < self.total_steps and not self.selection.exhausted:
                 self._whole_step()
                 self.progress.done()
+            if trainer.save_freq > 0 and self.step > 0:
+                self.progress.phase("save")
+                self.saving.settle(self.step, self.state_dict)
         if self.selection.exhausted:
             self.output.console.warn(
                 f"training ends at step {self.step} of {self.total_steps}: fewer prompts than a batch are left, the others "
@@ -179,8 +188,10 @@ class SyncTrainer:
         last = self.step == self.total_steps or self.selection.exhausted
         if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)):
             metrics |= self.evaluate()
-        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and self._unsaved:
+        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
             metrics |= self.save()
+        if self.saving.num_failed:
+            metrics["trainer/failed_saves"] = float(self.saving.num_failed)
         metrics["timing_s/step"] += time.perf_counter() - started
         self._log(metrics)
         self._unlogged = None
@@ -200,16 +211,11 @@ class SyncTrainer:
         return metrics | timer.metrics()
 
     def save(self) -> Metrics:
-        """Write a checkpoint of everything that decides the steps to come."""
+        """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
         timer = Timer(self.progress.phase)
         with timer("save"):
-            self.store.save(self.step, self._write_state, self.state_dict())
-        self.output.status.update(last_commit=self.step)
+            self.saving.begin(self.step, self.state_dict())
         return timer.metrics()
-
-    @property
-    def _unsaved(self) -> bool:
-        return self.step not in self.store.steps()
 
     def _saved(self, request: Preempted) -> Preempted:
         """The request to stop, followed: the newest state between two steps is saved."""
@@ -219,20 +225,16 @@ class SyncTrainer:
             self.load_state_dict(self._before)
         if self.step == 0:
             return Preempted(f"{request}: no step was done, so the same command begins anew")
-        if self._unsaved:
-            self.save()
+        self.progress.phase("save")
+        self.saving.settle(self.step, self.state_dict)
         return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
-    def _write_state(self, folder: Path) -> None:
-        self.actor.save(folder)
-        if self.critic is not None:
-            self.critic.save(folder)
-        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
-            self.actor.export(folder / "huggingface")
-
-    def resume(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`."""
-        self.load_state_dict(verify(folder))
+    def resume(self, checkpoint: Checkpoint | Path) -> None:
+        """Go on from this checkpoint; one that is only a path is verified first."""
+        if isinstance(checkpoint, Path):
+            checkpoint = verify(checkpoint)
+        folder = checkpoint.folder
+        self.load_state_dict(checkpoint.state)
         self.actor.load(folder)
         if self.critic is not None:
             self.critic.load(folder)
@@ -283,6 +285,8 @@ class SyncTrainer:
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)
+        self.output.stop.finishing()  # a commit is not to be interrupted
+        self.saving.poll()
         self.output.stop.phase(name)
 
     def _log(self, metrics: Metrics) -> None:
