@@ -220,6 +220,7 @@ class CheckpointStore:
                 try:
                     # Half removed under its old name it would be taken for a damaged checkpoint.
                     files.rename(folder, going)
+                    files.flush(self.folder)
                 except OSError as error:
                     self.warn(f"{folder} is kept: {error}")
                     continue
