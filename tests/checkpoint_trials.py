@@ -411,6 +411,7 @@ class Trials:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.num_trials = 0
         self.pristine = folder / "pristine"
         with breaking():
             for step in self.STEPS:
@@ -420,13 +421,14 @@ class Trials:
     def run(self, name: str, seed: int) -> Outcome:
         """Damage the newest checkpoint (every third time all of them), then start as a run would."""
         rng = random.Random(seed)
-        run = self.folder / "trial" / "checkpoints"
-        shutil.rmtree(run.parent, ignore_errors=True)
+        self.num_trials += 1
+        run = self.folder / f"trial_{self.num_trials}" / "checkpoints"
         shutil.copytree(self.pristine, run)
-        damaged = [3] if rng.randrange(3) or name in HARMLESS or "99" in name else [3, 2, 1]
+        alone = name in HARMLESS or name in ("a copy as step_99", "another step's whole folder")
+        damaged = [3] if alone or rng.randrange(3) else [3, 2, 1]
         for step in damaged:
             (run / "outside.bin").unlink(missing_ok=True)
-            if not (run / "elsewhere").exists() and not (name == "another step's whole folder" and len(damaged) > 1):
+            if not (run / "elsewhere").exists():
                 DAMAGE[name](run / f"step_{step}", rng)
         told: list[str] = []
         try:

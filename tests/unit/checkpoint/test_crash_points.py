@@ -10,14 +10,15 @@ import hypothesis.strategies as st
 import pytest
 from checkpoint_trials import DAMAGE, HARMLESS, SCENES, Crash, Scene, Trials, break_save, breaking
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.errors import CheckpointError
 
 
-@pytest.mark.parametrize("power_cut", [False, True], ids=["killed", "power cut"])
-@pytest.mark.parametrize("scene", SCENES, ids=str)
+@pytest.mark.parametrize(
+    ("scene", "power_cut"), [*((scene, False) for scene in SCENES), (SCENES[2], True), (SCENES[-1], True)], ids=str
+)
 def test_a_save_that_dies_at_any_call_leaves_the_newest_committed_state(tmp_path, scene, power_cut):
     calls = break_save(tmp_path / "whole", scene, None, power_cut=power_cut)
     assert calls >= 12 + 6 * (scene.shards - 1)
@@ -76,7 +77,7 @@ class Run(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(set(DAMAGE) - HARMLESS - {"a copy as step_99"})), seed=st.integers(0, 99))
     def damage(self, name: str, seed: int) -> None:
         there = [step for step in self.good if (self.folder / f"step_{step}").is_dir()]
-        if len(there) < 2 or name in ("another step's whole folder", "a link in place of the folder") or "elsewhere" in name:
+        if len(there) < 2 or name in ("another step's whole folder", "a link in place of the folder"):
             return
         shutil.rmtree(self.folder / "elsewhere", ignore_errors=True)
         DAMAGE[name](self.folder / f"step_{there[-1]}", trials.random.Random(seed))
@@ -117,7 +118,5 @@ class Run(RuleBasedStateMachine):
 
 def test_whatever_happens_the_latest_is_the_newest_committed_intact_step(tmp_path):
     Run.root = str(tmp_path / "checkpoints")
-    from hypothesis.stateful import run_state_machine_as_test
-
-    few = settings(max_examples=25, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=15, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Run, settings=few)
