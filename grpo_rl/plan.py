@@ -15,6 +15,7 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import load_function
 
 __all__ = ["Machine", "Plan", "make_plan", "probe_machine"]
 
@@ -83,7 +84,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     from grpo_rl.rollout.engine import weight_backend
 
     total_steps = config.trainer.total_training_steps
-    if total_steps is None and rows is not None and not config.data.filter_overlong_prompts:
+    if total_steps is None and rows is not None and not _may_drop_rows(config):
         total_steps = config.trainer.total_epochs * (rows // config.data.train_batch_size)
     numbers: dict[str, Any] = {
         "machine": machine,
@@ -133,7 +134,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     """Each name with its key and the look-up that raises ConfigError for an unknown one."""
     from grpo_rl import plan_algorithm
     from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.rewards.compose import RewardFunction
+    from grpo_rl.rewards.combined import factors_of
     from grpo_rl.rollout.engine import ENGINES, weight_backend
 
     rollout = config.actor_rollout_ref.rollout
@@ -142,7 +143,10 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
     yield "", lambda: weight_backend(config, machine.device)
-    yield "", lambda: RewardFunction.from_config(config.reward)
+    yield "", lambda: factors_of(config)
+    custom = config.data.custom_cls
+    if custom.path is not None:
+        yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
     if path.startswith(PREFIX):
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
 
@@ -153,10 +157,16 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(f"={rollout.tensor_model_parallel_size}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")
 
 
+def _may_drop_rows(config: Config) -> bool:
+    return config.data.filter_overlong_prompts or config.data.on_bad_row == "skip"
+
+
 def _count_rows(config: Config, bind: Callable[[str, Callable[[], Any]], Any]) -> int | None:
     """Training rows, after train_max_samples; None where only reading the data tells. Tasks are checked on the way."""
     from grpo_rl.data.tasks.registry import PREFIX, task_rows
 
+    if config.data.custom_cls.path is not None:
+        return None
     counts: dict[str, list[int | None]] = {"train_files": [], "val_files": []}
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         for file in files:

@@ -20,7 +20,7 @@ from grpo_rl.config.fields import leaves
 from grpo_rl.config.schema import ActorConfig, Config
 from grpo_rl.config.switch_checks import value_of
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
 
@@ -127,7 +127,8 @@ def _check_estimator(config: Config) -> None:
     if wanted.steps and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
-            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'"
+            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
+            "reward.reward_model.step_separator"
         )
     if wanted.group and n == 1:
         problems.append(
@@ -143,6 +144,11 @@ def _check_estimator(config: Config) -> None:
         problems.append(
             f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, "
             "so reward.overlong_buffer would have no effect"
+        )
+    if config.reward.on_failure == "value" and not wanted.reads_token_rewards:
+        problems.append(
+            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, which a failed one does not have; "
+            "reward.on_failure=value cannot stand for them, use drop or stop"
         )
     if problems:
         raise ConfigError(problems)
@@ -193,7 +199,7 @@ def _check_options(config: Config) -> None:
 
 def _may_score_steps(config: Config) -> bool:
     try:
-        return RewardFunction.from_config(config.reward).may_score_steps
+        return may_score_steps(config)
     except ConfigError:
         return True  # reported by itself
 
@@ -201,7 +207,7 @@ def _may_score_steps(config: Config) -> bool:
 def _try_out(config: Config) -> None:
     """Raise ConfigError when the estimator refuses its options on a batch of four one-token responses."""
     try:
-        factors = RewardFunction.from_config(config.reward).factors
+        factors = factors_of(config)
     except ConfigError:
         return  # reported by itself
     rewards_N = torch.tensor([0.0, 1.0, 0.0, 1.0])

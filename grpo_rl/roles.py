@@ -38,6 +38,9 @@ class Actor(Protocol):
     def save_bytes(self) -> int:
         """About how much `save` writes."""
 
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
 
@@ -76,6 +79,9 @@ class Critic(Protocol):
     def save_bytes(self) -> int:
         """About how much `save` writes."""
 
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
 
@@ -111,4 +117,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled. Submits those that were not."""
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not."""

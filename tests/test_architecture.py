@@ -20,6 +20,7 @@ FLOORS = {
     "types": 0,
     "registry": 0,
     "errors": 0,
+    "gym": 0,
     "faults": 0,
     "config": 0,
     "roles": 1,
@@ -196,6 +197,9 @@ WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communi
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
     ("rewards/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    ("rewards/pool.py", "_read_answers"): "the channel does not block: it is read when poll says so",
+    ("cluster/reward_model.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    ("rewards/wire.py", "_exactly"): "a reward process with nothing to do; it ends when the run's side of the channel closes",
     ("telemetry/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
@@ -216,8 +220,10 @@ def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
             continue
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         waits = method in WAITS and (len(node.args) == (method == "wait_for") or method == "recv")
-        if called in TIMED_CALLS or called == "dist.init_process_group" or waits:
-            inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
+        inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
+        # A socket's deadline is set beside the call and not in it.
+        is_timed_socket = method == "recv" and any(".settimeout(" in ast.unparse(function) for function in inside)
+        if called in TIMED_CALLS or called == "dist.init_process_group" or (waits and not is_timed_socket):
             yield max(inside, key=lambda f: f.lineno).name if inside else "", node.lineno, called
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
+
+BEATS = "beats"
+"""The thread in which a process answers `beat` while others work."""
 
 
 class RemoteError(Exception):
@@ -52,6 +56,15 @@ class Host:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         return ray.util.get_node_ip_address(), os.getpid(), port
+
+    def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
+        """After `wait_s`, what the worker is doing: what, for how many seconds, and the longest it ever took; None: nothing.
+
+        That it answers shows that the process runs Python; a worker that cannot tell what it does only shows that.
+        """
+        time.sleep(wait_s)
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Make the worker."""

@@ -8,28 +8,24 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster import warm_start
+from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.session import clean_earlier, ray_session
-from grpo_rl.cluster.start import Cluster, decoder, start_roles
+from grpo_rl.cluster.start import Cluster, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
-from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError
 from grpo_rl.models import builtin
-from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan import Plan
-from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.plots import plot_curves
 from grpo_rl.telemetry.report import final_report
+from grpo_rl.telemetry.reward_plots import plot_rewards
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
@@ -105,37 +101,31 @@ def _train(
     stop: Stop,
 ) -> None:
     config = composed.config
-    model_path = config.actor_rollout_ref.model.path
-    is_builtin = model_path.startswith(builtin.PREFIX)
-    folder = warm_start.unstarted_folder(model_path) if is_builtin else model_path
-    tokenizer = _tokenizer(config, folder)
-    train_data, val_data = _data(config, tokenizer, console)
-    reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps
-    reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
-    reward.check_data_sources({*train_data.data_sources, *(val_data.data_sources if val_data else [])})
-    total_steps = num_training_steps(config, len(train_data))
+    inputs = read_inputs(config, run_dir, console, stack)
 
     with console.progress("starting Ray"):
         stack.enter_context(ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file))
     stop.listen()  # Ray has taken SIGTERM for itself
-    if is_builtin:
-        folder = str(warm_start.ensure(model_path, tokenizer, plan.machine, run_dir.logs, console))
+    folder = inputs.model_folder
+    if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
+        name = config.actor_rollout_ref.model.path
+        folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
     cluster = Cluster(config, plan.machine, folder, run_dir.logs, console)
     stack.callback(cluster.shutdown)
-    actor, reference, critic, rollout = start_roles(cluster, tokenizer, total_steps)
+    actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
     status.update(workers=cluster.pids())
-    rewarder = RewardRunner(reward, config.reward.num_workers, config.reward.timeout_s)
+    rewarder = inputs.models.beside(inputs.rules, scorers)
     stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
     stack.callback(sinks.close)
 
     trainer = SyncTrainer(
         config,
-        Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic),
-        train_data,
-        val_data,
+        Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
+        inputs.train_data,
+        inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), status, stop),
-        total_steps=total_steps,
+        total_steps=inputs.total_steps,
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)
@@ -146,6 +136,7 @@ def _train(
     if trainer.step > 0:
         with console.progress("drawing the curves"):
             plot_curves(run_dir)
+            plot_rewards(run_dir)
 
 
 def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoint | None:
@@ -161,28 +152,3 @@ def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoi
     return CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(
         lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}")
     )
-
-
-def num_training_steps(config: Config, num_rows: int) -> int:
-    """`total_training_steps`, or what `total_epochs` of the data make."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    return config.trainer.total_epochs * (num_rows // config.data.train_batch_size)
-
-
-def _tokenizer(config: Config, folder: str) -> Any:
-    model = config.actor_rollout_ref.model
-    # The model's config first: a folder that cannot be used is refused before anything is read or started.
-    load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
-    return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
-
-
-def _data(config: Config, tokenizer: Any, console: Console) -> tuple[PromptDataset, PromptDataset | None]:
-    data = config.data
-    with console.progress("reading the data") as bar:
-        train = load_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
-        bar.advance(note=f"train: {train.report}")
-        val = load_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples) if data.val_files else None
-        if val is not None:
-            bar.advance(note=f"train: {train.report}; validation: {val.report}")
-    return train, val

@@ -18,6 +18,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.groups import WorkerGroup
+from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
 from grpo_rl.data.balance import plan_micro_batches
@@ -33,7 +34,7 @@ class ActorGroup:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: SupervisedGroup,
         config: ActorConfig,
         *,
         train_rule: MicroBatchRule,
@@ -125,6 +126,10 @@ class ActorGroup:
         if self.entropy is not None:
             state["entropy"] = self.entropy.state_dict()
         return {_OWN: write_file(folder / _OWN, [json.dumps(state).encode()])}
+
+    def committed(self, folder: Path) -> None:
+        """What the last `save` wrote stays in `folder`: a recovery may start from there."""
+        self.group.committed(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_rl.config import input_checks, size_checks, switch_checks
+from grpo_rl.config import data_checks, input_checks, reward_checks, size_checks, switch_checks
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 
@@ -13,8 +13,10 @@ def check(config: Config, machine: Machine) -> list[str]:
     Names that need the registries (estimators, losses, rewards, engines, tasks) are bound later, by the plan.
     """
     found = [
+        *data_checks.problems(config),
         *input_checks.problems(config),
         *size_checks.problems(config, machine),
         *switch_checks.problems(config),
+        *reward_checks.problems(config, machine),
     ]
     return list(dict.fromkeys(found))

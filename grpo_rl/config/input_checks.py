@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_rl.config.derived import critic_has_own_model
+from grpo_rl.config.derived import critic_has_own_model, has_judge, has_reward_model
 from grpo_rl.config.schema import Config
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def problems(config: Config) -> Iterator[str]:
     """What is named and cannot be found or read."""
-    yield from _data(config)
     yield from _model(config)
     yield from _rewards(config)
     yield from _checkpoint(config)
     yield from _loggers(config)
-
-
-def _data(config: Config) -> Iterator[str]:
-    if not config.data.train_files and not config.trainer.val_only:
-        yield "data.train_files is not set: give data files (.parquet, .json, .jsonl) or a task, such as data.train_files=task:arithmetic"
-    for key in ("train_files", "val_files"):
-        for file in getattr(config.data, key):
-            problem = _data_file(file)
-            if problem:
-                yield f"data.{key}={file}: {problem}"
-    for key in ("train_max_samples", "val_max_samples"):
-        if getattr(config.data, key) == 0:
-            yield f"data.{key}=0: would leave no rows; -1 takes all"
-    if 0 < config.data.train_max_samples < config.data.train_batch_size:
-        yield (
-            f"data.train_max_samples={config.data.train_max_samples}: fewer rows than one batch; at least "
-            f"data.train_batch_size={config.data.train_batch_size}, or -1 for all"
-        )
-
-
-def _data_file(file: str) -> str | None:
-    if file.startswith("task:"):
-        return None
-    path = Path(file).expanduser()
-    if not path.exists():
-        folder = path.parent if path.parent.is_dir() else None
-        near = difflib.get_close_matches(path.name, os.listdir(folder), n=2) if folder else []
-        hint = f"; there is {' and '.join(str(folder / name) for name in near)}" if folder and near else ""
-        return f"there is no file {path.absolute()}{hint}"
-    if not path.is_file():
-        return f"is a folder; name the files in it ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})"
-    if path.suffix not in DATA_SUFFIXES:
-        return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
-    return None
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -66,7 +28,7 @@ def _model(config: Config) -> Iterator[str]:
     if not model.path:
         yield f"{key} is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not model.path.startswith("builtin:"):
-        problem = _model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
+        problem = model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
         if problem:
             yield f"{key}={model.path}: {problem}"
     yield from _critic_model(config)
@@ -85,12 +47,13 @@ def _critic_model(config: Config) -> Iterator[str]:
     if path.startswith("builtin:"):
         yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
         return
-    problem = _model_folder(path, needs_tokenizer=False)
+    problem = model_folder(path, needs_tokenizer=False)
     if problem:
         yield f"critic.model.path={path}: {problem}"
 
 
-def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+    """Why the folder cannot hold a model; None where it can, or where only a hub knows."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if _HUB_NAME.fullmatch(path):
@@ -107,10 +70,12 @@ def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, custom = config.reward, config.reward.custom_reward_function
-    if not reward.functions:
+    if not (reward.functions or has_reward_model(config) or has_judge(config)):
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
         yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"
+    if reward.on_failure == "value" and reward.failure_value is None:
+        yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
     if custom.path is not None:
         if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
             yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"

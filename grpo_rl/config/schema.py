@@ -46,15 +46,46 @@ RejectionMode = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class CustomClsConfig:
+    path: str | None = None
+    """Python file (or module) with your own data set class, which gets the names in train_files or val_files; docs/data.md."""
+    name: str | None = None
+    """Name of the class."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training data: parquet, json or jsonl files in verl's row format, or `task:NAME?option=value` for a procedural task."""
+    """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
+    train_weights: list[float] = field(default_factory=list)
+    """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
+    dynamic_weights: bool = False
+    """Multiply train_weights by how near the pass rate of each source is to one half: 4p(1-p), at least curriculum_floor."""
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     reward_fn_key: str = "data_source"
     """Column whose value chooses the rule-based reward."""
+    data_source: str | None = None
+    """The value of it for all rows, where the data have no such column; null: take the column."""
+    ground_truth_key: str = "reward_model.ground_truth"
+    """Column with what the reward compares with, a path with dots where it lies in another column."""
+    extra_info_key: str = "extra_info"
+    """Column with an object that is handed to the reward; it may be missing."""
+    system_prompt: str | None = None
+    """Put before the messages of every prompt that has no system message of its own."""
+    chat_template: str | None = None
+    """Jinja template, or a file with one, in place of the tokenizer's."""
+    custom_cls: CustomClsConfig = field(default_factory=CustomClsConfig)
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A bad row ends the run with its place, or is left out and listed in the run folder's bad_rows_*.jsonl."""
+    check_rows: CountOrZero = 50_000
+    """Training data of at most so many rows are checked whole before the start; of more 2,000 rows are, the others when drawn."""
+    cache_dir: str | None = None
+    """Folder for the unpacked copies of parquet, Arrow and .gz files while the run lasts; null: the system's temporary folder."""
+    allow_change: bool = False
+    """Resume although the training data have changed since the checkpoint; the run goes on at the beginning of the next epoch."""
     train_batch_size: Count = 1024
     """Prompts per training step. The number of rollouts is this times rollout.n."""
     gen_batch_size: Count | None = None
@@ -75,6 +106,12 @@ class DataConfig:
     """For longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
     shuffle: bool = True
     """Draw the training rows of every epoch in a new seeded order."""
+    curriculum: Literal["none", "difficulty", "pass_rate"] = "none"
+    """Order by difficulty_key, easiest first in every epoch; or prefer prompts whose latest pass rate is near one half."""
+    difficulty_key: str = "extra_info.difficulty"
+    """curriculum=difficulty: column with a number, a path with dots where it lies in another column."""
+    curriculum_floor: Annotated[float, Range(gt=0, le=1)] = 0.1
+    """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
     seed: CountOrZero = 1
     """Seed of that order."""
     train_max_samples: CountOrOff = -1
@@ -461,15 +498,97 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardModelConfig:
+    enable: bool = False
+    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/model_rewards.md."""
+    model_path: str | None = None
+    """Its Hugging Face folder: a decoder with a sequence- or token-classification head of one label."""
+    tokenizer_path: str | None = None
+    """Folder of its tokenizer; null: model_path."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in its folder."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    step_separator: str | None = None
+    """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
+    rerender: Literal["auto", "always", "never"] = "auto"
+    """Render prompts with its own chat template and tokenizer; auto: only where they differ from the policy's."""
+    max_token_len_per_gpu: Count = 16384
+    """Most tokens in one forward pass of one rank, and in one rollout."""
+    enable_resource_pool: bool = False
+    """Give it devices of its own; false: it shares the actor's."""
+    nnodes: CountOrZero = 0
+    """Nodes of its own pool."""
+    n_gpus_per_node: Count | None = None
+    """Ranks per node of its own pool; null: as trainer.n_gpus_per_node."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
+    param_offload: bool = False
+    """Keep its weights on the host between scorings."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeConfig:
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint (.../v1) whose model judges each response; null: no judge. See docs/model_rewards.md."""
+    model: str | None = None
+    """The model's name there."""
+    template: str | None = None
+    """What it is asked: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in one that asks for 0 to 10."""
+    system: str | None = None
+    """System message before it."""
+    parser: str = "score"
+    """How its answer becomes a number: score (the last `score: x`), last_number, json:KEY, or path.py:function(text) -> float."""
+    min_score: float | None = None
+    """A lower score is invalid; null: any is valid."""
+    max_score: float | None = None
+    """A higher score is invalid; null: any is valid."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    max_tokens: Count = 512
+    """Longest answer."""
+    temperature: NonNegative = 0.0
+    """Of its answers."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, e.g. {response_format: {type: json_object}}."""
+    max_concurrency: Count = 16
+    """Requests at the same time."""
+    requests_per_minute: Count | None = None
+    """Most requests in a minute, tries again included; null: no limit."""
+    timeout_s: Positive = 60.0
+    """Longest time for one request."""
+    retries: CountOrZero = 4
+    """Further tries after a timeout, a broken connection or answer, and the states 408, 425, 429 and 5xx."""
+    backoff_s: Positive = 1.0
+    """Wait before the first further try, doubled for each one after; the wait is drawn between half of it and all of it."""
+    deadline_s: Positive = 300.0
+    """Longest time for one judgement, all tries and waits included."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key; the key itself is in no file and no log."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardConfig:
     functions: list[str] = field(default_factory=lambda: ["auto"])
-    """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source."""
+    """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source. May be empty beside a reward model or a judge."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    function_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of functions by their name: {my_function: {option: value}}."""
+    batched: list[str] = field(default_factory=list)
+    """Functions that are called once with all responses of a step: (data_sources, solution_strs, ground_truths, extra_infos), lists, -> list."""
     num_workers: Count = 2
-    """Rewards computed at the same time."""
-    timeout_s: Positive = 60.0
-    """Longest time for one reward; then the run stops and names the rollout."""
+    """Processes that compute rewards."""
+    timeout_s: Positive = 10.0
+    """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
+    memory_limit_gb: Positive | None = 2.0
+    """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
+    on_failure: Literal["drop", "value", "stop"] = "drop"
+    """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
+    failure_value: float | None = None
+    """The reward of a failed one with on_failure=value."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +642,21 @@ class TrainerConfig:
     start_timeout_s: Positive = 600.0
     """Longest time for workers to start (loading the model and the engine)."""
     step_timeout_s: Positive = 3600.0
-    """Longest time for one phase of a step; then the run stops and names the worker."""
+    """Longest time for one phase of a step; then the workers that did not answer count as failed."""
+    recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
+    """When worker processes die or freeze: off ends the run; else they are started again. The actor's and the critic's
+    state comes from a copy made in host memory after every update (memory) or from the newest checkpoint and the
+    updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
+    recover_memory_gib: Positive = 0.5
+    """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    heartbeat_s: Positive = 5.0
+    """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
+    max_restarts: CountOrZero = 5
+    """Restarts of one worker within restart_window_s; then the run stops and names all causes."""
+    restart_window_s: Positive = 3600.0
+    """How long a restart counts for max_restarts."""
+    collective_timeout_s: Positive = 600.0
+    """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
     grace_s: Positive = 30.0
     """Seconds that SIGTERM, SIGINT or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"

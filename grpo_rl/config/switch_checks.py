@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_rl.config import data_checks
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import critic_rule, logprob_rule, update_rule
 from grpo_rl.config.fields import leaves
@@ -107,6 +108,8 @@ def _checkpoints(config: Config) -> Iterator[str]:
     for name in ("save_freq", "test_freq"):
         if getattr(trainer, name) == 0:
             yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
+    if trainer.recover == "checkpoint" and trainer.save_freq < 1:
+        yield "trainer.recover=checkpoint: needs trainer.save_freq, or nothing is there to start from; set it, or recover=memory"
     contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
     missing = [name for name in _RESUMABLE if name not in contents]
     if missing and trainer.save_freq > 0:
@@ -130,11 +133,8 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
-        "data.seed": (config.data.shuffle, "needs data.shuffle=true"),
+        **data_checks.switches(config),
         "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
-        "data.retire_metric": (config.data.retire_above is not None, "needs data.retire_above"),
-        "data.retire_score": (config.data.retire_above is not None, "needs data.retire_above"),
-        "data.val_max_samples": (bool(config.data.val_files), "needs data.val_files"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
         f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),
@@ -167,11 +167,15 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             config.reward.custom_reward_function.path is not None,
             _NEEDS_REWARD_FILE,
         ),
+        "reward.failure_value": (config.reward.on_failure == "value", "needs reward.on_failure=value"),
         "reward.overlong_buffer.penalty_factor": (
             config.reward.overlong_buffer.len is not None,
             "needs reward.overlong_buffer.len",
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
+        "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
+        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,

@@ -15,7 +15,8 @@ _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
 _NO_LORA = "LoRA is not here: all weights are trained"
-_NO_MODEL_REWARD = "there are no reward models: rewards are functions, see reward.functions"
+_MODEL_REWARD = "use reward.reward_model"
+_SCORES_DIRECTLY = "the reward model computes its scores in a worker group of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
 _NO_PROFILER = "there is no profiler; timing_s/* in metrics.jsonl has the seconds of every phase"
@@ -24,7 +25,11 @@ _ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
-_WORKERS_OF_REWARDS = "rewards are functions in reward.functions, each run by reward.num_workers workers"
+_SANDBOX = (
+    "the reward `code` takes reward.function_kwargs={code: {sandbox_url: ..., max_concurrent: ..., memory_mb: ...}}, or, without "
+    "sandbox_url, runs programs in a sandbox of its own"
+)
+_WORKERS_OF_REWARDS = "rewards are functions in reward.functions, run by reward.num_workers processes; one that takes lists (verl's batch) is named in reward.batched"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
 # Keys that only some part of FSDP takes, under the actor as under the reference.
@@ -151,7 +156,7 @@ _ROLLOUT: dict[str, Answer] = {
 _MODEL: dict[str, Answer] = {
     "hf_config_path": Answer(f"the config lies in {_M}.path; change it with {_M}.override_config"),
     "use_shm": Answer("the model is read where it lies", (False,)),
-    "custom_chat_template": Answer(f"put the chat template into the tokenizer's folder and name it in {_M}.tokenizer_path"),
+    "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
     "enable_activation_offload": Answer("use enable_gradient_checkpointing", (False,)),
     "use_remove_padding": Answer(_PACKED, (True,)),
@@ -189,8 +194,7 @@ _DATA: dict[str, Answer] = {
     "mm_processor_kwargs": Answer(_NO_IMAGES),
     "validation_shuffle": Answer("validation rows keep their order", (False,)),
     "trust_remote_code": Answer(f"use {_M}.trust_remote_code", (False,)),
-    "custom_cls": Answer("data are files or tasks: see data.train_files"),
-    "sampler": Answer("the order is data.shuffle and data.seed"),
+    "sampler": Answer("the order is data.shuffle and data.seed, data.curriculum, data.train_weights"),
     "datagen": Answer("generated data are tasks: data.train_files=task:NAME"),
 }
 
@@ -205,12 +209,11 @@ _ALGORITHM: dict[str, Answer] = {
 
 _REWARD: dict[str, Answer] = {
     "reward_manager": Answer(_WORKERS_OF_REWARDS),
-    "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive",)),
+    "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive", "remote")),
     "reward_manager.source": Answer(_WORKERS_OF_REWARDS, ("register",)),
-    **_switch("reward_model", _NO_MODEL_REWARD),
-    "reward_model.enable_resource_pool": Answer(_NO_MODEL_REWARD, (False,)),
+    "reward_model.rollout": Answer(_SCORES_DIRECTLY),
     "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),
-    "sandbox_fusion": Answer("there is no sandbox for code"),
+    "sandbox_fusion": Answer(_SANDBOX),
 }
 
 _TRAINER: dict[str, Answer] = {
@@ -239,11 +242,25 @@ _TOP: dict[str, Answer] = {
     "custom_reward_function": Answer("use reward.custom_reward_function"),
     "custom_reward_function.path": Answer("use reward.custom_reward_function.path; verl reads this one nowhere"),
     "custom_reward_function.name": Answer("use reward.custom_reward_function.name"),
-    **_switch("reward_model", _NO_MODEL_REWARD),
+    **_switch("reward_model", _MODEL_REWARD),
+    "reward_model.enable_resource_pool": Answer("use reward.reward_model.enable_resource_pool", (False,)),
+    "reward_model.n_gpus_per_node": Answer("use reward.reward_model.n_gpus_per_node"),
+    "reward_model.nnodes": Answer("use reward.reward_model.nnodes"),
+    "reward_model.model": Answer("use reward.reward_model.model_path"),
+    "reward_model.model.path": Answer("use reward.reward_model.model_path"),
+    "reward_model.model.input_tokenizer": Answer("use reward.reward_model.rerender"),
+    "reward_model.model.trust_remote_code": Answer("use reward.reward_model.trust_remote_code", (False,)),
+    "reward_model.model.fsdp_config": Answer("use reward.reward_model.dtype and param_offload"),
+    "reward_model.micro_batch_size": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.micro_batch_size_per_gpu": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.forward_max_token_len_per_gpu": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.use_dynamic_bsz": Answer("forward passes are always cut by tokens", (True,)),
+    "reward_model.strategy": Answer("the reward model runs FSDP2", ("fsdp", "fsdp2")),
+    "reward_model.max_length": Answer("use reward.reward_model.max_token_len_per_gpu"),
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
     "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
     **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),
-    "sandbox_fusion": Answer("there is no sandbox for code"),
+    "sandbox_fusion": Answer(_SANDBOX),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store"),
     "global_profiler": Answer(_NO_PROFILER),

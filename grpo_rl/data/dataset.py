@@ -1,176 +1,273 @@
-"""Prompts of a data set: rows read, rendered with the chat template, tokenized, and held compactly."""
+"""Prompts of a data set: rows found at the start, and read, rendered and tokenized when they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from grpo_rl.config.schema import DataConfig
-from grpo_rl.data.files import Source, read_file
-from grpo_rl.data.rows import Example, example
-from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
-from grpo_rl.data.tasks.registry import task_rows
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.data.bad_rows import BadRows
+from grpo_rl.data.custom import custom_source
+from grpo_rl.data.files import open_source
+from grpo_rl.data.fingerprint import fingerprint_of
+from grpo_rl.data.load_report import LoadReport
+from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer, truncate
+from grpo_rl.data.rows import Example, difficulty_of, example
+from grpo_rl.data.source import BadRow, Joined, Source
+from grpo_rl.errors import DataError
 from grpo_rl.types import Prompt
 
-TOKENIZED_AT_ONCE = 1024
-SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+CHECKED_OF_MANY = 1000
+"""Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
+KEPT_PROMPTS = 4096
+"""Prompts kept ready after they were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What became of the rows that were read."""
+class _Read:
+    """A row as far as it needs no name."""
 
-    num_rows: int
-    """Rows in the files, after max_samples."""
-    num_dropped: int
-    """Rows left out because their prompt is longer than max_prompt_length."""
-    num_truncated: int
-    """Rows whose prompt was cut to max_prompt_length."""
-    longest_prompt: int
-    """Tokens of the longest prompt as read."""
-
-    def __str__(self) -> str:
-        text = f"{self.num_rows - self.num_dropped} prompts, longest as read {self.longest_prompt} tokens"
-        if self.num_dropped:
-            text += f", {self.num_dropped} of {self.num_rows} rows dropped as too long"
-        if self.num_truncated:
-            text += f", {self.num_truncated} prompts cut"
-        return text
+    example: Example
+    text: str
+    token_ids: tuple[int, ...]
 
 
 class PromptDataset:
-    """All prompts of a data set, rendered and tokenized; the tokens lie in one flat array."""
+    """The prompts of one or several sources, by their row.
 
-    def __init__(self, examples: list[Example], texts: list[str], ids: list[list[int]], report: LoadReport) -> None:
-        self.report = report
-        self._rows = [
-            (text, row.data_source, row.ground_truth, row.extra_info) for text, row in zip(texts, examples, strict=True)
-        ]
-        self._offsets = np.cumsum([0, *map(len, ids)])
-        self._token_ids = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(self._offsets[-1]))
+    A data set that was checked whole has rows that are all usable, numbered without those left out. Of a larger one some
+    rows turn out to be unusable when their turn comes: `usable` says so, and always the same.
+    """
+
+    def __init__(self, parts: Sequence[Source], config: DataConfig, renderer: Renderer, bad_rows: BadRows, limit: int) -> None:
+        self.config = config
+        self.bad_rows = bad_rows
+        self._source = Joined("all sources", parts)
+        self._renderer = renderer
+        total = len(self._source) if limit < 0 else min(limit, len(self._source))
+        self.report = LoadReport(total)
+        self._starts = np.cumsum([0, *map(len, parts)])
+        self._rows: np.ndarray | None = None
+        self._kept: OrderedDict[int, _Read] = OrderedDict()
+        self._data_sources: set[str] = set()
+        self._difficulty: np.ndarray | None = None
+        self.fingerprint = fingerprint_of(parts)
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    def prompt(self, row_index: int, uid: str) -> Prompt:
-        """Row `row_index` as a Prompt that is called `uid` in this run."""
-        text, data_source, ground_truth, extra_info = self._rows[row_index]
-        token_ids = self._token_ids[self._offsets[row_index] : self._offsets[row_index + 1]]
-        return Prompt(uid, tuple(token_ids.tolist()), text, data_source, ground_truth, extra_info)
+        return self.report.num_rows if self._rows is None else len(self._rows)
 
     @property
     def data_sources(self) -> list[str]:
-        """The different values of data_source, sorted: what an `auto` reward must know."""
-        return sorted({row[1] for row in self._rows})
+        """The different values of data_source in the rows that were checked, sorted: what an `auto` reward must know."""
+        return sorted(self._data_sources)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Rows of each source, in their order."""
+        rows = np.arange(len(self)) if self._rows is None else self._rows
+        return np.diff(np.searchsorted(rows, self._starts)).tolist()
+
+    def prompt(self, row_index: int, uid: str) -> Prompt:
+        """Row `row_index` as a Prompt that is called `uid` in this run. Raises DataError for one that cannot be used."""
+        read = self._read(self._index(row_index))
+        row = read.example
+        messages = self._renderer.messages(row)
+        return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
+
+    def usable(self, row_index: int) -> bool:
+        """Whether row `row_index` can be trained on; the same at any time, as the row alone decides.
+
+        Raises DataError for a bad row under data.on_bad_row=error, and for a long prompt that is neither filtered nor cut.
+        """
+        if self._difficulty is not None and np.isnan(self._difficulty[row_index]):
+            return False
+        if self._rows is not None:
+            return True
+        index = self._index(row_index)
+        try:
+            return self._read(index) is not None
+        except _TooLong as error:
+            if not self.config.filter_overlong_prompts:
+                raise DataError(f"{error}. {_WAYS_OUT}") from None
+            return False
+        except BadRow as error:
+            self.bad_rows.found(index, error)
+            return False
+
+    def difficulty(self) -> np.ndarray:
+        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable. The first call reads all rows."""
+        if self._difficulty is None:
+            self._difficulty = np.fromiter((self._difficulty_of(index) for index in range(len(self))), np.float64, len(self))
+        return self._difficulty
+
+    def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:
+        """Read, render and tokenize all rows, or a sample of them; all that is wrong with these is told at once.
+
+        Raises DataError for bad rows under data.on_bad_row=error, for prompts that are too long and neither dropped nor
+        cut, and where no row is left.
+        """
+        total = self.report.num_rows
+        indices: Sequence[int] = range(total)
+        if not whole and total > 2 * CHECKED_OF_MANY:
+            spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
+            indices = [*range(CHECKED_OF_MANY), *spread]
+        unusable: set[int] = set()
+        too_long: list[tuple[int, int]] = []
+        for index, row, length in self._checked(indices, note):
+            if row is None:
+                unusable.add(index)
+                continue
+            self._data_sources.add(row.data_source)
+            self.report.longest_prompt = max(self.report.longest_prompt, length)
+            if length > self.config.max_prompt_length:
+                too_long.append((index, length))
+        self.report.num_checked, self.report.num_bad = len(indices), len(unusable)
+        self.bad_rows.raise_collected(len(indices))
+        self.bad_rows.report_collected(len(indices))
+        unusable |= self._fit(too_long)
+        if len(unusable) == len(indices):
+            raise DataError(self._none_left(len(too_long)))
+        if len(indices) == total:
+            self._rows = np.setdiff1d(np.arange(total), np.fromiter(unusable, np.int64, len(unusable)))
+
+    # ---- underneath ----------------------------------------------------------------------------------
+
+    def _index(self, row_index: int) -> int:
+        return row_index if self._rows is None else int(self._rows[row_index])
+
+    def _example(self, index: int) -> tuple[Example, str]:
+        """The checked row and its text."""
+        where = self._source.where(index)
+        row = example(self._source.row(index), where, self.config)
+        return row, self._renderer.render(row, where)
+
+    def _tokens(self, rows: Sequence[tuple[int, Example, str]]) -> Iterator[tuple[int, list[int] | BadRow]]:
+        ids = self._renderer.tokenize([row for _, row, _ in rows], [text for _, _, text in rows])
+        for (index, _, _), token_ids in zip(rows, ids, strict=True):
+            if token_ids:
+                yield index, token_ids
+            else:
+                yield index, BadRow(f"{self._source.where(index)}: column {self.config.prompt_key!r} has no tokens")
+
+    def _checked(self, indices: Sequence[int], note: Callable[[str], None] | None) -> Iterator[tuple[int, Example | None, int]]:
+        """Each of the rows with the tokens of its prompt; None for a bad one, which is noted."""
+        remaining, done = iter(indices), 0
+        while chunk := list(islice(remaining, TOKENIZED_AT_ONCE)):
+            rows = []
+            for index in chunk:
+                try:
+                    rows.append((index, *self._example(index)))
+                except BadRow as error:
+                    self.bad_rows.found(index, error, collect=True)
+                    yield index, None, 0
+            by_index = {index: row for index, row, _ in rows}
+            for index, token_ids in self._tokens(rows):
+                if isinstance(token_ids, BadRow):
+                    self.bad_rows.found(index, token_ids, collect=True)
+                    yield index, None, 0
+                else:
+                    yield index, by_index[index], len(token_ids)
+            done += len(chunk)
+            if note is not None:
+                note(f"{done} of {len(indices)} rows checked")
+
+    def _read(self, index: int) -> _Read:
+        """Row `index`, from what is kept ready or from its source. Raises BadRow, and _TooLong for one that is not cut."""
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        row, text = self._example(index)
+        ((_, token_ids),) = self._tokens([(index, row, text)])
+        if isinstance(token_ids, BadRow):
+            raise token_ids
+        limit, side = self.config.max_prompt_length, self.config.truncation
+        if len(token_ids) > limit:
+            if self.config.filter_overlong_prompts or side == "error":
+                raise _TooLong(_too_long(self._source.where(index), len(token_ids), limit))
+            token_ids = truncate(token_ids, limit, side)
+            text = self._renderer.tokenizer.decode(token_ids)
+        self._kept[index] = _Read(row, text, tuple(token_ids))
+        if len(self._kept) > KEPT_PROMPTS:
+            self._kept.popitem(last=False)
+        return self._kept[index]
+
+    def _fit(self, too_long: list[tuple[int, int]]) -> set[int]:
+        """Which of the rows with too long prompts are left out."""
+        if too_long and self.config.filter_overlong_prompts:
+            self.report.num_dropped = len(too_long)
+            return {index for index, _ in too_long}
+        if too_long and self.config.truncation == "error":
+            index, length = min(too_long)
+            message = _too_long(self._source.where(index), length, self.config.max_prompt_length)
+            longest = self.report.longest_prompt
+            raise DataError(f"{message}, as have {len(too_long) - 1} other rows (longest: {longest}). {_WAYS_OUT}")
+        self.report.num_truncated = len(too_long)
+        return set()
+
+    def _none_left(self, num_too_long: int) -> str:
+        checked, limit, longest = self.report.num_checked, self.config.max_prompt_length, self.report.longest_prompt
+        if num_too_long == checked:
+            return (
+                f"no rows are left: all {checked} prompts are longer than data.max_prompt_length={limit} (longest: {longest})"
+            )
+        return (
+            f"no rows are left: of {checked} checked, {self.report.num_bad} are bad and {num_too_long} have prompts longer than "
+            f"data.max_prompt_length={limit}"
+        )
+
+    def _difficulty_of(self, row_index: int) -> float:
+        index = self._index(row_index)
+        try:
+            return difficulty_of(self._source.row(index), self._source.where(index), self.config)
+        except BadRow as error:
+            self.bad_rows.found(index, error)
+            return float("nan")
 
 
-def load_dataset(files: Sequence[str], config: DataConfig, tokenizer: Any, *, max_samples: int) -> PromptDataset:
+class _TooLong(DataError):
+    """A prompt that is longer than allowed, and not cut."""
+
+
+_WAYS_OUT = (
+    "Raise max_prompt_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
+    "data.truncation=left, right or middle"
+)
+
+
+def _too_long(where: str, length: int, limit: int) -> str:
+    return f"{where}: the prompt has {length} tokens, more than data.max_prompt_length={limit}"
+
+
+def load_dataset(
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    max_samples: int,
+    whole: bool = False,
+    bad_rows: BadRows | None = None,
+    note: Callable[[str], None] | None = None,
+) -> PromptDataset:
     """The rows of all `files`, in order, as prompts; of these the first `max_samples` (-1: all).
 
-    A file is .parquet, .json or .jsonl in verl's row format, or `task:NAME?option=value`. Prompts longer
-    than `max_prompt_length` are dropped, cut or refused, as `filter_overlong_prompts` and `truncation`
-    say. Raises DataError with file, row and column, and ConfigError for a task or template option.
+    What a name may be: `files.open_source`. Up to `data.check_rows` rows, or any number that is wanted `whole`, are
+    checked here; of more, a sample. Prompts longer than `max_prompt_length` are dropped, cut or refused, as
+    `filter_overlong_prompts` and `truncation` say. Raises DataError with file, row and column, and ConfigError for a
+    task or template option.
     """
     if not files:
         raise DataError("no data files are given")
-    sources = [_open(name) for name in files]
-    places = [(source, index) for source in sources for index in range(len(source.rows))]
-    places = places if max_samples < 0 else places[:max_samples]
-    examples = [example(source, index, config.prompt_key, config.reward_fn_key) for source, index in places]
-    where = [source.where(index) for source, index in places]
-    texts = _render(examples, where, tokenizer, config.apply_chat_template_kwargs)
-    ids = _tokenize(examples, texts, tokenizer)
-    for place, row in zip(where, ids, strict=True):
-        if not row:
-            raise DataError(f"{place}: column {config.prompt_key!r} has no tokens")
-    return _fit(examples, texts, ids, where, config, tokenizer)
-
-
-def _open(name: str) -> Source:
-    if name.startswith(TASK_PREFIX):
-        return Source(name, task_rows(name))
-    return read_file(name)
-
-
-def _render(examples: list[Example], where: list[str], tokenizer: Any, options: dict[str, Any]) -> list[str]:
-    """Each prompt as the text that the model sees."""
-    taken = sorted(set(options) & set(SET_BY_US))
-    if taken:
-        raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(taken)} is set by the program")
-    texts = []
-    for row, place in zip(examples, where, strict=True):
-        if isinstance(row.prompt, str):
-            texts.append(row.prompt)
-            continue
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise DataError(
-                f"{place}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
-                f"take an instruction-tuned model, or plain strings as prompts"
-            )
-        texts.append(_apply_template(row.prompt, place, tokenizer, options))
-    return texts
-
-
-def _apply_template(messages: list[dict[str, str]], place: str, tokenizer: Any, options: dict[str, Any]) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: the chat template refuses the messages: {error}") from error
-
-
-def _tokenize(examples: list[Example], texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids per row; a rendered template brings its own special tokens, a plain string gets the tokenizer's."""
-    ids: list[list[int]] = [[] for _ in texts]
-    for is_plain in (False, True):
-        rows = [index for index, row in enumerate(examples) if isinstance(row.prompt, str) == is_plain]
-        for start in range(0, len(rows), TOKENIZED_AT_ONCE):
-            part = rows[start : start + TOKENIZED_AT_ONCE]
-            encoded = tokenizer([texts[index] for index in part], add_special_tokens=is_plain)["input_ids"]
-            for index, token_ids in zip(part, encoded, strict=True):
-                ids[index] = token_ids
-    return ids
-
-
-def _fit(
-    examples: list[Example], texts: list[str], ids: list[list[int]], where: list[str], config: DataConfig, tokenizer: Any
-) -> PromptDataset:
-    """The data set with every prompt at most `max_prompt_length` tokens long."""
-    limit = config.max_prompt_length
-    too_long = {index for index, row in enumerate(ids) if len(row) > limit}
-    longest = max(map(len, ids))
-    if too_long and config.filter_overlong_prompts:
-        kept = [index for index in range(len(ids)) if index not in too_long]
-        if not kept:
-            raise DataError(
-                f"no rows are left: all {len(ids)} prompts are longer than data.max_prompt_length={limit} (longest: {longest})"
-            )
-        report = LoadReport(len(ids), len(too_long), 0, longest)
-        return PromptDataset([examples[i] for i in kept], [texts[i] for i in kept], [ids[i] for i in kept], report)
-    if too_long and config.truncation == "error":
-        first = min(too_long)
-        raise DataError(
-            f"{where[first]}: the prompt has {len(ids[first])} tokens, more than data.max_prompt_length={limit}, as have "
-            f"{len(too_long) - 1} other rows (longest: {longest}). Raise max_prompt_length, drop such rows with "
-            f"data.filter_overlong_prompts=true, or cut them with data.truncation=left, right or middle"
-        )
-    for index in too_long:
-        ids[index] = truncate(ids[index], limit, config.truncation)
-        texts[index] = tokenizer.decode(ids[index])
-    return PromptDataset(examples, texts, ids, LoadReport(len(ids), 0, len(too_long), longest))
-
-
-def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
-    if side == "left":
-        return token_ids[-limit:]
-    if side == "right":
-        return token_ids[:limit]
-    head = limit // 2
-    return token_ids[:head] + token_ids[head - limit :]
+    renderer = Renderer(config, tokenizer)
+    if config.custom_cls.path is not None:
+        parts: list[Source] = [custom_source(files, config, tokenizer)]
+    else:
+        parts = [open_source(name, config.cache_dir) for name in files]
+    bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+    data = PromptDataset(parts, config, renderer, bad_rows, max_samples)
+    data.check(whole or len(data) <= config.check_rows, note)
+    return data

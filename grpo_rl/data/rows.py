@@ -1,13 +1,13 @@
-"""verl's row format, checked: one row of a file becomes one `Example`."""
+"""verl's row format, checked: one row of a source becomes one `Example`."""
 
 from __future__ import annotations
 
-import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.data.files import Source
-from grpo_rl.errors import DataError
+from grpo_rl.config.schema import DataConfig
+from grpo_rl.data.source import BadRow, check_values, near, wrong
 
 Message = dict[str, str]
 
@@ -22,58 +22,70 @@ class Example:
     extra_info: dict[str, Any]
 
 
-def example(source: Source, index: int, prompt_key: str, data_source_key: str) -> Example:
-    """Row `index` of the source with its columns checked.
+def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
+    """The row with its columns checked; `config` says which they are.
 
-    Raises DataError with file, row, column, what was found and what was expected.
+    Raises BadRow with file, row, column, what was found and what was expected.
     """
-    row, where = source.rows[index], source.where(index)
-    data_source = _column(row, data_source_key, where)
+    check_values(row, where)
+    if config.data_source is not None:
+        data_source: Any = config.data_source
+    else:
+        data_source = column(row, config.reward_fn_key, where)
     if not isinstance(data_source, str) or not data_source:
-        raise _wrong(where, data_source_key, data_source, "a non-empty string")
-    reward_model = _column(row, "reward_model", where)
-    if not isinstance(reward_model, dict):
-        raise _wrong(where, "reward_model", reward_model, "an object with ground_truth")
-    if "ground_truth" not in reward_model:
-        raise DataError(f"{where}: column 'reward_model' has no ground_truth; it has {_listed(reward_model)}")
-    extra_info = row.get("extra_info")
+        raise wrong(where, config.reward_fn_key, data_source, "a non-empty string")
+    ground_truth = column(row, config.ground_truth_key, where)
+    extra_info = column(row, config.extra_info_key, where, optional=True)
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise _wrong(where, "extra_info", extra_info, "an object or nothing")
-    return Example(
-        prompt=_prompt(_column(row, prompt_key, where), where, prompt_key),
-        data_source=data_source,
-        ground_truth=reward_model["ground_truth"],
-        extra_info=extra_info or {},
-    )
+        raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
+    prompt = _prompt(column(row, config.prompt_key, where), where, config.prompt_key)
+    return Example(prompt, data_source, ground_truth, extra_info or {})
 
 
-def _column(row: dict[str, Any], key: str, where: str) -> Any:
+def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:
+    """What the curriculum orders by. Raises BadRow unless it is a finite number."""
+    found = column(row, config.difficulty_key, where)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise wrong(where, config.difficulty_key, found, "a number, as data.curriculum=difficulty orders by it")
+    return float(found)
+
+
+def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:
+    """The value of the column, or of a dotted path into it; None for one that is missing and `optional`.
+
+    A column that is called as the whole path is taken first. Raises BadRow, with near names, for a missing one.
+    """
     if key in row:
         return row[key]
-    near = difflib.get_close_matches(key, row, n=5, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise DataError(f"{where}: there is no column {key!r}.{hint} The row has {_listed(row)}")
+    value: Any = row
+    parts = key.split(".")
+    for number, part in enumerate(parts):
+        path = ".".join(parts[:number])
+        if not isinstance(value, dict):
+            if optional and value is None:
+                return None
+            raise wrong(where, path, value, f"an object with {part}")
+        if part not in value:
+            if optional:
+                return None
+            names = sorted(map(str, value))
+            listed = ", ".join(names) or "no columns"
+            if number == 0:
+                raise BadRow(f"{where}: there is no column {part!r}.{near(part, names)} The row has {listed}")
+            raise BadRow(f"{where}: column {path!r} has no {part}; it has {listed}")
+        value = value[part]
+    return value
 
 
 def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise _wrong(where, key, value, "a list of {role, content} messages, or a non-empty string")
+        raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty string")
     for number, message in enumerate(value):
         if not isinstance(message, dict):
-            raise _wrong(where, f"{key}[{number}]", message, "a message {role, content}")
+            raise wrong(where, f"{key}[{number}]", message, "a message {role, content}")
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
-                raise _wrong(where, f"{key}[{number}].{part}", message.get(part), "a string")
+                raise wrong(where, f"{key}[{number}].{part}", message.get(part), "a string")
     return value
-
-
-def _wrong(where: str, column: str, found: Any, expected: str) -> DataError:
-    shown = repr(found)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return DataError(f"{where}: column {column!r} is {shown} ({type(found).__name__}); expected {expected}")
-
-
-def _listed(row: dict[str, Any]) -> str:
-    return ", ".join(sorted(map(str, row))) or "no columns"

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.gym import SOURCE_PREFIX
 from grpo_rl.rewards.arithmetic import arithmetic
 from grpo_rl.rewards.countdown import countdown
 from grpo_rl.rewards.gsm8k import gsm8k
 from grpo_rl.rewards.math_answer import math
+from grpo_rl.rewards.reasoning_gym import reasoning_gym
 
 MATH_SOURCES = (
     "math",
@@ -41,15 +43,20 @@ def auto(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float]:
     """What the rule for this `data_source` gives. Raises RewardError when there is none."""
-    rule = RULES.get(data_source)
+    rule = rule_for(data_source)
     if rule is None:
         raise RewardError(_no_rule([data_source]))
     return rule(data_source, solution_str, ground_truth, extra_info)
 
 
+def rule_for(data_source: str) -> Callable[..., float | dict[str, float]] | None:
+    """The reward function that belongs to rows of this `data_source`; None where there is none."""
+    return reasoning_gym if data_source.startswith(SOURCE_PREFIX) else RULES.get(data_source)
+
+
 def check_data_sources(data_sources: Iterable[str]) -> None:
     """Raise ConfigError when some of the `data_sources` have no rule."""
-    unknown = sorted(set(data_sources) - set(RULES))
+    unknown = sorted(source for source in set(data_sources) if rule_for(source) is None)
     if unknown:
         raise ConfigError(_no_rule(unknown))
 
@@ -57,6 +64,6 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
 def _no_rule(data_sources: list[str]) -> str:
     return (
         f"no rule-based reward belongs to data_source {', '.join(map(repr, data_sources))}; there is one for "
-        f"{', '.join(RULES)}. Name a reward in reward.functions, or give your own function with "
+        f"{', '.join(RULES)} and {SOURCE_PREFIX}NAME. Name a reward in reward.functions, or give your own function with "
         f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
     )

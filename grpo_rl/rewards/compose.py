@@ -5,30 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
-from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.auto import auto, check_data_sources
-from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS, RewardFn
+from grpo_rl.rewards.calls import ARGUMENTS, BATCH_ARGUMENTS, Component, Sample, call
+from grpo_rl.rewards.code import check_code, code_problems
+from grpo_rl.rewards.failures import INVALID, RewardFailure
+from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS
+from grpo_rl.rewards.results import Result
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
-from grpo_rl.types import Rollout
+
+if TYPE_CHECKING:  # types imports torch, which a reward process does without
+    from grpo_rl.types import Rollout
 
 LIFTED = ("acc", "answer")
 """Keys of a result that also appear in the parts without the component's name, for validation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One summand of the reward."""
-
-    name: str
-    factor: float
-    function: RewardFn
 
 
 class Scored(NamedTuple):
@@ -62,16 +57,18 @@ class RewardFunction:
         problems: list[str] = []
         components: list[Component] = []
         try:
-            specs, options = _specs(config)
+            specs = _specs(config)
         except ConfigError as error:
             raise ConfigError([f"reward: {problem}" for problem in error.problems]) from error
         for spec in specs:
             try:
-                components.append(_component(spec, specs, options))
+                components.append(_component(spec, specs, config))
             except ConfigError as error:
                 problems += [f"reward.functions: {problem}" for problem in error.problems]
+        problems += [text for component in components for text in code_problems(component.function, config.timeout_s)]
         names = [component.name for component in components]
         problems += [f"reward.functions: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        problems += _unknown_names(config, specs)
         if problems:
             raise ConfigError(problems)
         return cls(components, decode)
@@ -87,76 +84,148 @@ class RewardFunction:
         return any(component.function not in WITHOUT_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
+        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`.
+
+        Raises RewardError where `code` is to run programs and this machine has no sandbox.
+        """
+        for component in self.components:
+            check_code(component.function)
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 
     def score(self, rollout: Rollout) -> Scored:
-        """The reward, its parts and, where they are read, its steps. Parts are each component's score by name, further numbers of a dict as `name/key`.
+        """The reward, its parts and, where they are read, its steps, computed in this process and without a deadline.
 
-        `acc` and `answer` of the first component that gives them stand in the parts by themselves too.
-        Raises RewardError, naming function, rollout and value, for an exception and for anything that
-        is not a finite number or a dict with `score`; where steps are read also for none, and for bad ones.
+        Raises RewardFailure as `assemble` does.
         """
+        outcomes: list[Result | RewardFailure] = []
+        for component in self._as_called():
+            try:
+                outcomes.append(call(component, sample_of(rollout)))
+            except RewardFailure as failure:
+                raise failure.at(place(component.name, rollout)) from failure.__cause__
+        return self.assemble(rollout, outcomes)
+
+    def assemble(self, rollout: Rollout, outcomes: Sequence[Result | RewardFailure]) -> Scored:
+        """What the results are worth together: first those of the functions of one response, then those of functions that take lists.
+
+        Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
+        that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, where
+        steps are read, for none and for bad ones.
+        """
+        for outcome in outcomes:
+            if isinstance(outcome, RewardFailure):
+                raise outcome
+        found = {component.name: outcome for component, outcome in zip(self._as_called(), outcomes, strict=True)}
         reward, parts = 0.0, {}
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
-            result = _call(component, rollout)
-            extras = result if isinstance(result, dict) else {}
-            score = _number(_score_of(result, component, rollout), component, rollout, "score")
-            reward += component.factor * score
-            parts[component.name] = score
-            for key, value in extras.items():
-                if key == "score" or not isinstance(value, Real):  # text is for the user's own logs
-                    continue
-                number = _number(value, component, rollout, key)
+            result = found[component.name]
+            assert isinstance(result, Result)
+            reward += component.factor * result.score
+            parts[component.name] = result.score
+            for key, number in result.values.items():
                 parts[f"{component.name}/{key}"] = number
                 if key in LIFTED:
                     parts.setdefault(key, number)
-            if self.decode is not None and "steps" in extras:
+            if self.decode is not None and result.steps is not None:
                 try:
-                    steps[component.name] = read_steps(extras["steps"], rollout, self.decode, component.factor)
+                    steps[component.name] = read_steps(result.steps, rollout, self.decode, component.factor)
                 except ValueError as error:
-                    raise RewardError(f"{_place(component.name, rollout)}: {error}") from error
+                    raise RewardFailure(INVALID, f"{place(component.name, rollout)}: {error}") from error
+        if not math.isfinite(reward):
+            raise RewardFailure(INVALID, f"{place(' + '.join(parts), rollout)}: the sum is {reward}, not a finite number")
         return Scored(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
 
+    def _as_called(self) -> list[Component]:
+        return sorted(self.components, key=lambda component: component.batched)
+
     def _only_steps(self, steps: dict[str, tuple[Step, ...]], rollout: Rollout) -> tuple[Step, ...]:
-        """The steps of the one component that gave some. Raises RewardError when none did, or several."""
+        """The steps of the one component that gave some. Raises RewardFailure when none did, or several."""
         if len(steps) == 1:
             return next(iter(steps.values()))
         if steps:
-            raise RewardError(f"{' and '.join(map(repr, steps))} both return 'steps'; one function of reward.functions may")
+            both = " and ".join(map(repr, steps))
+            raise RewardFailure(INVALID, f"{both} both return 'steps'; one function of reward.functions may")
         names = " + ".join(component.name for component in self.components)
-        raise RewardError(f"{_place(names, rollout)}: {NO_STEPS}")
+        raise RewardFailure(INVALID, f"{place(names, rollout)}: {NO_STEPS}")
 
 
-def _specs(config: RewardConfig) -> tuple[list[str], dict[str, Any]]:
-    """The list of functions, and the options of the custom one."""
+def sample_of(rollout: Rollout) -> Sample:
+    """What a reward function is told of this rollout."""
+    prompt = rollout.prompt
+    return Sample(prompt.data_source, rollout.text, prompt.ground_truth, prompt.extra_info)
+
+
+def place(name: str, rollout: Rollout) -> str:
+    """Which function, prompt and sample an error is about."""
+    return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+
+
+def _specs(config: RewardConfig) -> list[str]:
+    """The list of functions, the custom one in its place."""
     custom = config.custom_reward_function
     if custom.path is None:
         if custom.reward_kwargs:
             raise ConfigError("custom_reward_function.reward_kwargs has no effect without custom_reward_function.path")
-        return config.functions, {}
+        return config.functions
     if config.functions != RewardConfig().functions:
         raise ConfigError(
             f"custom_reward_function.path and functions are both given; put {_custom_spec(custom)} into reward.functions"
         )
-    return [_custom_spec(custom)], custom.reward_kwargs
+    return [_custom_spec(custom)]
 
 
 def _custom_spec(custom: CustomRewardConfig) -> str:
     return f"{custom.path}:{custom.name}"
 
 
-def _component(spec: str, specs: list[str], options: dict[str, Any]) -> Component:
+def _component(spec: str, specs: list[str], config: RewardConfig) -> Component:
     factor, name = _parse(spec)
     function = REWARDS.get(name)
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{name!r} is an async function; a reward function must be a plain one")
+    part = _part_name(name, [_parse(other)[1] for other in specs])
+    batched = bool({name, part} & set(config.batched))
+    options = config.function_kwargs.get(part, config.function_kwargs.get(name, {}))
+    if not isinstance(options, dict):
+        raise ConfigError(f"reward.function_kwargs.{part}={options!r}: write its options by name, {{option: value}}")
+    if twice := sorted(set(options) & set(config.custom_reward_function.reward_kwargs)):
+        raise ConfigError(
+            f"{', '.join(twice)} is in custom_reward_function.reward_kwargs and in function_kwargs.{part}; give it once"
+        )
+    options = options | config.custom_reward_function.reward_kwargs
+    given = BATCH_ARGUMENTS if batched else ARGUMENTS
+    if set(options) & set(given):
+        raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(given)))} is given with every call and no option")
+    REWARDS.check_options(name, options)
+    _check_signature(name, function, given, options, batched)
     if options:
-        REWARDS.check_options(name, options)
         function = functools.partial(function, **options)
-    return Component(_part_name(name, [_parse(other)[1] for other in specs]), factor, function)
+    return Component(part, factor, function, batched, own=":" in name)
+
+
+def _check_signature(name: str, function: Any, given: Sequence[str], options: dict[str, Any], batched: bool) -> None:
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(given), **options)
+    except TypeError as error:
+        hint = "lists, as it is in reward.batched" if batched else "one response; name it in reward.batched if it takes lists"
+        raise ConfigError(f"{name!r} is called with {', '.join(given)} ({hint}), and does not take that: {error}") from error
+    except ValueError:
+        pass  # written in C, without a signature
+
+
+def _unknown_names(config: RewardConfig, specs: list[str]) -> list[str]:
+    """Names of functions that are not in the sum, in the keys that speak of single ones."""
+    try:
+        names = [_parse(spec)[1] for spec in specs]
+    except ConfigError:
+        return []  # reported by itself
+    known = {*names, *(_part_name(name, names) for name in names)}
+    return [
+        f"reward.{key}: {name!r} is not in the reward's sum; it has {', '.join(_part_name(other, names) for other in names)}"
+        for key, given in (("batched", config.batched), ("function_kwargs", config.function_kwargs))
+        for name in given
+        if name not in known
+    ]
 
 
 def _parse(spec: str) -> tuple[float, str]:
@@ -179,42 +248,3 @@ def _part_name(name: str, names: list[str]) -> str:
     if not colon or sum(other.rpartition(":")[2] == function for other in names) == 1:
         return function
     return f"{Path(source).stem}.{function}"
-
-
-def _call(component: Component, rollout: Rollout) -> Any:
-    prompt = rollout.prompt
-    try:
-        return component.function(
-            data_source=prompt.data_source,
-            solution_str=rollout.text,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-        )
-    except (Exception, SystemExit) as error:  # a user's code: whatever it raises ends the run with its place
-        raise RewardError(f"{_place(component.name, rollout)}: {type(error).__name__}: {error}") from error
-
-
-def _score_of(result: Any, component: Component, rollout: Rollout) -> Any:
-    if not isinstance(result, dict):
-        return result
-    if "score" not in result:
-        raise RewardError(
-            f"{_place(component.name, rollout)}: the dict has no 'score', it has {', '.join(map(str, result)) or 'nothing'}"
-        )
-    return result["score"]
-
-
-def _number(value: Any, component: Component, rollout: Rollout, key: str) -> float:
-    if not isinstance(value, Real):
-        raise RewardError(f"{_place(component.name, rollout)}: {key} is {value!r} ({type(value).__name__}), not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{_place(component.name, rollout)}: {key} is {number}, not a finite number")
-    return number
-
-
-def _place(name: str, rollout: Rollout) -> str:
-    return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"

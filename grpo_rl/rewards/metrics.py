@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
+from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.types import Metrics, Rollout
 
 
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
-    """Means over the prompts of each data source of four numbers of a prompt's n responses.
+    """Means over the prompts of each data source of some numbers of a prompt's n responses.
 
-    The value v of a response is its `acc` part where the reward gives one, else its reward.
+    The value v of a response is its `acc` part where the reward gives one, else its reward; 0 where its reward failed.
 
     - `val/{source}/mean@n`: the mean of v.
     - `val/{source}/best@n`: the largest v.
@@ -20,12 +21,14 @@ def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
       those without one vote only where no response of the prompt has one, and then for their v. Between
       answers with equally many votes the mean is taken, which is what a random choice gives on average.
     - `val/{source}/response_length`: tokens per response; `val/{source}/reward`: the reward itself.
+    - `val/{source}/{function}/mean@n`: the mean of one function's score, before its factor.
+    - `val/{source}/reward_failures`: how many rewards failed, no mean; each counts as 0 in all the others.
 
-    Raises ValueError when a prompt has not exactly n responses, or one has no reward.
+    Raises ValueError when a prompt has not exactly n responses, or one has neither reward nor failure.
     """
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        if rollout.reward is None:
+        if rollout.reward is None and rollout.failure is None:
             raise ValueError(f"rollout {rollout.prompt.uid}, sample {rollout.sample_index}, has no reward")
         groups[rollout.prompt.uid].append(rollout)
     by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
@@ -41,17 +44,25 @@ def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
 
 def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
     values = [[value_of(rollout) for rollout in group] for group in groups]
-    return {
+    rollouts = [rollout for group in groups for rollout in group]
+    # `name/key` is a further number of a function, and the lifted ones are what mean@n is made of.
+    names = dict.fromkeys(
+        name for rollout in rollouts for name in rollout.reward_parts if "/" not in name and name not in LIFTED
+    )
+    return {f"{name}/mean@{n}": fmean(rollout.reward_parts.get(name, 0.0) for rollout in rollouts) for name in names} | {
         f"mean@{n}": fmean(fmean(group) for group in values),
         f"best@{n}": fmean(max(group) for group in values),
         f"maj@{n}": fmean(majority(group) for group in groups),
-        "reward": fmean(rollout.reward or 0.0 for group in groups for rollout in group),
-        "response_length": fmean(len(rollout.response_ids) for group in groups for rollout in group),
+        "reward": fmean(0.0 if rollout.failure else rollout.reward or 0.0 for rollout in rollouts),
+        "reward_failures": float(sum(rollout.failure is not None for rollout in rollouts)),
+        "response_length": fmean(len(rollout.response_ids) for rollout in rollouts),
     }
 
 
 def value_of(rollout: Rollout) -> float:
     """The accuracy of a scored rollout where its reward gives one, else the reward."""
+    if rollout.failure is not None:
+        return 0.0
     assert rollout.reward is not None
     return rollout.reward_parts.get("acc", rollout.reward)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_rl.types import Rollout
+if TYPE_CHECKING:  # types imports torch, which a reward process does without
+    from grpo_rl.types import Rollout
 
 Step = tuple[int, float]
 """Index of the step's last token in the response, and the step's reward."""

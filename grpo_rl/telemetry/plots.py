@@ -46,7 +46,7 @@ def plot_curves(run_dir: RunDir) -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     records = read_metrics(run_dir.metrics_file)
-    with rc_context(_style()):
+    with rc_context(style()):
         figure = Figure(figsize=(12, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         FigureCanvasAgg(figure)
         _draw(figure, run_dir.name, records)
@@ -57,7 +57,8 @@ def plot_curves(run_dir: RunDir) -> Path:
     return path
 
 
-def _style() -> dict[Any, Any]:
+def style() -> dict[Any, Any]:
+    """Matplotlib's settings for all pictures of a run."""
     return {
         "font.size": 10,
         "text.color": _INK,

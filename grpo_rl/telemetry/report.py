@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rewards import rewards_section
 from grpo_rl.telemetry.rollouts import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.step_line import validation_keys
@@ -24,7 +25,8 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
     The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
     `seconds` is the duration of the whole run.
     """
-    sections = [_before_after(read_metrics(run_dir.metrics_file)), _samples(run_dir, num_samples), _written(run_dir)]
+    records = read_metrics(run_dir.metrics_file)
+    sections = [_before_after(records), rewards_section(records), _samples(run_dir, num_samples), _written(run_dir)]
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
     text = "\n\n".join(section for section in sections if section) + "\n"
@@ -96,6 +98,7 @@ def _labelled(label: str, text: str, prefix: str = "") -> list[str]:
 def _written(run_dir: RunDir) -> str:
     places = {
         "curves": run_dir.plots / "curves.png",
+        "rewards": run_dir.plots / "rewards.png",
         "metrics": run_dir.metrics_file,
         "TensorBoard": run_dir.tensorboard,
         "rollouts": run_dir.rollouts,

@@ -36,7 +36,7 @@ class RolloutLog:
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps: a resumed run writes them again."""
         for folder in self._folders.values():
-            for other_step, path in _step_files(folder):
+            for other_step, path in step_files(folder):
                 if other_step > step:
                     path.unlink()
 
@@ -53,7 +53,12 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     logprobs = rollout.rollout_logprobs
-    optional = {"baseline": rollout.baseline, "steps": rollout.steps}
+    optional = {
+        "baseline": rollout.baseline,
+        "steps": rollout.steps,
+        "failure": rollout.failure,
+        "failure_cause": rollout.failure_cause,
+    }
     return {
         "prompt": rollout.prompt.text,
         "response": rollout.text,
@@ -79,11 +84,12 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
     """(step, file) of the first and of the last step in `folder`; None when there are fewer than two."""
-    files = _step_files(folder)
+    files = step_files(folder)
     return (files[0], files[-1]) if len(files) >= 2 else None
 
 
-def _step_files(folder: Path) -> list[tuple[int, Path]]:
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)

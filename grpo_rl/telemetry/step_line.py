@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_rl.telemetry.text import number
+from grpo_rl.telemetry.rewards import component_keys
+from grpo_rl.telemetry.text import number, safe_text
 
 PHASES = {
     "gen": "timing_s/gen",
@@ -33,7 +34,7 @@ def header() -> list[Cell]:
 
 
 def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
-    """The values under `header()`: 111 columns, "-" for what the step did not measure."""
+    """The values under `header()`: 111 columns, "-" for what the step did not measure. After them, the reward's components and failures."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
@@ -47,7 +48,21 @@ def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
         Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
         Cell(_seconds(seconds, 8)),
         Cell("  |" + "".join(_seconds(value, 7) for value in (*phases.values(), other)), "dim"),
+        *_rewards(metrics),
     ]
+
+
+def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
+    """The components of a reward that has several, and how many scores failed, where some did."""
+    names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
+    cells = []
+    if len(names) > 1:
+        shown = "".join(f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:4])
+        cells.append(Cell(f"  |{shown}", "dim"))
+    failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in ("timeouts", "errors", "invalid"))
+    if failed > 0:
+        cells.append(Cell(f"  {failed:g} scores failed", "bold red"))
+    return cells
 
 
 def _seconds(value: float | None, width: int) -> str:
@@ -59,8 +74,17 @@ _COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), 
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes."""
-    return [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
+    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
+
+    Not `val/<source>/<function>/mean@N`, which stands beside that of its source and has no length of its own.
+    """
+    means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
+    places = {key.rsplit("/", 1)[0] for key in means}
+    return [
+        key
+        for key in means
+        if (place := key.rsplit("/", 1)[0]).rsplit("/", 1)[0] not in places or f"{place}/response_length" in metrics
+    ]
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:

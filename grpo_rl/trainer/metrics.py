@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from grpo_rl.trainer.failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
 
 
@@ -36,9 +38,12 @@ class Timer:
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Rewards, their parts, and how many responses were cut off."""
+    """Rewards, their parts with their spread over the step, how many responses were cut off, and how many rewards failed."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    metrics = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+    metrics = failure_metrics(rollouts)
+    if rewards:
+        metrics |= {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        metrics["reward/std"] = statistics.pstdev(rewards)
     metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
     # One per prompt, which has as many equal ones as it has rollouts.
     baselines = {rollout.prompt.uid: rollout.baseline for rollout in rollouts if rollout.baseline is not None}
@@ -49,7 +54,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         for name, value in rollout.reward_parts.items():
             parts[name].append(value)
     # A part called `answer` is there for majority votes; its mean says nothing.
-    return metrics | {f"reward/{name}": _mean(values) for name, values in parts.items() if name.rpartition("/")[2] != "answer"}
+    for name, values in parts.items():
+        if name.rpartition("/")[2] != "answer":
+            metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": statistics.pstdev(values)}
+    return metrics
 
 
 def batch_metrics(batch: Batch, timer: Timer) -> Metrics:

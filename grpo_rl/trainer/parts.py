@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
@@ -11,6 +13,7 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
+from grpo_rl.types import Metrics
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,6 +25,14 @@ class Roles:
     rewarder: Rewarder
     reference: Reference | None
     critic: Critic | None = None
+    recoveries: Callable[[], Metrics] = dict
+    """Since the last call: workers that failed and came back."""
+
+    def committed(self, folder: Path) -> None:
+        """Tell those with a state that the checkpoint of it is complete."""
+        self.actor.committed(folder)
+        if self.critic is not None:
+            self.critic.committed(folder)
 
 
 @dataclasses.dataclass(slots=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.roles import Actor, Critic
-from grpo_rl.trainer.parts import Output
+from grpo_rl.trainer.parts import Output, Roles
+from grpo_rl.types import Metrics
 
 _WAIT_S = 1.0
 RESCUE_S = 10.0
@@ -23,12 +22,12 @@ RESCUE_S = 10.0
 class Saving:
     """The saves of one run. At most one is going on; what becomes of a failed one is `trainer.on_save_error`."""
 
-    def __init__(self, config: Config, actor: Actor, critic: Critic | None, output: Output) -> None:
+    def __init__(self, config: Config, roles: Roles, output: Output) -> None:
         self.trainer = config.trainer
         checkpoint = config.actor_rollout_ref.actor.checkpoint
         self.in_background = checkpoint.async_save
         self.with_export = "hf_model" in checkpoint.save_contents
-        self.actor, self.critic, self.output = actor, critic, output
+        self.actor, self.critic, self.committed, self.output = roles.actor, roles.critic, roles.committed, output
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
         self.num_failed = 0
         self._draft: Draft | None = None
@@ -68,10 +67,15 @@ class Saving:
 
     def rescue(self) -> None:
         """Commit what is going on, if it is nearly done: the run is about to end with an error, which is not to be hidden."""
+        self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
         except GrpoRlError as error:
             self.output.console.warn(str(error))
+
+    def metrics(self) -> Metrics:
+        """Saves that have failed, where there are any."""
+        return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
@@ -120,10 +124,9 @@ class Saving:
         self._commit(draft, written)
         return True
 
-    def _commit(self, draft: Draft, written: Files) -> Path:
-        folder = self.store.commit(draft, written)
+    def _commit(self, draft: Draft, written: Files) -> None:
+        self.committed(self.store.commit(draft, written))
         self.output.status.update(last_commit=draft.step)
-        return folder
 
     @contextmanager
     def _abandoning(self, draft: Draft) -> Iterator[None]:

@@ -12,9 +12,12 @@ from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config import derived
 from grpo_rl.config.schema import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.sampler import PromptSampler
-from grpo_rl.errors import ConfigError, DataError, RewardError
-from grpo_rl.rewards.compose import LIFTED, RewardFunction
+from grpo_rl.data.fingerprint import differences
+from grpo_rl.data.order import make_sampler
+from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
+from grpo_rl.rewards.combined import factors_of
+from grpo_rl.rewards.compose import LIFTED
+from grpo_rl.trainer.failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]
@@ -26,7 +29,7 @@ class Selected:
     """The rollouts of one step."""
 
     trained: list[Rollout]
-    """Those that are trained on, whole groups in the order in which they were drawn. May be none without refilling."""
+    """Those that are trained on, groups in the order in which they were drawn, without members whose reward failed. May be none without refilling."""
     sampled: list[Rollout]
     """All that were sampled for the step: what tells how good the policy is."""
     metrics: Metrics
@@ -48,23 +51,26 @@ class Selection:
         self.retire_metric, self.retire_score = config.data.retire_metric, config.data.retire_score
         bound = config.data.retire_above
         self.pass_rates = None if bound is None else PassRates(bound)
-        self.sampler = PromptSampler(
-            len(data),
-            derived.gen_batch_size(config),
-            config.data.shuffle,
-            config.data.seed,
-            size_key="data.train_batch_size" if config.data.gen_batch_size is None else "data.gen_batch_size",
-            is_retired=None if self.pass_rates is None else self.pass_rates.is_retired,
-        )
+        self.allow_change = config.data.allow_change
+        self.sampler = make_sampler(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
 
     def next(self, sample: Sample) -> Selected:
         """The rollouts of the next step.
 
-        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts.
+        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
+        cannot be used; the next step then begins with the same row.
         """
+        position = self.sampler.position()
+        try:
+            return self._next(sample)
+        except DataError:
+            self.sampler.seek(position)
+            raise
+
+    def _next(self, sample: Sample) -> Selected:
         if not self.groups.enable:
             rollouts = self._draw(sample)
-            return Selected(rollouts, rollouts, self._retired())
+            return Selected(with_reward(rollouts), rollouts, self._retired())
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0
@@ -95,40 +101,63 @@ class Selection:
     def exhausted(self) -> bool:
         """Whether fewer prompts than a batch are left to draw, as the others are retired."""
         num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
-        return len(self.data) - num_retired < self.sampler.batch_size
+        return len(self.data) - num_retired < self.sampler.least_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and what is retired."""
+        """The position in the data, what is retired, and what the data were."""
         retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
-        return self.sampler.state_dict() | retired
+        return self.sampler.state_dict() | retired | {"data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none."""
+        """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none.
+
+        Raises CheckpointError for data that have changed; with data.allow_change the next epoch of the new data begins.
+        """
+        changes = differences(state["data"], self.data.fingerprint) if "data" in state else []
+        changes = changes or self._other_rows(state)
+        if changes and not self.allow_change:
+            raise CheckpointError(
+                f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
+                "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
+            )
+        if changes:
+            self.sampler.start_after(state)
+            return
         self.sampler.load_state_dict(state)
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
+
+    def _other_rows(self, state: dict[str, Any]) -> list[str]:
+        before = state.get("num_rows")
+        same = before is None or before == len(self.data)
+        return [] if same else [f"{before} rows were used, now {len(self.data)} are"]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
         """Scored rollouts of the next batch of prompts; their pass rates are noted."""
         row_of = {uid: row for row, uid in self.sampler.next_batch()}
         rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
-        if self.pass_rates is not None:
-            for uid, group in _by_uid(rollouts).items():
+        if self.pass_rates is not None or self.sampler.wants_rates:
+            for uid, group in _by_uid(with_reward(rollouts)).items():
                 values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
                 passed = sum(value >= self.retire_score for value in values)
-                self.pass_rates.record(row_of[uid], passed, len(values))
+                self.sampler.record(row_of[uid], passed / len(values))
+                if self.pass_rates is not None:
+                    self.pass_rates.record(row_of[uid], passed, len(values))
         return rollouts
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
-        """The groups in which the metric differs, in their order, and the number of all groups."""
-        groups = list(_by_uid(rollouts).values())
+        """The groups in which the metric differs, in their order, and the number of all groups.
+
+        Members whose reward failed take no part; a group of them alone has no signal.
+        """
+        groups = list(_by_uid(with_reward(rollouts)).values())
         values = [metric_of(rollout, self.groups.metric, self.factors) for group in groups for rollout in group]
         sizes_G = torch.tensor([len(group) for group in groups])
         group_N = torch.arange(len(groups)).repeat_interleave(sizes_G)
         has_signal_N = with_signal(torch.tensor(values, dtype=torch.float64), group_N)
         first_G = sizes_G.cumsum(0) - sizes_G
         kept = [group for group, has_signal in zip(groups, has_signal_N[first_G].tolist(), strict=True) if has_signal]
-        return kept, len(groups)
+        return kept, len(_by_uid(rollouts))
 
     def _too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         return (
@@ -150,7 +179,7 @@ def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> floa
 
     Raises RewardError for a part that this rollout's reward does not have.
     """
-    if name == "seq_reward":
+    if name == "seq_reward" or rollout.failure is not None:  # a fixed value has no parts
         assert rollout.reward is not None
         return rollout.reward
     parts = rollout.reward_parts
@@ -168,7 +197,7 @@ def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> floa
 def check_metric(name: str, config: Config) -> None:
     """Raise ConfigError for a metric that no reward of this run can have; `function/key` is known only when it is called."""
     try:
-        names = list(RewardFunction.from_config(config.reward).factors)
+        names = list(factors_of(config))
     except ConfigError:
         return  # reported by itself
     overlong = ["overlong"] if config.reward.overlong_buffer.len is not None else []
@@ -194,6 +223,14 @@ def describe(config: Config) -> Iterator[tuple[str, str]]:
             f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
             "from the next epoch on",
         )
+    if data.train_weights:
+        total = sum(data.train_weights)
+        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
+        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
+    if data.curriculum == "difficulty":
+        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
+    elif data.curriculum == "pass_rate":
+        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 
 def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

@@ -14,12 +14,17 @@ from grpo_rl.types import Batch, Metrics, Rollout
 
 
 def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig, max_length: int) -> list[Rollout]:
-    """The scored rollouts with the penalty for long responses in their rewards, and as a part called `overlong`."""
+    """The scored rollouts with the penalty for long responses in their rewards, and as a part called `overlong`.
+
+    One whose reward failed keeps what it has: none, or a fixed value.
+    """
     if config.len is None:
         return list(rollouts)
     lengths_N = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
     penalties = overlong_penalty(lengths_N, max_length, config.len, config.penalty_factor).tolist()
     for rollout, penalty in zip(rollouts, penalties, strict=True):
+        if rollout.failure is not None:
+            continue
         assert rollout.reward is not None
         rollout.reward += penalty
         rollout.reward_parts = {**rollout.reward_parts, "overlong": penalty}

@@ -12,11 +12,12 @@ from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import CheckpointError, Preempted
+from grpo_rl.errors import DataError, Preempted
 from grpo_rl.faults import fault_point, tell
 from grpo_rl.telemetry.metrics_file import read_metrics
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
+from grpo_rl.trainer.failures import scored
 from grpo_rl.trainer.metrics import Timer, batch_metrics, logged_advantages, rollout_metrics
 from grpo_rl.trainer.nonfinite import NonFiniteUpdates
 from grpo_rl.trainer.parts import Output, Roles, is_due, mix_seed
@@ -43,7 +44,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic = roles.critic
+        self.critic, self.recoveries = roles.critic, roles.recoveries
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -52,7 +53,7 @@ class SyncTrainer:
         self.trained_tokens = TrainedTokens(config.algorithm)
         data = config.data
         self.selection = Selection(config, train_data, roles.rewarder.factors)
-        self.saving = Saving(config, roles.actor, roles.critic, output)
+        self.saving = Saving(config, roles, output)
         self.store = self.saving.store
         rollout = config.actor_rollout_ref.rollout
         self.sampling = Sampling(
@@ -109,9 +110,9 @@ class SyncTrainer:
             finished = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
             rollouts = self.rollout.generate(prompts, n, self._step_sampling(), finished, greedy=greedy)
         with timer("reward"):
-            scored = self.rewarder.wait(rollouts)
+            rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
             return with_baselines(
-                penalize_overlong(scored, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+                penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
             )
 
     def _update(self, batch: Batch, timer: Timer) -> Metrics:
@@ -137,7 +138,6 @@ class SyncTrainer:
         except Preempted as request:
             raise self._saved(request) from None
         except Exception:
-            self.output.stop.finishing()
             self.saving.rescue()
             raise
         finally:
@@ -175,7 +175,11 @@ class SyncTrainer:
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
-        metrics = self.train_step()
+        try:
+            metrics = self.train_step()
+        except DataError:
+            self._keep_finished()
+            raise
         metrics["trainer/epoch"] = float(self.selection.epoch)
         metrics["timing_s/step"] = time.perf_counter() - started
         self._unlogged = metrics
@@ -186,16 +190,23 @@ class SyncTrainer:
         assert self._unlogged is not None
         trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
         last = self.step == self.total_steps or self.selection.exhausted
-        if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)):
+        is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
+        if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.evaluate()
         if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
             metrics |= self.save()
-        if self.saving.num_failed:
-            metrics["trainer/failed_saves"] = float(self.saving.num_failed)
+        metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
-        self._log(metrics)
+        self._log(metrics | self.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))
+
+    def _keep_finished(self) -> None:
+        """Save what was trained before a step for which the data cannot be used."""
+        assert self._before is not None
+        self.load_state_dict(self._before)
+        if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
+            self.save()
 
     def evaluate(self) -> Metrics:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
@@ -231,18 +242,16 @@ class SyncTrainer:
 
     def resume(self, checkpoint: Checkpoint | Path) -> None:
         """Go on from this checkpoint; one that is only a path is verified first."""
-        if isinstance(checkpoint, Path):
-            checkpoint = verify(checkpoint)
-        folder = checkpoint.folder
+        checkpoint = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint
         self.load_state_dict(checkpoint.state)
-        self.actor.load(folder)
+        self.actor.load(checkpoint.folder)
         if self.critic is not None:
-            self.critic.load(folder)
+            self.critic.load(checkpoint.folder)
         self.output.sinks.truncate_after(self.step)
         if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
-        self.output.console.info(f"resumed from {folder} at step {self.step}")
+        self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
         if self.step >= self.total_steps:
@@ -262,13 +271,8 @@ class SyncTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_rows"] != len(self.train_data):
-            raise CheckpointError(
-                f"the checkpoint was made with {state['num_rows']} training rows, data.train_files has {len(self.train_data)} now; "
-                "its position in the data means nothing there"
-            )
-        self.step = int(state["step"])
         self.selection.load_state_dict(state["sampler"])
+        self.step = int(state["step"])
         self.advantage.load_state_dict(state["advantage"])
         self.nonfinite.load_state_dict(state.get("nonfinite", {}))
         self._unlogged = state.get("unlogged")

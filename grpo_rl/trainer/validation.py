@@ -9,6 +9,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.rewards.metrics import validation_metrics
 from grpo_rl.roles import Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
+from grpo_rl.trainer.failures import scored
 from grpo_rl.trainer.progress import advancing
 from grpo_rl.types import Metrics, Rollout, Sampling
 
@@ -33,5 +34,5 @@ def validate(
     prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
     with console.progress("validating", len(prompts) * values.n, keep=False) as bar:
         rollouts = rollout.generate(prompts, values.n, sampling, advancing(bar, rewarder.submit))
-    rollouts = rewarder.wait(rollouts)
+    rollouts = scored(rewarder, rollouts, console.warn)
     return rollouts, validation_metrics(rollouts, values.n)

@@ -37,6 +37,7 @@ from grpo_rl.workers.policy import (
     step_optimizer,
 )
 from grpo_rl.workers.saving import Saving
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class OptimizerStep:
     """Weight of the entropy bonus, where it is steered from step to step."""
 
 
-class ActorWorker(Saving):
+class ActorWorker(Saving, Snapshots):
     """One FSDP2 rank of the actor group."""
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
@@ -89,6 +90,7 @@ class ActorWorker(Saving):
         self.optimizer = make_optimizer(self.policy, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.policy, self.optimizer, self.scheduler, rank.rank)
+        self.stepped_model = lambda: self.policy
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
         dtype = getattr(torch, sender.dtype) if sender.dtype else None
@@ -219,6 +221,7 @@ class ActorWorker(Saving):
     def next_bucket(self) -> WeightBucket | None:
         """The next piece of the weights, None after the last. A collective: all ranks call it together."""
         assert self._buckets is not None, "begin_weight_sync comes first"
+        fault_point("actor.weights.bucket", rank=self.rank.rank)
         return next(self._buckets, None)
 
     def sent_digests(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ from grpo_rl.workers.policy import (
     step_optimizer,
 )
 from grpo_rl.workers.saving import Saving
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class CriticSpec:
     optimizer_offload: bool = False
 
 
-class CriticWorker(Saving):
+class CriticWorker(Saving, Snapshots):
     """One FSDP2 rank of the critic group."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
@@ -62,6 +63,7 @@ class CriticWorker(Saving):
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
+        self.stepped_model = lambda: self.model
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,20 +155,22 @@ def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int) -> N
     assert not (run / "rollouts" / f"step_{steps + 1}.jsonl").exists()
 
 
-def assert_nothing_left(training: Training, seconds: float = ORPHANS_S) -> float:
-    """Within so many seconds no process, port, shared memory or temporary folder of the run is left; after how many it was."""
+def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> float:
+    """Within so many seconds no process, temporary folder, or port of these is left of the run; after how many it was."""
     assert training.sessions, "the run was never seen with a session"
     began = time.monotonic()
     left: list[str] = ["not looked yet"]
     while left and time.monotonic() < began + seconds:
         left = [line for session in training.sessions for line in leftovers(session)]
+        # A process that is ending shows no environment any more, and its sockets are still there for an instant.
+        left += [f"port {address}" for address, _ in ports & listening()]
         time.sleep(0.02)
     assert not left, f"left after {seconds:g} s: {left}"
     return time.monotonic() - began
 
 
 def leftovers(session: dict[str, Any]) -> Iterator[str]:
-    """What is there of a session. Its processes hold its ports and its shared memory: without them there are none."""
+    """Processes and folder of a session."""
     for pid in watch.processes(session["token"]):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -318,6 +318,7 @@ def test_old_logprobs_are_computed_for_weights_and_rejections_and_never_with_byp
         ([f"{C}.bypass_mode=true", f"{C}.rollout_is=token"], "bypass_mode=true"),
         ([f"{C}.bypass_mode=true", f"{P}.loss_mode=gpg"], "has no effect with"),
         ([f"{E}=gdpo", "reward.overlong_buffer.len=32"], "reward.overlong_buffer would have no effect"),
+        ([f"{E}=gdpo", "reward.on_failure=value", "reward.failure_value=0"], "reward.on_failure=value cannot stand for them"),
     ],
 )
 def test_corrections_without_effect_are_refused(words: list[str], said: str) -> None:

@@ -1,40 +1,43 @@
-"""The procedural tasks by name, and `task:NAME?option=value&option=value` as a source of rows."""
+"""Sources of rows that are no files: `task:NAME?option=value` for the procedural tasks, `reasoning_gym:NAME?...` for that package's."""
 
 from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from grpo_rl.data.tasks.arithmetic import Row, arithmetic
+from grpo_rl.data.tasks.countdown import countdown
+from grpo_rl.data.tasks.options import split_spec
+from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
+from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
 
-PREFIX = "task:"
+TASK_PREFIX = "task:"
+PREFIX = (TASK_PREFIX, GYM_PREFIX)
+"""What a name in data.train_files begins with when it is no file: for str.startswith."""
 
-TASKS: Registry[Callable[..., list[Row]]] = Registry("task")
+TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 TASKS.register("arithmetic")(arithmetic)
+TASKS.register("countdown")(countdown)
 
 
-def task_rows(spec: str) -> list[Row]:
-    """The rows that `task:NAME?option=value&...` stands for, in verl's format.
+def task_rows(spec: str) -> Sequence[Row]:
+    """The rows that `task:NAME?option=value&...` or `reasoning_gym:NAME?...` stands for, in verl's format.
 
-    Options have the types and defaults of the task function's signature. Raises ConfigError for an
-    unknown task or option, or a value of another type.
+    Options have the types and defaults of the task function's signature, or of the package's configuration. Raises
+    ConfigError for an unknown task or option, or a value of another type.
     """
-    name, _, query = spec.removeprefix(PREFIX).partition("?")
+    if spec.startswith(GYM_PREFIX):
+        return reasoning_gym_rows(spec)
+    name, texts = split_spec(spec, TASK_PREFIX)
     task = TASKS.get(name)
-    return task(**_options(name, task, query))
+    return task(**_typed(name, task, texts))
 
 
-def _options(name: str, task: Callable[..., list[Row]], query: str) -> dict[str, Any]:
-    texts: dict[str, str] = {}
-    for part in query.split("&") if query else []:
-        key, equals, text = part.partition("=")
-        if not equals or key in texts:
-            raise ConfigError(f"task {name!r}: {part!r} in {query!r} must be option=value, each option once, joined by &")
-        texts[key] = text
+def _typed(name: str, task: Callable[..., Sequence[Row]], texts: dict[str, str]) -> dict[str, Any]:
     TASKS.check_options(name, texts)
     kinds = typing.get_type_hints(task)
     known = inspect.signature(task).parameters

@@ -5,7 +5,9 @@ import pytest
 
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.compose import Component, RewardFunction
+from grpo_rl.rewards.calls import Component
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.failures import RewardFailure
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -31,6 +33,12 @@ def my_file(tmp_path):
         "def half(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return 0.5\n"
         "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1.0\n"
+        "def lengths(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):\n"
+        "    return [{'score': scale * len(text), 'truth': float(truth)} for text, truth in zip(solution_strs, ground_truths)]\n"
+        "def three(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [1.0] * 3\n"
+        "def no_list(data_sources, solution_strs, ground_truths, extra_infos):\n"
         "    return 1.0\n"
     )
     return path
@@ -138,10 +146,75 @@ def test_a_custom_function_is_refused_when_its_options_or_its_name_do_not_fit(my
         load(path=str(my_file), reward_kwargs={"bonsu": 1})
     with pytest.raises(ConfigError, match="has no function 'score'"):
         load(path=str(my_file), name="score")
-    with pytest.raises(ConfigError, match="is an async function"):
-        load(path=str(my_file), name="later")
     with pytest.raises(ConfigError, match="has no effect without"):
         load(reward_kwargs={"bonus": 1})
+
+
+def test_an_async_function_is_awaited(my_file):
+    assert from_functions(f"0.5*{my_file}:later").score(rollout()).reward == 0.5
+
+
+def test_options_reach_the_function_that_they_are_named_for(my_file):
+    functions = [f"{my_file}:compute_score", f"{my_file}:half"]
+    for name in ("compute_score", f"{my_file}:compute_score"):
+        config = RewardConfig(functions=functions, function_kwargs={name: {"bonus": 10}})
+        assert RewardFunction.from_config(config).score(rollout("abc", level=1)).reward == 13.5
+
+
+def test_a_batched_function_takes_and_returns_lists(my_file):
+    functions = [f"2*{my_file}:lengths", f"{my_file}:half"]
+    config = RewardConfig(functions=functions, batched=["lengths"], function_kwargs={"lengths": {"scale": 3}})
+    scored = RewardFunction.from_config(config).score(rollout("abcd", "7"))
+    assert scored.parts == {"lengths": 12.0, "lengths/truth": 7.0, "half": 0.5} and scored.reward == 24.5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("three", "3 results for 1 responses"), ("no_list", "returns a list of 1, and this is a float")],
+)
+def test_a_batched_function_that_returns_no_list_of_that_length_is_invalid(my_file, name, message):
+    function = RewardFunction.from_config(RewardConfig(functions=[f"{my_file}:{name}"], batched=[name]))
+    with pytest.raises(RewardFailure, match=message) as error:
+        function.score(rollout())
+    assert error.value.kind == "reward_invalid"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"function_kwargs": {"lengths": {"scale": 1}}},
+            r"reward\.function_kwargs: 'lengths' is not in the reward's sum; it has half",
+        ),
+        ({"batched": ["halve"]}, r"reward\.batched: 'halve' is not in the reward's sum; it has half"),
+        ({"batched": ["half"]}, "half' is called with data_sources, .*lists, as it is in reward.batched"),
+        ({"function_kwargs": {"half": {"bonus": 1}}}, "has no option bonus"),
+        ({"function_kwargs": {"half": {"solution_str": "1"}}}, "solution_str is given with every call"),
+        ({"function_kwargs": {"half": 3}}, "write its options by name"),
+    ],
+)
+def test_what_is_said_of_single_functions_is_checked_before_the_start(my_file, config, message):
+    config = RewardConfig(functions=[f"{my_file}:half"], **config)
+    with pytest.raises(ConfigError, match=message):
+        RewardFunction.from_config(config)
+
+
+def test_a_function_that_takes_lists_and_is_not_called_batched_is_refused_with_the_key(my_file):
+    with pytest.raises(ConfigError, match=r"one response; name it in reward\.batched"):
+        from_functions(f"{my_file}:lengths")
+
+
+def test_an_option_given_in_both_places_is_refused(my_file):
+    custom = CustomRewardConfig(path=str(my_file), reward_kwargs={"bonus": 1})
+    config = RewardConfig(custom_reward_function=custom, function_kwargs={"compute_score": {"bonus": 2}})
+    with pytest.raises(ConfigError, match=r"bonus is in custom_reward_function\.reward_kwargs and in function_kwargs"):
+        RewardFunction.from_config(config)
+
+
+def test_a_sum_that_overflows_is_no_reward():
+    components = [Component(name, 1e200, lambda **_: 1e200) for name in ("a", "b")]
+    with pytest.raises(RewardFailure, match=r"'a \+ b' .* the sum is inf"):
+        RewardFunction(components).score(rollout())
 
 
 def test_a_custom_function_beside_a_list_of_functions_is_refused(my_file):

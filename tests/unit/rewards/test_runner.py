@@ -1,104 +1,264 @@
-import threading
+"""Rewards in processes of their own: real processes, and functions that misbehave in every way we know."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from grpo_rl.config.schema import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.compose import Component, RewardFunction
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.pool import LOG_LIMIT
 from grpo_rl.rewards.runner import RewardRunner
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import GREEDY, Prompt, Rollout
+
+UNRULY = Path(__file__).with_name("unruly.py")
+TIMEOUT_S = 0.3
+GRACE_S = 0.5
 
 
-def rollout(uid, sample=0, text="", response_ids=(1,)):
-    return Rollout(Prompt(uid, (1,), "", "test"), sample, response_ids, (0.0,) * len(response_ids), "stop", 1, text=text)
+def rollout(uid, text="", sample=0, response_ids=(1,), **extra_info):
+    prompt = Prompt(uid, (1,), "", "test", None, extra_info)
+    return Rollout(prompt, sample, response_ids, (0.0,) * len(response_ids), "stop", 1, text=text)
 
 
-@pytest.fixture
-def make_runner():
-    runners = []
-
-    def make(function, num_workers=2, timeout_s=30.0):
-        runner = RewardRunner(RewardFunction([Component("mine", 2.0, function)]), num_workers, timeout_s)
-        runners.append(runner)
-        return runner
-
-    yield make
-    for runner in runners:
-        runner.close()
+def make_runner(*functions, log_folder=None, decode=None, **settings):
+    config = RewardConfig(functions=[f"{factor}*{UNRULY}:{name}" for factor, name in functions], **settings)
+    return RewardRunner(RewardFunction.from_config(config, decode), config, log_folder=log_folder)
 
 
-def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(make_runner):
-    runner = make_runner(lambda solution_str, **_: {"score": len(solution_str), "length": len(solution_str)})
-    rollouts = [rollout("a", i, "x" * i) for i in range(20)]
+@pytest.fixture(scope="module")
+def log_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def runner(log_folder):
+    """Two processes for all tests that do not need others; each leaves them as it found them, or replaced."""
+    runner = make_runner((2, "act"), timeout_s=TIMEOUT_S, num_workers=2, log_folder=log_folder, memory_limit_gb=1)
+    runner.check_started()
+    yield runner
+    runner.close()
+
+
+def is_alive(pid):
+    """Whether the process still runs a moment after it was killed, which takes the kernel some time."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if "zombie" in Path(f"/proc/{pid}/status").read_text():
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        os.sched_yield()
+    return True
+
+
+def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(runner):
+    rollouts = [rollout("a", f"score {i}", i) for i in range(20)]
     for item in rollouts[::2]:
         runner.submit(item)
     scored = runner.wait(rollouts)
     assert [item is other for item, other in zip(scored, rollouts, strict=True)] == [True] * 20
     assert [item.reward for item in scored] == [2.0 * i for i in range(20)]
-    assert [item.reward_parts for item in scored] == [{"mine": float(i), "mine/length": float(i)} for i in range(20)]
+    assert [item.reward_parts for item in scored] == [{"act": float(i)} for i in range(20)]
+    assert all(item.failure is None for item in scored)
 
 
-def test_scoring_starts_at_submission_and_not_at_wait(make_runner):
-    scored = threading.Event()
-    runner = make_runner(lambda **_: scored.set() or 1.0)
-    runner.submit(rollout("a"))
-    assert scored.wait(30)
+def test_scoring_starts_at_submission_in_several_processes_and_never_holds_up_the_caller(runner, tmp_path):
+    # Texts far larger than a pipe holds, while nobody reads; then each waits until the other is there.
+    busy = [rollout(uid, "loop") for uid in "ab"]
+    both = [rollout(uid, f"meet {tmp_path} 2 " + " " * 2**20) for uid in "cd"]
+    started = time.perf_counter()
+    for item in [*busy, *both]:
+        runner.submit(item)
+    assert time.perf_counter() - started < TIMEOUT_S / 2
+    assert [item.reward for item in runner.wait([*busy, *both])] == [None, None, 2.0, 2.0]
 
 
-def test_a_rollout_submitted_twice_is_scored_once_and_a_new_response_of_it_anew(make_runner):
-    calls = []
-    release = threading.Event()
-
-    def function(solution_str, **_):
-        release.wait(30)
-        calls.append(solution_str)
-        return 1.0
-
-    runner = make_runner(function)
-    first, other = rollout("a", text="first"), rollout("a", text="other", response_ids=(2, 3))
+def test_a_new_response_to_the_same_prompt_is_scored_anew(runner):
+    first, other = rollout("a", "score 1"), rollout("a", "score 2", response_ids=(2, 3))
     runner.submit(first)
     runner.submit(first)
-    release.set()
-    runner.wait([first])
-    assert calls == ["first"]
-    runner.submit(first)
-    runner.wait([other])
-    assert "other" in calls
+    assert runner.wait([other])[0].reward == 4.0
 
 
-def test_two_rewards_run_at_the_same_time(make_runner):
-    together = threading.Barrier(2)
-    runner = make_runner(lambda **_: float(together.wait(30) >= 0))
-    assert [item.reward for item in runner.wait([rollout("a"), rollout("b")])] == [2.0, 2.0]
+FAILURES = [
+    ("loop", "reward_timeout", r"took longer than reward\.timeout_s=0\.3"),
+    ("lock", "reward_timeout", "took longer"),
+    ("segfault", "reward_error", "died of SIGSEGV"),
+    ("os-exit 3", "reward_error", "exited with code 3"),
+    ("os-exit 0", "reward_error", "exited with code 0"),
+    ("exit 5", "reward_error", "SystemExit: 5"),
+    ("raise", "reward_error", "ZeroDivisionError: division by zero"),
+    ("recurse", "reward_error", "RecursionError"),
+    ("allocate", "reward_error", "MemoryError"),
+    ("close-all", "reward_error", "closed its channel|exited with code|died of"),
+    ("nan", "reward_invalid", "score is nan"),
+    ("none", "reward_invalid", r"score is None \(NoneType\)"),
+    ("text", "reward_invalid", r"score is '1' \(str\)"),
+    ("huge", "reward_invalid", "score is inf"),
+    ("slippery", "reward_invalid", "cannot be read: RuntimeError: no"),
+    ("no-score", "reward_invalid", "has no 'score', it has acc"),
+    ("steps", "reward_invalid", "object is no plain data"),
+    ("deep", "reward_invalid", "nested too deep"),
+]
 
 
-def test_a_failing_reward_ends_the_wait_with_function_prompt_and_sample(make_runner):
-    def function(solution_str, **_):
-        return 1 / len(solution_str)
-
-    runner = make_runner(function)
-    with pytest.raises(RewardError, match=r"'mine' for prompt b, sample 3: ZeroDivisionError"):
-        runner.wait([rollout("a", 0, "x"), rollout("b", 3, "")])
-
-
-def test_a_reward_that_overruns_ends_the_wait_even_when_another_rollout_is_waited_for(make_runner):
-    stuck = threading.Event()
-
-    def function(solution_str, **_):
-        if solution_str == "stuck":
-            stuck.wait(60)
-        return 1.0
-
-    runner = make_runner(function, num_workers=1, timeout_s=0.2)
-    try:
-        runner.submit(rollout("b", 5, "stuck"))
-        with pytest.raises(RewardError, match=r"'mine' for prompt b, sample 5 took longer than reward\.timeout_s=0\.2"):
-            runner.wait([rollout("a", 0, "fine")])
-    finally:
-        stuck.set()
+@pytest.mark.parametrize(("deed", "kind", "cause"), FAILURES)
+def test_a_failure_has_its_kind_and_cause_within_the_deadline_and_its_neighbours_have_their_scores(runner, deed, kind, cause):
+    rollouts = [rollout("a", "score 1"), rollout("b", deed, 3), rollout("c", "score 2"), rollout("d", "score 3")]
+    runner.check_started()
+    started = time.perf_counter()
+    runner.wait(rollouts)
+    # A process that broke another way is replaced before the one after it is scored, which takes its time.
+    elapsed = time.perf_counter() - started
+    assert elapsed < 2 * (TIMEOUT_S + GRACE_S) + 1.0
+    assert [item.reward for item in rollouts] == [2.0, None, 4.0, 6.0]
+    assert (rollouts[1].failure, rollouts[1].reward_parts) == (kind, {})
+    assert re.search(rf"reward 'act' for prompt b, sample 3: .*({cause})", rollouts[1].failure_cause, re.DOTALL)
 
 
-def test_a_closed_runner_takes_no_more_rollouts(make_runner):
-    runner = make_runner(lambda **_: 1.0)
+def test_the_deadline_of_one_is_kept_by_itself(runner):
+    runner.wait([rollout(str(i), "score 1") for i in range(4)])
+    hanging, fine = rollout("a", "loop"), rollout("b", "score 1")
+    started = time.perf_counter()
+    runner.wait([hanging, fine])
+    assert TIMEOUT_S <= time.perf_counter() - started < TIMEOUT_S + GRACE_S
+
+
+def test_all_that_a_killed_reward_had_started_is_killed_with_it(runner, tmp_path):
+    file = tmp_path / "pids"
+    runner.wait([rollout("a", f"fork {file}"), rollout("b", "score 1")])
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert len(pids) == 3 and not any(map(is_alive, pids))
+
+
+def test_what_a_process_that_ends_by_itself_leaves_behind_is_killed(runner, tmp_path):
+    file = tmp_path / "pid"
+    runner.wait([rollout("a", f"leave {file}"), rollout("b", "score 1")])
+    assert not is_alive(int(file.read_text()))
+
+
+def test_a_fork_that_returns_from_the_function_answers_nothing(runner):
+    rollouts = [rollout(str(i), "return-from-fork") for i in range(4)]
+    assert [item.reward for item in runner.wait(rollouts)] == [2.0] * 4
+
+
+def test_a_process_that_an_earlier_response_has_spoiled_costs_the_next_one_nothing(runner):
+    runner.wait([rollout("a", "score 1"), rollout("b", "score 1")])
+    before = set(runner.pids.values())
+    assert [item.reward for item in runner.wait([rollout(str(i), "spoil") for i in range(2)])] == [2.0, 2.0]
+    later = [rollout(str(i), "rest") for i in range(10)]
+    assert [item.reward for item in runner.wait(later)] == [2.0] * 10
+    assert set(runner.pids.values()) != before
+
+
+def test_what_functions_print_is_in_the_log_as_far_as_it_has_room_and_not_on_the_screen(runner, log_folder, capfd):
+    assert runner.wait([rollout("a", "print"), rollout("b", "score 1")])[0].reward == 2.0
+    sizes = sorted(path.stat().st_size for path in log_folder.iterdir())
+    assert LOG_LIMIT < sizes[-1] < LOG_LIMIT + 1000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_data_that_cannot_be_sent_is_a_failure_of_its_rollout(runner):
+    rollouts = [rollout("a", "score 1"), rollout("b", "score 1", image=object())]
+    runner.wait(rollouts)
+    assert rollouts[0].reward == 2.0
+    assert rollouts[1].failure == "reward_error" and "object is no plain data" in rollouts[1].failure_cause
+
+
+def test_when_all_rewards_fail_the_run_stops_with_counts_and_causes(runner):
+    greedy = rollout("b", "score 1", GREEDY)
+    with pytest.raises(
+        RewardError, match=r"no response has a reward: 3 of 4 .*\(2 reward_error, 1 reward_invalid\), first: .*Zero"
+    ):
+        runner.wait([rollout("a", "raise"), rollout("a", "raise", 1), rollout("b", "nan"), greedy])
+
+
+def test_the_processes_load_no_torch_and_stay_small(runner):
+    for pid in runner.pids.values():
+        mapped, status = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/status").read_text()
+        assert "torch" not in mapped
+        assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 512 * 1024
+    program = "import grpo_rl.rewards.pool_worker, sys; print({'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_async_and_batched_functions_and_fixed_values_for_failures_and_nobody_left_at_the_end():
+    functions = [(1, "act_later"), (10, "act_on_all")]
+    settings = {"batched": ["act_on_all"], "function_kwargs": {"act_on_all": {"plus": 5.0}}}
+    runner = make_runner(*functions, num_workers=1, on_failure="value", failure_value=-3.0, **settings)
+    rollouts = [rollout("a", "score 1"), rollout("b", "raise"), rollout("c", "none"), rollout("d", "score 2")]
+    # Submitted in another order than they are waited for: lists are in the order of the latter.
+    for item in reversed(rollouts):
+        runner.submit(item)
+    runner.wait(rollouts)
+    assert [item.reward for item in rollouts] == [1.0 + 10 * 5.0, -3.0, -3.0, 2.0 + 10 * 8.0]
+    assert [item.failure for item in rollouts] == [None, "reward_error", "reward_invalid", None]
+    assert rollouts[3].reward_parts == {"act_later": 2.0, "act_on_all": 8.0}
+    for text, cause in (("short", "1 results for 2 responses"), ("crash", "exited with code 4")):
+        with pytest.raises(RewardError, match=cause):
+            runner.wait([rollout("a", "score 1"), rollout("b", text)])
+    pids = dict(runner.pids)
     runner.close()
+    assert len(pids) == 1 and not any(map(is_alive, pids.values()))
     with pytest.raises(RuntimeError, match="closed"):
         runner.submit(rollout("a"))
+
+
+def test_steps_come_back_on_tokens_and_a_response_without_any_is_invalid_where_they_are_read():
+    def decode(token_ids):
+        return "".join(["two-", "ste", "ps"][token] for token in token_ids)
+
+    runner = make_runner((0.5, "act"), num_workers=1, decode=decode)
+    rollouts = [rollout("a", "two-steps", response_ids=(0, 1, 2)), rollout("b", "score 1", response_ids=(0,))]
+    runner.wait(rollouts)
+    runner.close()
+    assert (rollouts[0].reward, rollouts[0].steps) == (0.5, ((0, 0.5), (2, 0.25)))
+    assert rollouts[1].failure == "reward_invalid" and "returned no 'steps'" in rollouts[1].failure_cause
+
+
+def test_a_failure_stops_the_run_where_it_shall_even_while_others_hang():
+    runner = make_runner((1, "act"), num_workers=1, on_failure="stop", timeout_s=20)
+    with pytest.raises(RewardError, match=r"1 of 2 rewards failed \(1 reward_invalid\).*prompt b.*reward\.on_failure=stop"):
+        runner.wait([rollout("a", "score 1"), rollout("b", "none")])
+    runner.submit(rollout("c", "loop"))
+    started = time.perf_counter()
+    runner.close()
+    assert time.perf_counter() - started < 2.0
+    assert not any(map(is_alive, runner.pids.values()))
+
+
+def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monkeypatch):
+    path = tmp_path / "once.py"
+    path.write_text("import os\nif os.environ.get('BROKEN'): raise KeyError('a setting')\ndef score(**_):\n    return 1.0\n")
+    config = RewardConfig(functions=[f"{path}:score"], num_workers=1)
+    function = RewardFunction.from_config(config)
+    monkeypatch.setenv("BROKEN", "1")
+    runner = RewardRunner(function, config)
+    try:
+        with pytest.raises(RewardError, match=r"cannot start .*once\.py failed: KeyError: 'a setting'"):
+            runner.wait([rollout("a")])
+    finally:
+        runner.close()
+
+
+def test_no_process_outlives_a_run_that_is_killed(tmp_path):
+    program = f"""
+import os, signal
+from grpo_rl.config.schema import RewardConfig
+from grpo_rl.rewards.pool import OutputLog, Worker, setup_of
+worker = Worker(setup_of(RewardConfig(functions=['{UNRULY}:act']), []), OutputLog(None))
+assert worker.start_up() is None
+print(worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert not is_alive(int(done.stdout))

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
 from grpo_rl.rewards.metrics import majority, validation_metrics
+from grpo_rl.telemetry.step_line import validation_keys
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -29,7 +32,7 @@ def test_data_sources_are_reported_apart():
     metrics = validation_metrics([rollout("a", 1.0, "x"), rollout("b", 0.0, "y")], n=1)
     assert (metrics["val/x/mean@1"], metrics["val/y/mean@1"]) == (1.0, 0.0)
     assert set(metrics) == {
-        f"val/{s}/{key}" for s in "xy" for key in ("mean@1", "best@1", "maj@1", "reward", "response_length")
+        f"val/{s}/{key}" for s in "xy" for key in ("mean@1", "best@1", "maj@1", "reward", "reward_failures", "response_length")
     }
 
 
@@ -64,3 +67,20 @@ def test_a_prompt_with_another_number_of_responses_or_without_reward_is_refused(
         validation_metrics([rollout("a", 1.0)], n=2)
     with pytest.raises(ValueError, match="has no reward"):
         validation_metrics([rollout("a", None)], n=1)
+
+
+def test_a_failed_reward_counts_as_0_whatever_it_was_given_and_is_counted():
+    failed = dataclasses.replace(rollout("a", None), failure="reward_timeout")
+    valued = dataclasses.replace(rollout("b", 5.0), failure="reward_error")
+    metrics = validation_metrics([rollout("a", 1.0), failed, valued, rollout("b", 1.0)], n=2)
+    assert (metrics["val/s/mean@2"], metrics["val/s/reward"], metrics["val/s/reward_failures"]) == (0.5, 0.5, 2.0)
+    assert metrics["val/s/best@2"] == 1.0
+
+
+def test_every_function_has_a_mean_of_its_own():
+    parts = {"rule": 1.0, "rule/acc": 1.0, "acc": 1.0, "rule/answer": 7.0, "answer": 7.0, "format": 0.5}
+    failed = dataclasses.replace(rollout("b", None, "x/y"), failure="reward_timeout")
+    metrics = validation_metrics([rollout("a", 1.1, "x/y", **parts), failed], n=1)
+    assert (metrics["val/x/y/rule/mean@1"], metrics["val/x/y/format/mean@1"]) == (0.5, 0.25)
+    assert [key for key in metrics if "/mean@" in key] == [f"val/x/y/{name}mean@1" for name in ("rule/", "format/", "")]
+    assert validation_keys(metrics) == ["val/x/y/mean@1"]

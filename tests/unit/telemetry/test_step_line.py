@@ -61,3 +61,21 @@ def test_a_source_may_hold_slashes_and_other_validation_metrics_are_not_mixed_in
 
 def test_a_step_without_validation_has_no_score() -> None:
     assert step_line.validation_score({"reward/mean": 1.0}) is None
+
+
+def test_components_and_failed_scores_follow_where_there_are_some() -> None:
+    plain = "".join(
+        cell.text
+        for cell in step_line.line(1, 9, {"reward/mean": 0.5, "reward/auto": 0.5, "reward/auto/acc": 0.5, "reward/acc": 0.5})
+    )
+    assert len(plain) == 111
+    rich = {
+        "reward/mean": 0.6,
+        "reward/auto": 0.5,
+        "reward/format": 1.0,
+        "reward/timeouts": 2.0,
+        "reward/errors": 1.0,
+        "reward/dropped": 3.0,
+    }
+    text = "".join(cell.text for cell in step_line.line(1, 9, rich))
+    assert text[111:] == "  |  auto  0.500  format  1.000  3 scores failed"

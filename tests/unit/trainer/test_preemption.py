@@ -111,13 +111,13 @@ def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(mak
 
 def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(make):  # noqa: F811
     config = make_config(save_freq=1, val_before_train=False)
-    trainer, _ = make(config, total_steps=2, with_val=False)
+    trainer, _ = make(config, total_steps=2)
     trainer.fit()
     expected = learnt(trainer)
     # As when the process was killed between the two.
     lines = trainer.output.run_dir.metrics_file.read_text().splitlines(keepends=True)
     trainer.output.run_dir.metrics_file.write_text(lines[0])
-    resumed, policy = make(config, total_steps=2, with_val=False)
+    resumed, policy = make(config, total_steps=2)
     resumed.resume(trainer.store.folder / "step_2")
     resumed.fit()
     assert learnt(resumed) == expected and policy.calls == ["load"]

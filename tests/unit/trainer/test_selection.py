@@ -34,12 +34,14 @@ def config_of(groups: Mapping[str, Any] | None = None, **data: Any) -> Config:
     )
 
 
-def answers(scores: Mapping[int, Sequence[float]]) -> Callable[[list[Prompt]], list[Rollout]]:
-    """A policy whose responses to a row have these scores."""
+def answers(scores: Mapping[int, Sequence[float | None]]) -> Callable[[list[Prompt]], list[Rollout]]:
+    """A policy whose responses to a row have these scores; None is a reward that failed."""
 
     def sample(prompts: list[Prompt]) -> list[Rollout]:
         return [
             Rollout(prompt, number, (2,), (-0.5,), "stop", 0, reward=score, reward_parts={"auto": score})
+            if score is not None
+            else Rollout(prompt, number, (2,), (-0.5,), "stop", 0, failure="reward_timeout")
             for prompt in prompts
             for number, score in enumerate(scores[int(prompt.uid.rpartition("r")[2])])
         ]
@@ -54,6 +56,26 @@ def uids(rollouts: Sequence[Rollout]) -> list[str]:
 def test_without_a_filter_every_group_is_trained(data):
     selected = Selection(config_of(), data, FACTORS).next(answers({0: SOLVED, 1: FAILED}))
     assert uids(selected.trained) == ["e0-r0", "e0-r1"] and selected.metrics == {}
+
+
+def test_rollouts_whose_reward_failed_are_sampled_and_not_trained(data):
+    selected = Selection(config_of(), data, FACTORS).next(answers({0: [1.0, None, 0.0], 1: [None, None, None]}))
+    assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0]
+    assert [rollout.reward for rollout in selected.sampled] == [1.0, None, 0.0, None, None, None]
+
+
+def test_a_group_that_failed_or_lost_its_signal_is_replaced_like_one_that_never_had_one(data):
+    sample = answers({0: [1.0, None], 1: [None, None], 2: [1.0, 0.0, None], 3: MIXED})
+    selected = Selection(config_of({}), data, FACTORS).next(sample)
+    assert uids(selected.trained) == ["e0-r2", "e0-r3"]
+    assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0, 1.0, 0.0]
+    assert selected.metrics == {"filter_groups/num_gen_batches": 2.0, "filter_groups/kept_fraction": 0.5}
+
+
+def test_the_pass_rate_of_a_prompt_is_that_of_the_rewards_it_got(data):
+    selection = Selection(config_of(retire_above=1.0), data, FACTORS)
+    selection.next(answers({0: [1.0, None], 1: [None, None]}))
+    assert selection.pass_rates is not None and selection.pass_rates.is_retired(0) and not selection.pass_rates.is_retired(1)
 
 
 def test_groups_without_signal_are_replaced_by_those_of_further_prompts(data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -28,8 +29,44 @@ def test_rewards_their_parts_and_cut_off_responses_are_averaged():
             "response_length/clip_ratio": 2 / 3,
             "reward/right": 0.5,
             "reward/form": 0.5,
+            # Distances 1/2, 1/2 and 0 from the mean, all three counted.
+            "reward/std": (1 / 6) ** 0.5,
+            "reward/right/std": (1 / 6) ** 0.5,
+            "reward/form/std": 0.0,
+            "reward/timeouts": 0.0,
+            "reward/errors": 0.0,
+            "reward/invalid": 0.0,
+            "reward/dropped": 0.0,
         }
     )
+
+
+def failed(kind: str, reward: float | None = None) -> Rollout:
+    return dataclasses.replace(rollout(reward), failure=kind, failure_cause="because")
+
+
+def test_failed_rewards_are_counted_by_kind_and_are_in_no_mean():
+    rollouts = [
+        rollout(1.0),
+        failed("reward_timeout"),
+        failed("reward_timeout"),
+        failed("reward_error"),
+        failed("reward_invalid"),
+    ]
+    metrics = rollout_metrics([*rollouts, failed("baseline_failed", 0.5)])
+    assert metrics["reward/mean"] == 0.75
+    counts = {name: metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "dropped", "failed_baselines")}
+    assert counts == {"timeouts": 2.0, "errors": 1.0, "invalid": 1.0, "dropped": 5.0, "failed_baselines": 1.0}
+
+
+def test_a_failed_reward_with_a_fixed_value_is_counted_and_not_dropped():
+    metrics = rollout_metrics([rollout(1.0), failed("reward_error", reward=-1.0)])
+    assert (metrics["reward/mean"], metrics["reward/errors"], metrics["reward/dropped"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_step_in_which_all_that_was_sampled_is_dropped_has_its_counts():
+    metrics = rollout_metrics([failed("reward_error")])
+    assert metrics["reward/dropped"] == 1.0 and "reward/mean" not in metrics
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runner import RewardRunner
@@ -92,6 +92,9 @@ class Policy:
     def save_bytes(self) -> int:
         return 1
 
+    def committed(self, folder: Path) -> None:
+        assert (folder / "version").read_text() == str(self.version), "the checkpoint is in its place"
+
     def load(self, folder: Path) -> None:
         self.calls.append("load")
         self.version = int((folder / "version").read_text())
@@ -133,6 +136,9 @@ class Critic:
     def save_bytes(self) -> int:
         return 1
 
+    def committed(self, folder: Path) -> None:
+        pass
+
     def load(self, folder: Path) -> None:
         self.calls = ["loaded"] * int((folder / "critic" / "calls").read_text())
 
@@ -158,7 +164,7 @@ def dataset(name: str) -> PromptDataset:
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
-    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), 1, 10.0)
+    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), RewardConfig(num_workers=1))
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
     def trainer(
@@ -299,9 +305,31 @@ def test_a_checkpoint_of_other_training_data_is_refused(make):
     trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
     other, policy = make(make_config(), total_steps=2, with_val=False, rows=8)
-    with pytest.raises(CheckpointError, match=r"made with 6 training rows, data\.train_files has 8 now"):
+    with pytest.raises(
+        CheckpointError, match=r"training data have changed since the checkpoint: .*rows was 6, now 8.*allow_change"
+    ):
         other.resume(trainer.store.folder / "step_1")
     assert policy.calls == []
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_and_what_was_trained_before_is_saved(make):
+    trainer, policy = make(make_config(save_freq=10), total_steps=3, with_val=False)
+    sampler = trainer.selection.sampler
+    draw, positions = sampler.next_batch, []
+
+    def next_batch():
+        positions.append(sampler.position())
+        batch = draw()
+        if len(positions) == 3:
+            raise DataError("train.jsonl, line 7: broken JSON")
+        return batch
+
+    sampler.next_batch = next_batch
+    with pytest.raises(DataError, match="line 7"):
+        trainer.fit()
+    assert trainer.store.steps() == [2] and policy.version == 2
+    # The row comes again: the two batches before it are all that was drawn.
+    assert sampler.position() == positions[2]
 
 
 GAE = AlgorithmConfig(adv_estimator="gae", adv_options={"whiten": False})

@@ -1,0 +1,77 @@
+"""`python -m grpo_rl.data.prepare gsm8k|math|countdown --from FILE --to FOLDER`: original files to verl's row format."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_rl.data.prepare.formats import FORMATS, Row
+from grpo_rl.data.prepare.original import read_original
+from grpo_rl.data.prepare.write import SUFFIXES, write_rows
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when the file is written, 2 for wrong options, 3 for rows that cannot be read; then nothing is written."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(prepare(arguments))
+    except GrpoRlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def prepare(arguments: argparse.Namespace) -> str:
+    """The file written, and what was written in words."""
+    original = FORMATS[arguments.format]
+    target = Path(arguments.to).expanduser() / f"{arguments.split}{SUFFIXES[arguments.type]}"
+    if target.exists() and not arguments.overwrite:
+        raise ConfigError(f"--to: {target} is there already; give --overwrite to replace it, or another --split or --to")
+    rows: list[Row] = []
+    for place, record in read_original([Path(name).expanduser() for name in arguments.source]):
+        if arguments.limit is not None and len(rows) >= arguments.limit:
+            break
+        try:
+            rows.append(original(record, arguments.split, len(rows)))
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from error
+    if not rows:
+        raise DataError(f"{', '.join(arguments.source)}: there are no rows")
+    write_rows(target, rows)
+    longest = max(len(row["prompt"][-1]["content"]) for row in rows)
+    return f"{target}: {len(rows)} rows of {arguments.format}, split {arguments.split}, longest prompt {longest} characters"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_rl.data.prepare", description="Writes a data set's original files in verl's row format."
+    )
+    parser.add_argument("format", choices=sorted(FORMATS), help="what the original files hold")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files (.jsonl, .json, .parquet), or folders of them; math: also one JSON file per problem, as in the original archive",
+    )
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="where SPLIT.parquet or SPLIT.jsonl is written")
+    parser.add_argument("--split", default="train", help="name of the file, and of the split in extra_info (train)")
+    parser.add_argument("--type", choices=sorted(SUFFIXES), default="parquet", help="kind of file (parquet)")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N rows only")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

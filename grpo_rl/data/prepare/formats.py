@@ -1,0 +1,108 @@
+"""The rows of GSM8K, MATH and countdown in verl's format, worded as verl's and TinyZero's own preparation words them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+COUNTDOWN_PROMPT = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations (+, -, *, /) "
+    "and each number can only be used once. Show your work in <think> </think> tags. And return the final answer in "
+    "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+)
+
+
+def gsm8k(record: Record, split: str, index: int) -> Row:
+    """A row of GSM8K from {question, answer}; the ground truth is what follows `####`, without commas.
+
+    Raises ValueError for a record without these, or an answer without its number.
+    """
+    question, answer = _text(record, "question"), _text(record, "answer")
+    _, marker, final = answer.rpartition("#### ")
+    truth = final.strip().replace(",", "")
+    if not marker or not truth.removeprefix("-").replace(".", "", 1).isdigit():
+        raise ValueError(f"the answer does not end with '#### NUMBER': {_shown(answer[-40:])}")
+    return _row(
+        "openai/gsm8k",
+        f"{question} {GSM8K_INSTRUCTION}",
+        truth,
+        {"split": split, "index": index, "answer": answer, "question": question},
+    )
+
+
+def math(record: Record, split: str, index: int) -> Row:
+    r"""A row of MATH from {problem, solution, level, type}; the ground truth is in the solution's last \boxed.
+
+    Raises ValueError for a record without problem or solution, or a solution without a complete box.
+    """
+    problem, solution = _text(record, "problem"), _text(record, "solution")
+    truth = last_boxed(solution)
+    if truth is None:
+        raise ValueError(f"the solution has no complete \\boxed{{...}}: {_shown(solution[-60:])}")
+    row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
+    return row | {key: _text(record, key) for key in ("level", "type") if key in record}
+
+
+def countdown(record: Record, split: str, index: int) -> Row:
+    """A row of countdown from {target, nums}, TinyZero's columns; the ground truth is {target, numbers}.
+
+    Raises ValueError for a record without them, or where they are no whole numbers.
+    """
+    numbers = record.get("nums", record.get("numbers"))
+    target = record.get("target")
+    if not isinstance(numbers, list) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
+        raise ValueError(f"nums must be a list of whole numbers, two at least; found {_shown(numbers)}")
+    if type(target) is not int:
+        raise ValueError(f"target must be a whole number; found {_shown(target)}")
+    content = COUNTDOWN_PROMPT.format(numbers=numbers, target=target)
+    return _row("countdown", content, {"target": target, "numbers": numbers}, {"split": split, "index": index})
+
+
+FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math, "countdown": countdown}
+
+
+def last_boxed(solution: str) -> str | None:
+    r"""What the last \boxed{...} or \fbox{...} holds, braces balanced, or what follows `\boxed ` up to a $; None for neither."""
+    start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = solution[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if rest.startswith(" "):
+        return rest[1:].partition("$")[0].strip() or None
+    if not rest.startswith("{"):
+        return None
+    depth = 0
+    for place, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:place]
+    return None
+
+
+def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any]) -> Row:
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra_info,
+    }
+
+
+def _text(record: Record, key: str) -> str:
+    if key not in record:
+        raise ValueError(f"there is no {key!r}; the record has {', '.join(sorted(map(str, record))) or 'nothing'}")
+    value = record[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key!r} must be text; found {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,99 @@
+"""From a checked row to tokens: system prompt, chat template, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.schema import DataConfig
+from grpo_rl.data.rows import Example, Message
+from grpo_rl.data.source import BadRow
+from grpo_rl.errors import ConfigError, DataError
+
+SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+TOKENIZED_AT_ONCE = 1024
+
+
+class Renderer:
+    """Turns rows into the text and the tokens that the model sees, as `data` of the configuration says."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt, self.prompt_key = config.system_prompt, config.prompt_key
+        self.options = dict(config.apply_chat_template_kwargs)
+        taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
+        if taken:
+            raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(taken)} is set by the program")
+        if config.chat_template is not None:
+            self.options["chat_template"] = template_text(config.chat_template)
+
+    def render(self, row: Example, where: str) -> str:
+        """The prompt as text. Raises BadRow for messages that the template refuses, DataError where there is no template."""
+        if isinstance(row.prompt, str):
+            if self.system_prompt is not None:
+                raise BadRow(
+                    f"{where}: column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
+                    "expected a list of {role, content} messages"
+                )
+            return row.prompt
+        if self.options.get("chat_template") is None and getattr(self.tokenizer, "chat_template", None) is None:
+            raise DataError(
+                f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
+                f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
+            )
+        return self._apply(self._with_system(row.prompt), where)
+
+    def messages(self, row: Example) -> tuple[Message, ...] | None:
+        """The chat messages that the row's text is rendered from; None for a plain string."""
+        return None if isinstance(row.prompt, str) else tuple(self._with_system(row.prompt))
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        if self.system_prompt is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _apply(self, messages: list[Message], where: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRow(f"{where}: the chat template refuses the messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def tokenize(self, rows: Sequence[Example], texts: Sequence[str]) -> list[list[int]]:
+        """Token ids per row; a rendered template brings its own special tokens, a plain string gets the tokenizer's."""
+        ids: list[list[int]] = [[] for _ in texts]
+        for is_plain in (False, True):
+            chosen = [index for index, row in enumerate(rows) if isinstance(row.prompt, str) == is_plain]
+            for start in range(0, len(chosen), TOKENIZED_AT_ONCE):
+                some = chosen[start : start + TOKENIZED_AT_ONCE]
+                encoded = self.tokenizer([texts[index] for index in some], add_special_tokens=is_plain)["input_ids"]
+                for index, token_ids in zip(some, encoded, strict=True):
+                    ids[index] = token_ids
+        return ids
+
+
+def template_text(given: str) -> str:
+    """The template that `data.chat_template` gives: itself where it has Jinja's braces, else what the file of that name holds."""
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template={given}: neither a Jinja template ({{{{ ... }}}}) nor a readable file: {error}"
+        ) from error
+
+
+def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
+    """`limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
+    if side == "left":
+        return token_ids[-limit:]
+    if side == "right":
+        return token_ids[:limit]
+    head = limit // 2
+    return token_ids[:head] + token_ids[head - limit :]

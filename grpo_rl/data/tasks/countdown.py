@@ -1,0 +1,191 @@
+"""Procedural countdown: reach a target from given numbers with + - * /; every problem has a solution."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from grpo_rl.data.tasks.lazy import LazyRows, Row
+from grpo_rl.errors import ConfigError
+
+Template = Literal["tags", "short"]
+Number = int | Fraction
+
+VALIDATION_SHARE = 5
+"""One set of numbers in so many belongs to the validation split."""
+TRIES = 10_000
+"""Problems that are drawn for one row before the options are said to leave none."""
+FEWEST, MOST = 2, 6
+PROMPTS = {
+    "tags": (
+        "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+        "(+, -, *, /) and each number exactly once. Show your work in <think> </think> tags, and return the final "
+        "expression in <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
+    ),
+    "short": "{numbers} -> {target}",
+}
+"""Wording of the prompt: `tags` for a model that knows English, `short` (such as `3 25 7 -> 46`) for a small one."""
+
+
+class Solved(NamedTuple):
+    """A problem with one of its solutions."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+
+class Part(NamedTuple):
+    """An expression with its exact value; `binds` is 1 for a sum or difference, 2 for a product or quotient, 3 for a number."""
+
+    text: str
+    value: Number
+    binds: int
+
+
+def countdown(
+    *,
+    num_rows: int = 8192,
+    num_numbers: str = "3,4",
+    min_number: int = 1,
+    max_number: int = 99,
+    min_target: int = 10,
+    max_target: int = 100,
+    operations: str = "+-*/",
+    whole_steps: bool = False,
+    template: Template = "tags",
+    split: Literal["train", "val"] = "train",
+    seed: int = 0,
+) -> LazyRows:
+    """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
+
+    The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to
+    100. A problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out
+    solutions with a fraction on the way. The splits share no set of numbers. Row i is drawn from (seed, i), so a
+    longer data set begins with the shorter one. Raises ConfigError for options out of range, and where they leave
+    no problem.
+    """
+    counts = _counts(num_numbers)
+    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split)
+
+    def make(index: int) -> Row:
+        rng = random.Random(f"countdown:{seed}:{index}")
+        for _ in range(TRIES):
+            numbers = tuple(rng.randint(min_number, max_number) for _ in range(rng.choice(counts)))
+            if split_of(numbers) != split:
+                continue
+            solution = _solution(rng, numbers, operations, whole_steps)
+            if solution is not None and min_target <= solution.value <= max_target:
+                return to_row(Solved(numbers, int(solution.value), solution.text), template, split, index)
+        raise ConfigError(
+            f"task countdown: {TRIES} problems were drawn for row {index}, and none has a target from {min_target} to "
+            f"{max_target} in split={split}; widen the targets, or allow more numbers or operations"
+        )
+
+    # Options that leave no problem are found here, before anything starts.
+    make(0)
+    return LazyRows(num_rows, make)
+
+
+def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
+    """The problem in verl's row format. The ground truth is TinyZero's: target and numbers, no solution."""
+    separator = " " if template == "short" else ", "
+    content = PROMPTS[template].format(numbers=separator.join(map(str, problem.numbers)), target=problem.target)
+    thoughts = "" if template == "short" else "<think></think>\n"
+    return {
+        "data_source": "countdown",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": problem.target, "numbers": list(problem.numbers)}},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "level": len(problem.numbers),
+            "demonstration": f"{thoughts}<answer>{problem.solution}</answer>",
+        },
+    }
+
+
+def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
+    """The split that these numbers belong to, in whatever order, by their hash."""
+    digest = hashlib.sha256(" ".join(map(str, sorted(numbers))).encode()).digest()
+    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+
+
+def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Part | None:
+    """An expression of all the numbers with a whole value; None where the draw has none."""
+    parts: list[Part] | None = [Part(str(number), number, 3) for number in numbers]
+    while parts is not None and len(parts) > 1:
+        parts = _join(rng, parts, operations, whole_steps)
+    return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
+
+
+def _join(rng: random.Random, parts: list[Part], operations: str, whole_steps: bool) -> list[Part] | None:
+    """The parts with two of them, drawn at random, joined by an operation; None where the draw has no result."""
+    first, second = rng.sample(range(len(parts)), 2)
+    left, right = parts[first], parts[second]
+    operation = rng.choice(operations)
+    value = _value(operation, left.value, right.value)
+    if value is None or (whole_steps and not isinstance(value, int)):
+        return None
+    binds = 1 if operation in "+-" else 2
+    # a - (b + c), a / (b * c): the right operand of these needs its parentheses even where it binds as strongly.
+    tight = binds + 1 if operation in "-/" else binds
+    text = f"{_inside(left, binds)} {operation} {_inside(right, tight)}"
+    rest = [part for index, part in enumerate(parts) if index not in (first, second)]
+    return [*rest, Part(text, value, binds)]
+
+
+def _value(operation: str, left: Number, right: Number) -> Number | None:
+    """The exact result, an int wherever it is whole; None for a division by zero."""
+    if operation == "+":
+        result: Number = left + right
+    elif operation == "-":
+        result = left - right
+    elif operation == "*":
+        result = left * right
+    elif right == 0:
+        return None
+    else:
+        result = Fraction(left) / Fraction(right)
+    return result if isinstance(result, int) or result.denominator != 1 else int(result)
+
+
+def _inside(part: Part, at_least: int) -> str:
+    return part.text if part.binds >= at_least else f"({part.text})"
+
+
+def _counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdigit() and FEWEST <= int(part) <= MOST for part in parts):
+        raise ConfigError(f"task countdown: num_numbers={text} must be from {FEWEST} to {MOST}, or several such like 3,4")
+    return [int(part) for part in parts]
+
+
+def _check(
+    num_rows: int,
+    min_number: int,
+    max_number: int,
+    min_target: int,
+    max_target: int,
+    operations: str,
+    template: str,
+    split: str,
+) -> None:
+    problems = []
+    if num_rows < 1:
+        problems.append(f"num_rows={num_rows} must be at least 1")
+    if not 0 <= min_number <= max_number:
+        problems.append(f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number")
+    if min_target > max_target:
+        problems.append(f"min_target={min_target} must not be above max_target={max_target}")
+    if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
+        problems.append(f"operations={operations} must be some of + - * /, each once, like +-*")
+    if template not in PROMPTS:
+        problems.append(f"template={template!r} must be one of {', '.join(PROMPTS)}")
+    if split not in ("train", "val"):
+        problems.append(f"split={split!r} must be train or val")
+    if problems:
+        raise ConfigError([f"task countdown: {problem}" for problem in problems])

@@ -1,0 +1,166 @@
+"""Arithmetic and formulas that a model wrote, worked out without ever running them.
+
+The text becomes a syntax tree; only the operators named here are followed, with bounds on length, depth, digits and
+exponents, so that no text can run code or make a number that does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+MAX_LENGTH = 1000
+MAX_DEPTH = 40
+MAX_DIGITS = 30
+MAX_EXPONENT = 64
+CHARACTERS = re.compile(r"[0-9A-Za-z_+\-*/(). \t\n]*")
+ARITHMETIC = re.compile(r"[0-9+\-*/() \t\n]*")
+INTEGERS = re.compile(r"[0-9]+")
+
+
+class NotAnExpression(ValueError):
+    """The text is not an expression of the kind that is read here, or exceeds a bound."""
+
+
+def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of whole numbers, + - * / and parentheses, and the numbers in it, in order.
+
+    Raises NotAnExpression for anything else, a division by zero included.
+    """
+
+    def follow(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            value = follow(node.operand)
+            return -value if isinstance(node.op, ast.USub) else value
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return _apply(node.op, follow(node.left), follow(node.right))
+        raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
+
+    if not ARITHMETIC.fullmatch(text):
+        raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
+    return follow(_tree(text)), [int(digits) for digits in INTEGERS.findall(text)]
+
+
+def formula(
+    text: str, number: Callable[[str], Any], names: Mapping[str, Any], functions: Mapping[str, Callable[[Any], Any]]
+) -> Any:
+    """The formula built from `number(literal)`, `names` and `functions` of one argument with + - * / and **.
+
+    Exponents are at most 64, a power of a number has a whole one, and no power of numbers is raised again.
+    Raises NotAnExpression for other names, other syntax and larger sizes.
+    """
+
+    def follow(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return number(ast.get_source_segment(source, node) or "")
+        if isinstance(node, ast.Name) and node.id in names:
+            return names[node.id]
+        called = _called(node)
+        if called is not None and called[0] in functions:
+            return functions[called[0]](follow(called[1]))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            value = follow(node.operand)
+            return -value if isinstance(node.op, ast.USub) else value
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            _check_power(node)
+            return follow(node.left) ** follow(node.right)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return _apply(node.op, follow(node.left), follow(node.right))
+        raise NotAnExpression(f"{type(node).__name__} is not read in a formula")
+
+    source = text.strip()
+    return follow(_tree(source))
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda left, right: left + right,
+    ast.Sub: lambda left, right: left - right,
+    ast.Mult: lambda left, right: left * right,
+    ast.Div: lambda left, right: left / right,
+}
+
+
+def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
+    """Name and argument of a call `name(argument)`; None for anything else."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords or len(node.args) != 1:
+        return None
+    return None if isinstance(node.args[0], ast.Starred) else (node.func.id, node.args[0])
+
+
+def _apply(operator: ast.operator, left: Any, right: Any) -> Any:
+    try:
+        return OPERATIONS[type(operator)](left, right)
+    except ZeroDivisionError as error:
+        raise NotAnExpression("a division by zero") from error
+
+
+def _tree(text: str) -> ast.expr:
+    text = text.strip()
+    if len(text) > MAX_LENGTH:
+        raise NotAnExpression(f"{len(text)} characters are more than {MAX_LENGTH}")
+    if not CHARACTERS.fullmatch(text):
+        raise NotAnExpression("characters that no formula has")
+    if any(len(digits) > MAX_DIGITS for digits in INTEGERS.findall(text)):
+        raise NotAnExpression(f"a number of more than {MAX_DIGITS} digits")
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise NotAnExpression(f"parentheses nested deeper than {MAX_DEPTH}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise NotAnExpression("not an expression") from error
+    if _height(tree) > MAX_LENGTH // 2:
+        raise NotAnExpression("operations nested too deeply")
+    return tree
+
+
+def _height(tree: ast.AST) -> int:
+    height, level = 0, [tree]
+    while level:
+        height, level = height + 1, [child for node in level for child in ast.iter_child_nodes(node)]
+    return height
+
+
+def _check_power(node: ast.BinOp) -> None:
+    exponent = _plain_number(node.right)
+    if _has_names(node.left):
+        # x**2, x**(1/2); exp(x) is the function, so E**x is the one power with names above.
+        if exponent is not None and abs(exponent) <= MAX_EXPONENT:
+            return
+        if isinstance(node.left, ast.Name) and node.left.id == "E" and _has_names(node.right):
+            return
+        raise NotAnExpression(f"an exponent that is no number of at most {MAX_EXPONENT}")
+    base = _plain_number(node.left)
+    if base is None or exponent is None or abs(exponent) > MAX_EXPONENT:
+        raise NotAnExpression(f"a power of numbers with another exponent than a number of at most {MAX_EXPONENT}")
+
+
+def _plain_number(node: ast.expr) -> Fraction | None:
+    """The value of a number, a negative one or a quotient of two; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        try:
+            return Fraction(node.value)
+        except (OverflowError, ValueError):
+            return None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _plain_number(node.operand)
+        return None if value is None else -value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        left, right = _plain_number(node.left), _plain_number(node.right)
+        return left / right if left is not None and right else None
+    return None
+
+
+def _has_names(node: ast.expr) -> bool:
+    return any(isinstance(inner, ast.Name) for inner in ast.walk(node))

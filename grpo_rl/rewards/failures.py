@@ -1,0 +1,46 @@
+"""What became of a reward that is none: three kinds, each with its cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from grpo_rl.errors import RewardError
+
+TIMEOUT = "reward_timeout"
+"""It took longer than `reward.timeout_s`."""
+ERROR = "reward_error"
+"""The function raised, or its process died."""
+INVALID = "reward_invalid"
+"""What came back is no reward: not a finite number, or a list of the wrong length."""
+KINDS = (TIMEOUT, ERROR, INVALID)
+SHOWN_CAUSES = 3
+LONGEST_CAUSE = 2000
+"""Characters of a cause that are kept: an exception's text may hold a whole response."""
+
+
+class RewardFailure(RewardError):
+    """One response could not be scored; `kind` is one of `KINDS`."""
+
+    def __init__(self, kind: str, cause: str) -> None:
+        assert kind in KINDS
+        self.kind, self.cause = kind, shortened(cause)
+        super().__init__(self.cause)
+
+    def at(self, place: str) -> RewardFailure:
+        """The same failure with the function and the rollout before its cause."""
+        return RewardFailure(self.kind, f"{place}: {self.cause}")
+
+
+def shortened(cause: str) -> str:
+    """The cause with its middle left out where it is too long to keep."""
+    half = LONGEST_CAUSE // 2
+    return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
+
+
+def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause) in their order."""
+    counts = Counter(kind for kind, _ in failures)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    causes = list(dict.fromkeys(cause for _, cause in failures))[:SHOWN_CAUSES]
+    return f"{len(failures)} of {total} rewards failed ({kinds}), first: " + "; ".join(causes)

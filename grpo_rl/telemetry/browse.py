@@ -1,0 +1,125 @@
+"""`python -m grpo_rl.telemetry.browse RUN [--where "reward<0.5"] [--sort reward] [--html out.html]`: a run's rollouts, chosen and shown."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.telemetry.filters import FIELDS, Condition, Record, check_names, field, parse_condition
+from grpo_rl.telemetry.rollout_pages import as_html, as_text
+from grpo_rl.telemetry.rollouts import read_rollouts, step_files
+from grpo_rl.telemetry.text import encodable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 2 for wrong options, 3 where there are no rollouts or they cannot be read."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(encodable(browse(arguments), sys.stdout.encoding or "utf-8"))
+    except GrpoRlError as error:
+        print(f"error: {encodable(str(error), sys.stderr.encoding or 'utf-8')}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wanted.
+        sys.stdout = io.StringIO()
+    return 0
+
+
+def browse(arguments: argparse.Namespace) -> str:
+    """What is shown: the rollouts, or where the page with them was written."""
+    conditions = [parse_condition(text) for text in arguments.where]
+    step, path = choose_file(Path(arguments.run).expanduser(), "val" if arguments.val else "rollouts", arguments.step)
+    records = _read(path)
+    wanted = [condition.name for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
+    check_names(wanted, records)
+    chosen = select(records, conditions, arguments.sort)
+    shown = chosen[: arguments.limit]
+    title = f"{path}: {len(chosen)} of {len(records)} rollouts of step {step}"
+    if conditions:
+        title += " with " + " and ".join(arguments.where)
+    if len(shown) < len(chosen):
+        title += f", the first {len(shown)} shown"
+    if arguments.html is None:
+        return as_text(title, shown, full=arguments.full)
+    target = Path(arguments.html).expanduser()
+    try:
+        target.write_text(as_html(title, shown), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--html {target}: {error.strerror or error}") from error
+    return f"{len(shown)} rollouts of step {step} written to {target}"
+
+
+def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
+    """Step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
+    files = step_files(run / kind)
+    if not files:
+        raise DataError(f"{run / kind}: there are no step_N.jsonl files; give the folder of a run")
+    if step is None:
+        return files[-1]
+    for there, path in files:
+        if there == step:
+            return there, path
+    steps = [str(there) for there, _ in files]
+    shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
+    raise DataError(f"{run / kind}: there is no step {step}; there are {shown}")
+
+
+def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str | None) -> list[Record]:
+    """The rollouts that meet all conditions, sorted by the field or component `sort`; `-sort` is from large to small.
+
+    Rollouts without the field, or with NaN, come last either way.
+    """
+    chosen = [record for record in records if all(condition.holds(record) for condition in conditions)]
+    if sort is None:
+        return chosen
+    descending, name = sort.startswith("-"), sort.lstrip("-")
+
+    def has_value(record: Record) -> bool:
+        value = field(record, name)
+        return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+    with_value = [record for record in chosen if has_value(record)]
+    numbers = all(isinstance(field(record, name), int | float) for record in with_value)
+
+    def key(record: Record) -> Any:
+        value = field(record, name)
+        return value if numbers else str(value)
+
+    return sorted(with_value, key=key, reverse=descending) + [record for record in chosen if not has_value(record)]
+
+
+def _read(path: Path) -> list[Record]:
+    try:
+        return read_rollouts(path)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_rl.telemetry.browse",
+        description="Shows rollouts of a run, one step at a time.",
+        epilog=f"Names in --where and --sort: {', '.join(FIELDS)}, and the components of the reward.",
+    )
+    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument("--step", type=int, help="the step; the last one if not given")
+    parser.add_argument("--val", action="store_true", help="validation instead of training")
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="CONDITION", help="such as reward<0.5; all that are given must hold"
+    )
+    parser.add_argument("--sort", metavar="NAME", help="from small to large; --sort=-NAME from large to small")
+    parser.add_argument("--limit", type=int, default=10, help="rollouts at most (10)")
+    parser.add_argument("--full", action="store_true", help="long prompts and responses whole")
+    parser.add_argument("--html", metavar="FILE", help="write a page instead of showing them here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

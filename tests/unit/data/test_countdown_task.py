@@ -1,0 +1,78 @@
+import pytest
+
+from grpo_rl.data.tasks.countdown import countdown, split_of
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.expressions import arithmetic_value
+
+
+def solution(row):
+    return row["extra_info"]["demonstration"].partition("<answer>")[2].removesuffix("</answer>")
+
+
+def problem(row):
+    truth = row["reward_model"]["ground_truth"]
+    return tuple(truth["numbers"]), truth["target"]
+
+
+def test_every_problem_comes_with_a_solution_that_uses_each_number_once():
+    for row in countdown(num_rows=300, num_numbers="2,3,4,5", seed=3):
+        value, used = arithmetic_value(solution(row))
+        numbers, target = problem(row)
+        assert value == target and 10 <= target <= 100
+        assert sorted(used) == sorted(numbers) and all(1 <= number <= 99 for number in numbers)
+
+
+def test_a_row_has_verls_columns_and_no_solution_in_what_the_model_or_the_ground_truth_shows():
+    row = countdown(num_rows=1, num_numbers="3", template="short")[0]
+    numbers, target = problem(row)
+    assert row["data_source"] == "countdown"
+    assert row["prompt"] == [{"role": "user", "content": f"{numbers[0]} {numbers[1]} {numbers[2]} -> {target}"}]
+    assert set(row["reward_model"]["ground_truth"]) == {"target", "numbers"}
+    assert row["extra_info"]["level"] == 3
+    assert solution(row) not in row["prompt"][0]["content"]
+
+
+def test_the_splits_share_no_set_of_numbers_in_whatever_order():
+    options = {"num_numbers": "2", "max_number": 12}
+    train = {tuple(sorted(problem(row)[0])) for row in countdown(num_rows=400, **options)}
+    val = {tuple(sorted(problem(row)[0])) for row in countdown(num_rows=100, split="val", seed=5, **options)}
+    assert train and val and not train & val
+    assert split_of((3, 25, 7)) == split_of((25, 7, 3))
+
+
+def test_a_row_depends_on_the_seed_and_its_index_alone():
+    short, long = countdown(num_rows=20), countdown(num_rows=500)
+    assert list(short) == long[:20] == [long[index] for index in range(20)]
+    assert [problem(row) for row in countdown(num_rows=20, seed=1)] != [problem(row) for row in short]
+
+
+def test_whole_steps_leave_no_fraction_on_the_way():
+    def first_step(row):
+        text = solution(row)
+        return text[text.find("(") + 1 : text.find(")")] if "(" in text else " ".join(text.split()[:3])
+
+    options = {"num_rows": 200, "num_numbers": "3", "operations": "*/", "max_number": 20}
+    whole = [arithmetic_value(first_step(row))[0].denominator == 1 for row in countdown(**options, whole_steps=True)]
+    free = [arithmetic_value(first_step(row))[0].denominator == 1 for row in countdown(**options)]
+    assert all(whole) and not all(free)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("task:countdown?num_numbers=7", "num_numbers=7 must be from 2 to 6"),
+        ("task:countdown?operations=%2B", "must be some of"),
+        ("task:countdown?operations=++", "each once"),
+        ("task:countdown?min_number=9&max_number=3", "min_number=9 and max_number=3"),
+        ("task:countdown?min_target=9&max_target=3", "min_target=9 must not be above"),
+        ("task:countdown?num_rows=0", "num_rows=0 must be at least 1"),
+        ("task:countdown?template=long", "template=long must be one of tags, short"),
+        ("task:countdown?num_number=3", "no option num_number"),
+        ("task:countdown?operations=-&min_number=5&max_number=9&min_target=50", "none has a target from 50 to 100"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(spec, message):
+    with pytest.raises(ConfigError) as error:
+        task_rows(spec)
+    assert message in str(error.value)

@@ -1,0 +1,154 @@
+"""Which rows come when: weights, curricula, rows that turn out to be unusable, and all of it after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from grpo_rl.data.curriculum import PassRateSampler, weight_of_rate
+from grpo_rl.data.mixture import MixedSampler
+from grpo_rl.data.sampler import PromptSampler, Sampler
+from grpo_rl.errors import DataError
+
+
+def rows(batch: list[tuple[int, str]]) -> list[int]:
+    return [row for row, _ in batch]
+
+
+def mixed(**options: object) -> MixedSampler:
+    return MixedSampler([4, 100], [3, 1], 8, True, 5, **options)
+
+
+SAMPLERS = {
+    "one order": lambda: PromptSampler(50, 8, True, 5),
+    "by difficulty": lambda: PromptSampler(50, 8, True, 5, difficulty=np.arange(50.0) % 7),
+    "by pass rate": lambda: PassRateSampler(50, 8, 5, 0.1),
+    "mixed": mixed,
+    "mixed by pass rate": lambda: mixed(floor=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_resumed_run_draws_the_same_rows(name: str) -> None:
+    def go_on(sampler: Sampler, num_batches: int) -> list[list[tuple[int, str]]]:
+        batches = []
+        for _ in range(num_batches):
+            batches.append(sampler.next_batch())
+            for row in rows(batches[-1]):
+                sampler.record(row, (row % 5) / 4)
+        return batches
+
+    whole, part, resumed = (SAMPLERS[name]() for _ in range(3))
+    expected = go_on(whole, 20)
+    assert go_on(part, 9) == expected[:9]
+    resumed.load_state_dict(json.loads(json.dumps(part.state_dict())))
+    assert go_on(resumed, 11) == expected[9:]
+    assert resumed.epoch == whole.epoch
+    uids = [uid for batch in expected for _, uid in batch]
+    assert len(set(uids)) == len(uids)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_rows_that_cannot_be_used_are_passed_over_and_a_failure_moves_nothing(name: str) -> None:
+    sampler = SAMPLERS[name]()
+    sampler._is_usable = lambda row: row % 2 == 0
+    assert all(row % 2 == 0 for _ in range(6) for row in rows(sampler.next_batch()))
+    before = sampler.state_dict()
+
+    def broken(row: int) -> bool:
+        raise DataError("line 7 is broken")
+
+    sampler._is_usable = broken
+    with pytest.raises(DataError, match="line 7"):
+        sampler.next_batch()
+    assert sampler.state_dict() == before
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_other_data_begin_with_the_next_epoch_and_no_name_comes_twice(name: str) -> None:
+    old, new = SAMPLERS[name](), SAMPLERS[name]()
+    names = [uid for _ in range(15) for _, uid in old.next_batch()]
+    state = json.loads(json.dumps(old.state_dict()))
+    new.start_after(state)
+    later = [uid for _ in range(15) for _, uid in new.next_batch()]
+    assert not set(names) & set(later)
+    assert new.epoch > old.epoch or name == "mixed"
+
+
+def test_each_source_has_its_share_in_every_batch_and_small_ones_are_repeated() -> None:
+    sampler = mixed()
+    batches = [sampler.next_batch() for _ in range(13)]
+    # Weights 3 and 1: of 8 draws 6 are rows 0 to 3, and 2 are rows 4 to 103.
+    assert all(sum(row < 4 for row in rows(batch)) == 6 for batch in batches)
+    counts = Counter(row for batch in batches for row in rows(batch))
+    # 13 batches are 78 draws of the four rows, 19 or 20 each, and 26 different ones of the hundred.
+    assert sorted(counts[row] for row in range(4)) == [19, 19, 20, 20]
+    assert [count for row, count in counts.items() if row >= 4] == [1] * 26
+    # An epoch is 104 draws, 13 batches.
+    assert sampler.epoch == 0
+    sampler.next_batch()
+    assert sampler.epoch == 1
+
+
+def test_shares_follow_the_pass_rates_of_the_sources() -> None:
+    sampler = MixedSampler([10, 10], [1, 1], 10, True, 0, floor=0.1)
+    assert sampler.shares.tolist() == [0.5, 0.5]
+    sampler.record(3, 0.5)
+    sampler.record(12, 1.0)
+    # Weights 4 * 0.5 * 0.5 = 1 and the floor of 0.1.
+    assert sampler.shares.tolist() == pytest.approx([1 / 1.1, 0.1 / 1.1])
+    assert sum(row < 10 for row in rows(sampler.next_batch())) == 9
+    sampler.record(19, 0.0)
+    # 0.9 of 1 and 0.1 of 0: a rate of 0.9, a weight of 4 * 0.9 * 0.1 = 0.36.
+    assert sampler.shares.tolist() == pytest.approx([1 / 1.36, 0.36 / 1.36])
+
+
+def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
+    sampler = mixed(is_usable=lambda row: row >= 4)
+    assert all(row >= 4 for row in rows(sampler.next_batch()))
+    sampler = mixed(is_usable=lambda row: False)
+    with pytest.raises(DataError, match="no training row is left in any source"):
+        sampler.next_batch()
+
+
+def test_the_easiest_rows_come_first_in_every_epoch_and_equals_in_a_new_order() -> None:
+    difficulty = np.array([3.0, 1.0, 2.0, 1.0, np.nan, 1.0])
+    sampler = PromptSampler(6, 6, True, 0, difficulty=difficulty)
+    orders = [rows(sampler.next_batch()) for _ in range(8)]
+    assert all(sorted(order[:3]) == [1, 3, 5] and order[3:] == [2, 0, 4] for order in orders)
+    assert len({tuple(order[:3]) for order in orders}) > 1
+    assert rows(PromptSampler(6, 6, False, 0, difficulty=difficulty).next_batch()) == [1, 3, 5, 2, 0, 4]
+
+
+def test_the_weight_of_a_pass_rate_is_highest_at_one_half() -> None:
+    rates = np.array([0.0, 0.25, 0.5, 0.75, 1.0, np.nan])
+    assert weight_of_rate(rates, 0.1).tolist() == [0.1, 0.75, 1.0, 0.75, 0.1, 1.0]
+
+
+def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
+    sampler = PassRateSampler(100, 5, 0, 0.1)
+    for row in range(100):
+        sampler.record(row, 0.5 if row < 50 else 1.0)
+    drawn = [row for _ in range(200) for row in rows(sampler.next_batch())]
+    assert len({tuple(sorted(drawn[start : start + 5])) for start in range(0, 1000, 5)}) > 190
+    # Weights 1 and 0.1: 1000 draws, hardly any replacement, so 909 or a little less.
+    assert 870 <= sum(row < 50 for row in drawn) <= 930
+
+
+def test_a_batch_by_pass_rate_has_no_row_twice() -> None:
+    sampler = PassRateSampler(10, 10, 0, 0.1)
+    sampler.record(0, 1.0)
+    assert sorted(rows(sampler.next_batch())) == list(range(10))
+    assert sampler.epoch == 0 and sampler.next_batch() and sampler.epoch == 1
+
+
+def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> None:
+    with pytest.raises(DataError, match="curriculum was none, now difficulty"):
+        PromptSampler(5, 2, True, 0, difficulty=np.zeros(5)).load_state_dict(PromptSampler(5, 2, True, 0).state_dict())
+    with pytest.raises(DataError, match="weights was"):
+        mixed(floor=0.2).load_state_dict(mixed().state_dict())
+    with pytest.raises(DataError, match="weights was"):
+        PromptSampler(104, 8, True, 5).load_state_dict(mixed().state_dict())

@@ -1,0 +1,135 @@
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from grpo_rl.data.prepare.__main__ import main
+from grpo_rl.data.prepare.formats import countdown, gsm8k, last_boxed, math
+
+DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+
+
+def run(kind, source, folder, *words):
+    return main([kind, "--from", *map(str, source if isinstance(source, list) else [source]), "--to", str(folder), *words])
+
+
+def read(path):
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def test_the_original_gsm8k_becomes_verls_file_row_by_row(tmp_path, capsys):
+    original, expected = DATA / "gsm8k" / "gsm8k_test.jsonl", DATA / "gsm8k" / "gsm8k_test.parquet"
+    if not original.is_file() or not expected.is_file():
+        pytest.skip(f"needs {original} and {expected}")
+    assert run("gsm8k", original, tmp_path, "--split", "test") == 0
+    assert read(tmp_path / "test.parquet") == read(expected)
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/test.parquet: 1319 rows of gsm8k, split test, longest prompt ")
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"first \boxed{1}, then $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\fbox{12}", "12"),
+        (r"thus $\boxed 5$ is it", "5"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{unclosed", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box_is_taken_with_its_braces_balanced(solution, expected):
+    assert last_boxed(solution) == expected
+
+
+def test_math_comes_from_one_file_per_problem_in_the_order_of_their_numbers(tmp_path):
+    folder = tmp_path / "algebra"
+    folder.mkdir()
+    for number in (10, 9):
+        record = {"problem": f"p{number}", "solution": rf"\boxed{{{number}}}", "level": "Level 1", "type": "Algebra"}
+        (folder / f"{number}.json").write_text(json.dumps(record))
+    assert run("math", folder, tmp_path / "out", "--type", "jsonl") == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["9", "10"]
+    assert rows[0]["prompt"][0]["content"] == ("p9 Let's think step by step and output the final answer within \\boxed{}.")
+    assert (rows[0]["level"], rows[0]["type"], rows[0]["extra_info"]) == ("Level 1", "Algebra", {"split": "train", "index": 0})
+
+
+def test_a_math_row_has_the_columns_and_words_of_verls_file():
+    path = DATA / "math" / "train.parquet"
+    if not path.is_file():
+        pytest.skip(f"needs {path}")
+    expected = read(path)[0]
+    instruction = " Let's think step by step and output the final answer within \\boxed{}."
+    record = {
+        "problem": expected["prompt"][0]["content"].removesuffix(instruction),
+        "solution": r"So $a+b=-3+3=\boxed{0}$.",
+        "level": "Level 5",
+        "type": "Algebra",
+    }
+    assert math(record, "train", 0) == expected
+
+
+def test_countdown_keeps_target_and_numbers(tmp_path):
+    (tmp_path / "a.json").write_text('[{"target": 98, "nums": [44, 19, 35]}, {"target": 5, "nums": [2, 3]}]')
+    assert run("countdown", tmp_path / "a.json", tmp_path, "--limit", "1") == 0
+    (row,) = read(tmp_path / "train.parquet")
+    assert row["data_source"] == "countdown"
+    assert row["reward_model"]["ground_truth"] == {"numbers": [44, 19, 35], "target": 98}
+    assert "numbers [44, 19, 35], create an equation that equals 98" in row["prompt"][0]["content"]
+
+
+def test_commas_leave_the_number_of_gsm8k_and_the_last_mark_counts():
+    assert gsm8k({"question": "q", "answer": "#### 1\n#### 1,234"}, "train", 0)["reward_model"]["ground_truth"] == "1234"
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("gsm8k", '{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n', "a.jsonl, line 2: there is no 'answer'"),
+        ("gsm8k", '\n{"question": "q", "answer": "one"}\n', "a.jsonl, line 2: the answer does not end with '#### NUMBER'"),
+        ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: 'question' must be text; found 5"),
+        ("gsm8k", '{"question": "q",\n', "a.jsonl, line 1, column 18: broken JSON"),
+        ("gsm8k", "[1]\n", "line 1, record 0: expected an object, found int"),
+        ("math", '{"problem": "p", "solution": "s"}', "line 1: the solution has no complete \\boxed{...}"),
+        ("countdown", '{"target": 1, "nums": [1, 2.5]}', "nums must be a list of whole numbers"),
+        ("countdown", '{"target": true, "nums": [1, 2]}', "target must be a whole number; found True"),
+        ("gsm8k", "\n\n", "there are no rows"),
+    ],
+)
+def test_a_bad_record_is_told_with_its_file_and_line_and_nothing_is_written(kind, content, message, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(content)
+    assert run(kind, tmp_path / "a.jsonl", tmp_path / "out") == 3
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "#### 1"}')
+    (tmp_path / "train.parquet").write_text("mine")
+    assert run("gsm8k", tmp_path / "a.jsonl", tmp_path) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "train.parquet").read_text() == "mine"
+    assert run("gsm8k", tmp_path / "a.jsonl", tmp_path, "--overwrite") == 0
+    assert len(read(tmp_path / "train.parquet")) == 1
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "train.parquet"]
+
+
+def test_a_missing_or_unknown_source_is_refused(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("x")
+    assert run("gsm8k", tmp_path / "nothing.jsonl", tmp_path) == 3
+    assert run("gsm8k", tmp_path / "a.csv", tmp_path) == 3
+    with pytest.raises(SystemExit, match="2"):
+        run("gsm9k", tmp_path / "a.csv", tmp_path)
+    errors = capsys.readouterr().err
+    assert "there is no such file" in errors and "must end in .jsonl" in errors and "invalid choice: 'gsm9k'" in errors
+
+
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "#### 1"}')
+    (tmp_path / "file").write_text("no folder")
+    assert run("gsm8k", tmp_path / "a.jsonl", tmp_path / "file") == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert countdown({"target": 1, "nums": [1, 1]}, "val", 7)["extra_info"] == {"split": "val", "index": 7}

@@ -1,0 +1,250 @@
+"""Where rows come from, how they are named in the config, and data too large to be checked whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.config.schema import Config, CustomClsConfig, DataConfig
+from grpo_rl.data import dataset, tables
+from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.files import open_source
+from grpo_rl.data.fingerprint import differences
+from grpo_rl.data.order import make_sampler
+from grpo_rl.errors import CheckpointError, ConfigError, DataError
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.trainer.selection import Selection
+
+TOKENIZER = build_tokenizer(128)
+
+
+def row(number: int, **columns: Any) -> dict[str, Any]:
+    return {
+        "data_source": "a",
+        "prompt": [{"role": "user", "content": str(number)}],
+        "reward_model": {"ground_truth": str(number)},
+        "extra_info": {"difficulty": float(-number)},
+    } | columns
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(item if isinstance(item, str) else json.dumps(item) + "\n" for item in rows))
+    return str(path)
+
+
+def load(files: str | list[str], **options: Any) -> PromptDataset:
+    return load_dataset([files] if isinstance(files, str) else files, DataConfig(**options), TOKENIZER, max_samples=-1)
+
+
+def truths(data: PromptDataset) -> list[Any]:
+    return [data.prompt(index, "u").ground_truth for index in range(len(data))]
+
+
+# ---- formats --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file", "compressed", "categories"])
+def test_any_row_of_a_table_can_be_read_alone(tmp_path: Path, kind: str) -> None:
+    rows = [row(number) for number in range(200)]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.feather" if kind == "compressed" else "a.arrow")
+    if kind == "parquet":
+        pq.write_table(table, path, row_group_size=150)
+    elif kind == "compressed":
+        pyarrow.feather.write_feather(table, path, chunksize=70)
+    else:
+        if kind == "categories":
+            table = table.set_column(0, "data_source", table["data_source"].dictionary_encode())
+        new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+    source = open_source(str(path))
+    assert len(source) == 200
+    assert [source.row(index) for index in (199, 0, 63, 64, 149, 150)] == [rows[index] for index in (199, 0, 63, 64, 149, 150)]
+    assert isinstance(source, tables.Table) and source.where(199) == f"{path}, row 199"
+
+
+def test_a_folder_that_datasets_saved_is_read_in_its_order(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([row(number) for number in range(6)])
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": saved, "test": saved.select([4])}).save_to_disk(tmp_path / "splits")
+    assert truths(load(str(tmp_path / "one"))) == ["0", "1", "2", "3", "4", "5"]
+    assert truths(load(f"{tmp_path}/splits?split=test")) == ["4"]
+    with pytest.raises(DataError, match=r"has the splits train, test; name one: .*\?split=NAME"):
+        load(str(tmp_path / "splits"))
+
+
+def test_a_folder_of_data_files_is_read_by_name_and_by_split(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, number in (("train-1.jsonl", 2), ("train-0.jsonl", 1), ("test-0.jsonl", 3)):
+        write(tmp_path / "data" / name, [row(number)])
+    assert truths(load(str(tmp_path))) == ["3", "1", "2"]
+    assert truths(load(f"{tmp_path}?split=train")) == ["1", "2"]
+    with pytest.raises(DataError, match=r"no file begins with 'val'; the folder has test-0\.jsonl"):
+        load(f"{tmp_path}?split=val")
+    with pytest.raises(ConfigError, match="'spilt=train' must be option=value"):
+        load(f"{tmp_path}?spilt=train")
+
+
+def test_a_hub_name_needs_the_package_its_split_and_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"name the data set and its split, as in hf:openai/gsm8k\?split=train"):
+        open_source("hf:openai/gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="datasets is not installed; install the extra `data`"):
+        open_source("hf:openai/gsm8k?split=train")
+
+
+# ---- columns and prompts ----------------------------------------------------------------------------------
+
+
+def test_every_column_can_be_named_also_inside_another(tmp_path: Path) -> None:
+    item = {"task": {"question": "1+1=", "answer": 2}, "a.b": "mine", "meta": {"k": 1}}
+    options = {
+        "prompt_key": "task.question",
+        "reward_fn_key": "a.b",
+        "ground_truth_key": "task.answer",
+        "extra_info_key": "meta",
+    }
+    name = write(tmp_path / "a.jsonl", [item])
+    prompt = load(name, **options).prompt(0, "u")
+    assert (prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("1+1=", "mine", 2, {"k": 1})
+    assert load(name, **options | {"reward_fn_key": "data_source"}, data_source="set").prompt(0, "u").data_source == "set"
+    with pytest.raises(DataError, match=r"line 1: column 'task' has no ansver; it has answer, question"):
+        load(name, **options | {"ground_truth_key": "task.ansver"})
+
+
+def test_the_system_prompt_stands_before_messages_that_have_none(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "2"}]
+    name = write(tmp_path / "a.jsonl", [row(1), row(2, prompt=own)])
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    data = load(name, system_prompt="ours", chat_template=template)
+    assert [data.prompt(index, "u").text for index in range(2)] == ["[system:ours][user:1]", "[system:own][user:2]"]
+    (tmp_path / "t.jinja").write_text("file:{{ messages[0].content }}")
+    assert load(name, chat_template=str(tmp_path / "t.jinja")).prompt(0, "u").text == "file:1"
+    with pytest.raises(DataError, match=r"line 1: column 'prompt' is plain text, which data\.system_prompt"):
+        load(write(tmp_path / "b.jsonl", [row(1, prompt="1")]), system_prompt="ours")
+
+
+def test_a_class_of_ones_own_gives_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Doubled:\n"
+        "    def __init__(self, data_files, tokenizer, config):\n"
+        "        self.numbers = [int(name) for name in data_files]\n"
+        "    def __len__(self):\n"
+        "        return len(self.numbers)\n"
+        "    def __getitem__(self, index):\n"
+        "        number = 6 // self.numbers[index]\n"
+        "        return {'data_source': 'a', 'prompt': str(number), 'reward_model': {'ground_truth': 2 * number}}\n"
+        "def function(): ...\n"
+    )
+    custom = CustomClsConfig(str(tmp_path / "mine.py"), "Doubled")
+    assert truths(load(["3", "2"], custom_cls=custom)) == [4, 6]
+    with pytest.raises(DataError, match=r"mine\.py:Doubled, row 1: ZeroDivisionError"):
+        load(["3", "0"], custom_cls=custom)
+    with pytest.raises(ConfigError, match="it must be a class that has both"):
+        load(["3"], custom_cls=CustomClsConfig(str(tmp_path / "mine.py"), "function"))
+
+
+# ---- data too large to be checked whole -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PromptDataset]:
+    """Makes 30 rows, of which 20 are checked: rows 0 to 9, and 10, 12, 14, ... of the rest."""
+    monkeypatch.setattr(dataset, "CHECKED_OF_MANY", 10)
+
+    def make(changes: dict[int, Any], **options: Any) -> PromptDataset:
+        name = write(tmp_path / "large.jsonl", [changes.get(number, row(number % 10)) for number in range(30)])
+        return load(name, check_rows=25, **options)
+
+    return make
+
+
+def test_a_row_of_large_data_is_parsed_when_it_is_drawn(large: Callable[..., PromptDataset]) -> None:
+    data = large({13: "{broken\n"})
+    assert (len(data), data.report.num_checked, data.data_sources) == (30, 20, ["a"])
+    assert str(data.report).startswith("30 rows, 20 of them checked and the others when they are drawn")
+    assert data.prompt(28, "u").ground_truth == "8"
+    with pytest.raises(DataError, match=r"large\.jsonl, line 14, column 2: broken JSON"):
+        data.usable(13)
+
+
+def test_bad_and_long_rows_that_are_met_late_are_passed_over_every_time(large: Callable[..., PromptDataset]) -> None:
+    options = {"on_bad_row": "skip", "filter_overlong_prompts": True, "max_prompt_length": 8, "train_batch_size": 4}
+    data = large({13: "{broken\n", 15: row(10**20)}, shuffle=False, **options)
+    sampler = make_sampler(Config(data=data.config), data, None)
+    for _ in range(2):
+        sampler.seek({"epoch": 0, "position": 11})
+        assert [number for number, _ in sampler.next_batch()] == [11, 12, 14, 16]
+        assert data.bad_rows.num_rows == 1
+
+
+def test_a_long_row_met_late_that_is_not_filtered_is_told_with_the_ways_out(large: Callable[..., PromptDataset]) -> None:
+    with pytest.raises(DataError, match=r"line 16: the prompt has 23 tokens, .*=8\. Raise max_prompt_length"):
+        large({15: row(10**20)}, max_prompt_length=8).usable(15)
+
+
+def test_a_bad_row_among_the_checked_ones_is_told_before_the_start(large: Callable[..., PromptDataset]) -> None:
+    with pytest.raises(DataError, match=r"line 6, column 2: broken JSON"):
+        large({5: "{broken\n"})
+
+
+def test_difficulty_is_read_from_every_row(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", [row(number) for number in (1, 3, 2)])
+    data = load(name, curriculum="difficulty", train_batch_size=3)
+    sampler = make_sampler(Config(data=data.config), data, None)
+    assert [number for number, _ in sampler.next_batch()] == [1, 2, 0]
+    rows = [row(0, extra_info={"difficulty": value}) for value in ("hard", 2, 1)]
+    bad = write(tmp_path / "b.jsonl", rows)
+    with pytest.raises(DataError, match=r"line 1: column 'extra_info\.difficulty' is 'hard' \(str\); expected a number"):
+        load(bad, curriculum="difficulty").difficulty()
+    data = load(bad, curriculum="difficulty", on_bad_row="skip", train_batch_size=2)
+    sampler = make_sampler(Config(data=data.config), data, None)
+    assert [number for _ in range(2) for number, _ in sampler.next_batch()] == [2, 1, 2, 1]
+
+
+def test_the_sources_of_a_mixture_are_told_apart_after_rows_were_left_out(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [row(1), "{\n", row(2)])
+    second = tmp_path / "b.jsonl.gz"
+    second.write_bytes(gzip.compress(json.dumps(row(3)).encode()))
+    assert load([first, str(second)], on_bad_row="skip").part_sizes == [2, 1]
+
+
+# ---- resuming ---------------------------------------------------------------------------------------------------
+
+
+def test_resuming_on_changed_data_is_refused_unless_allowed(tmp_path: Path) -> None:
+    def selection(rows: list[Any], **options: Any) -> Selection:
+        data = load(write(tmp_path / "a.jsonl", rows), train_batch_size=2, shuffle=False, **options)
+        return Selection(Config(data=data.config), data, {"auto": 1.0})
+
+    first = selection([row(1), row(2), row(3), row(4)])
+    first.sampler.next_batch()
+    state = json.loads(json.dumps(first.state_dict()))
+    selection([row(1), row(2), row(3), row(4)]).load_state_dict(state)
+    changed = [row(1), row(2), row(3), row(5)]
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: some rows have another content.*data\.allow_change=true"):
+        selection(changed).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: bytes was \d+, now \d+, rows was 4, now 3"):
+        selection(changed[:3]).load_state_dict(state)
+    allowed = selection(changed[:3], allow_change=True)
+    allowed.load_state_dict(state)
+    assert allowed.sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]
+
+
+def test_data_that_were_moved_are_the_same_data(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    prints = [load(write(tmp_path / folder / "x.jsonl", [row(1)])).fingerprint for folder in ("a", "b")]
+    assert differences(*prints) == []
+    assert differences(prints[0], prints[0] * 2) == ["there were 1 sources (x.jsonl), now there are 2 (x.jsonl, x.jsonl)"]

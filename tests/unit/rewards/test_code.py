@@ -1,0 +1,365 @@
+"""The reward of programs: which program of a response counts, which tests a row holds, and what they are worth."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from grpo_rl.config.schema import RewardConfig
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.code import check_code, code, code_problems, last_program
+from grpo_rl.rewards.code_cases import read_tests, same_output, same_value
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.sandbox import Case, Limits, Outcome, Sandbox
+from grpo_rl.rewards.sandbox_candidate import encode
+from grpo_rl.rewards.sandbox_failure import SandboxUnavailable, unavailable
+from grpo_rl.rewards.sandbox_values import decode
+
+SQUARE = "```python\ndef f(x):\n    return x * x\n```"
+ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
+
+
+def score(response: str, tests: Any, **options: Any) -> float:
+    return code("code", response, tests, **options)["score"]
+
+
+def test_a_program_is_worth_the_share_of_its_cases_or_all_or_nothing() -> None:
+    tests = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "0 0\n"], "outputs": ["3\n", "7\n", "12\n", "0\n"]}
+    result = code("code", ADD, tests)
+    assert (result["score"], result["acc"], result["num_passed"], result["num_cases"]) == (0.75, 0.0, 3.0, 4.0)
+    strict = code("code", ADD, tests, continuous=False)
+    assert (strict["score"], strict["num_failed"], strict["not_run"]) == (0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "worth"),
+    [
+        ({"fn_name": "f", "inputs": [[3], [4]], "outputs": [9, [16]]}, 1.0),
+        (json.dumps({"fn_name": "f", "inputs": ["3", "-2"], "outputs": ["9", "5"]}), 0.5),
+        (["assert f(3) == 9", "assert f(4) == 17"], 0.5),
+        ({"test_list": ["assert f(2) == 4", "assert f(0) is not None"], "test_setup_code": "import math"}, 1.0),
+        (
+            {
+                "entry_point": "f",
+                "test": "METADATA = {'a': 1}\ndef check(candidate):\n    assert True, 'x'\n    assert abs(candidate(0.5) - 0.25) < 1e-6\n"
+                "    assert candidate(-3) == 9, 'no'\n    assert not candidate(0)\n",
+            },
+            1.0,
+        ),
+    ],
+)
+def test_a_function_is_called_with_the_arguments_of_every_form(tests: Any, worth: float) -> None:
+    assert score(SQUARE, tests) == worth
+
+
+def test_a_method_of_a_class_named_solution_is_called() -> None:
+    response = "```python\nclass Solution:\n    def twice(self, x):\n        return (x, x)\n```"
+    assert score(response, {"fn_name": "twice", "inputs": [["a"]], "outputs": [["a", "a"]]}) == 1.0
+
+
+def test_tests_may_lie_in_the_extra_info() -> None:
+    assert code("code", SQUARE, "", {"test_cases": {"inputs": [[3]], "outputs": [9]}, "fn_name": "f"})["score"] == 1.0
+
+
+def test_of_many_cases_some_are_used_evenly_spread() -> None:
+    tests = {"fn_name": "f", "inputs": [[x] for x in range(10)], "outputs": [0, 0, 0, 0, 0, 25, 0, 0, 0, 0]}
+    result = code("code", SQUARE, tests, max_cases=2)  # cases 0 and 5
+    assert (result["num_cases"], result["num_passed"]) == (2.0, 2.0)
+
+
+def test_what_went_wrong_is_counted() -> None:
+    program = "```python\nimport time\nn = input()\nif n == 'slow': time.sleep(9)\nif n == 'bad': 1 / 0\nprint('x' * (10**6 if n == 'much' else 1))\n```"
+    tests = {"inputs": ["slow", "bad", "much", "fine"], "outputs": ["x"] * 4}
+    result = code("code", program, tests, time_s=0.3, output_kb=100)
+    assert (result["timed_out"], result["crashed"], result["too_much"], result["num_passed"]) == (1.0, 1.0, 1.0, 1.0)
+    assert code("code", "```bash\nls\n```", tests)["no_code"] == 1.0
+
+
+def test_cases_without_time_are_failed_and_not_run() -> None:
+    program = "```python\nimport time\ntime.sleep(9)\n```"
+    result = code("code", program, {"inputs": ["", "", ""], "outputs": ["x"] * 3}, total_s=0.3)
+    assert (result["score"], result["timed_out"], result["not_run"]) == (0.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\n```python\nb\n```\n", "b\n"),
+        ("```python\na\n```\n```\noutput\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```bash\nls\n```", None),
+        ("```python\na\n```\n```python\nunfinished", "a\n"),
+        ("say ```python in a line\n``` x\n", None),
+        ("print(1)", "print(1)"),
+        ("- list\n  ```Py\n  a\n  ```", "a\n"),
+        ("", None),
+    ],
+)
+def test_the_last_closed_block_of_python_is_the_program(text: str, program: str | None) -> None:
+    assert last_program(text) == program
+
+
+@pytest.mark.parametrize("unit", ["```", "```python\n", "```\n", " ``` ", "`", "\n```", "    ```"])
+def test_the_search_for_the_program_takes_time_linear_in_the_text(unit: str) -> None:
+    started = time.perf_counter()
+    last_program(unit * 50_000)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.34", "0.33", False),
+        ("1", "1.0", True),
+        ("1.0", "1", False),
+        ("nan", "0.5", False),
+        ("", "", True),
+    ],
+)
+def test_outputs_are_compared_by_words_on_lines(text: str, wanted: str, same: bool) -> None:
+    assert same_output(text, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "same"),
+    [
+        ((1, [2]), [1, [2]], True),
+        ({1: "a"}, {"1": "a"}, True),
+        (True, 1, False),
+        (3, [3], True),
+        ([3], 3, False),
+        (0.1 + 0.2, 0.3, True),
+        ({1}, [1], False),
+        (None, 0, False),
+    ],
+)
+def test_values_are_compared_as_json_has_them(value: Any, wanted: Any, same: bool) -> None:
+    assert same_value(value, wanted) is same
+
+
+VALUES = [None, True, 0, -(10**400), 0.1, -0.0, float("inf"), "ü\ud800\n", b"\0a", 1 + 2j, [1, (2, {3})], {"a": {(1,): []}}, ()]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    again = decode(encode(value).encode())
+    assert (again, type(again)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [b"", b"{}", b"[]", b"[1]", b'["x"]', b'["i","0x"]', b'["i",1]', b"NaN", b'["d",1]', b"[" * 10**5, b'["s",["l"]]', b"\xff"],
+)
+def test_a_forged_value_is_refused(forged: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(forged)
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (None, "expected"),
+        ("42", "expected"),
+        ("hello", "neither JSON nor assertions"),
+        ({"inputs": [1]}, "has the keys inputs"),
+        ({"inputs": [], "outputs": []}, "no test case"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"fn_name": "f", "inputs": ["a b"], "outputs": ["1"]}, "not JSON"),
+        (["assert f(1) == g(1)"], "call the function once"),
+        (["assert f(x) == 1"], "arguments must be literals"),
+        (["assert f(1) == 2 ** 9"], "none of the operations"),
+        (["x = f(1)"], "only assertions"),
+        (["for i in range(3): assert f(i) == i"], "only assertions"),
+        (["assert f(1"], "not Python"),
+        ({"test": "def check(candidate): assert candidate(1) == 1"}, "function's name"),
+    ],
+)
+def test_tests_that_cannot_be_judged_outside_are_refused_with_the_reason(tests: Any, reason: str) -> None:
+    with pytest.raises(RewardError, match=reason):
+        read_tests(tests)
+
+
+def test_the_reward_of_code_loads_nothing_heavy() -> None:
+    program = "import grpo_rl.rewards.code, sys; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30).stdout == "[]\n"
+
+
+def test_no_expected_output_is_in_what_a_sandbox_gets() -> None:
+    _, tests = read_tests({"inputs": ["5"], "outputs": ["secret"]})
+    assert tests[0].case == Case(stdin="5")
+    _, tests = read_tests(["assert f(5) == 'secret'"])
+    assert tests[0].case == Case(function="f", arguments=(5,))
+
+
+def test_an_output_that_crashed_or_was_cut_passes_nothing() -> None:
+    _, (test,) = read_tests({"inputs": [""], "outputs": ["x"]})
+    assert test.holds(Outcome("ended", 0, b"x"))
+    assert not test.holds(Outcome("ended", 1, b"x"))
+    assert not test.holds(Outcome("timeout", 0, b"x"))
+    assert not test.holds(Outcome("output", 0, b"x"))
+
+
+# ---- where there is no sandbox ----------------------------------------------------------------------------
+
+
+def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "grpo_rl.rewards.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
+    )
+    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*sandbox_url"):
+        code("code", SQUARE, ["assert f(1) == 1"])
+    with pytest.raises(SandboxUnavailable):
+        check_code(code)
+
+
+def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.LAUNCH", "import no_such_library")
+    with pytest.raises(SandboxUnavailable, match="No module named 'no_such_library'"):
+        Sandbox("print(1)")
+
+
+def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox("print(1)") as sandbox:
+        sandbox._process.kill()
+        sandbox._process.wait(10)
+        with pytest.raises(RewardError, match="ended in the middle of a case"):
+            sandbox.run(Case())
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.call_filter", lambda machine: b"no filter")
+    with Sandbox("print(1)") as sandbox, pytest.raises(SandboxUnavailable, match="start the candidate: filter system calls"):
+        sandbox.run(Case())
+
+
+def test_lower_limits_of_the_process_that_asks_are_kept() -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "from grpo_rl.rewards.sandbox import *\n"
+        "with Sandbox('import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))') as s: print(s.run(Case()).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "b'(40, 40)\\n'\n"
+
+
+def test_the_setting_of_the_kernel_that_forbids_namespaces_is_named(tmp_path: Any) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
+    assert "sysctl -w kernel.unprivileged_userns_clone=1;" in unavailable("make the namespaces", tmp_path)
+
+
+def test_a_machine_with_other_system_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(RewardError, match="not of riscv64"):
+        Sandbox("print(1)")
+
+
+def test_options_out_of_range_are_refused_before_a_run() -> None:
+    bad = partial(code, time_s=-1, max_cases=2.5, sandbox_url="here", continuous="yes")
+    assert [text.split(" is ")[0].rpartition(".")[2] for text in code_problems(bad, 60.0)] == [
+        "time_s",
+        "max_cases",
+        "sandbox_url",
+        "continuous",
+    ]
+    assert "reward.timeout_s=30" in code_problems(code, 30.0)[0]
+    assert code_problems(code, 60.0) == [] and code_problems(len, 1.0) == []
+    with pytest.raises(ConfigError, match="total_s"):
+        RewardFunction.from_config(RewardConfig(functions=["code"], timeout_s=10.0))
+
+
+# ---- a sandbox over HTTP ----------------------------------------------------------------------------------
+
+
+class Service(BaseHTTPRequestHandler):
+    """SandboxFusion's interface over this package's own sandbox; `refusals` are answered first."""
+
+    refusals: ClassVar[list[tuple[int, Any]]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(given)
+        status, reply = self.refusals.pop(0) if self.refusals else (200, self.run(given))
+        if self.path != "/run_code":
+            status = 404
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def run(self, given: dict[str, Any]) -> dict[str, Any]:
+        limits = Limits(time_s=given["run_timeout"], memory_mb=given["memory_limit_MB"])
+        with Sandbox(given["code"], limits) as sandbox:
+            outcome = sandbox.run(Case(stdin=given["stdin"]))
+        run = {
+            "status": "TimeLimitExceeded" if outcome.status == "timeout" else "Finished",
+            "return_code": outcome.exit_code,
+            "stdout": outcome.stdout.decode(),
+            "stderr": outcome.stderr.decode(),
+            "execution_time": 0.01,
+        }
+        return {"status": "Success" if outcome.succeeded else "Failed", "message": "", "run_result": run}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(monkeypatch: pytest.MonkeyPatch, refusals: list[tuple[int, Any]]) -> Iterator[str]:
+    monkeypatch.setattr(Service, "refusals", refusals)
+    monkeypatch.setattr(Service, "requests", [])
+    monkeypatch.setattr("grpo_rl.rewards.sandbox_remote.FIRST_PAUSE_S", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def test_a_service_runs_programs_and_functions_and_never_sees_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch, []) as url:
+        assert score(ADD, {"inputs": ["1 2", "3 4"], "outputs": ["3", "7771"]}, sandbox_url=url) == 0.5
+        assert score(SQUARE, ["assert f(3) == 9", "assert f(2) == 7772"], sandbox_url=url) == 0.5
+        slow = code("code", "```python\nwhile True: pass\n```", {"inputs": [""], "outputs": ["x"]}, sandbox_url=url, time_s=0.2)
+        assert slow["timed_out"] == 1.0
+    assert not any("7771" in str(request) or "7772" in str(request) for request in Service.requests)
+    assert Service.requests[0]["language"] == "python" and Service.requests[0]["memory_limit_MB"] == 512
+
+
+def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [(503, {}), (429, {}), (200, {"status": "SandboxError", "message": "full", "run_result": None})]
+    with serving(monkeypatch, refusals) as url:
+        assert score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url) == 1.0
+    assert len(Service.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [((503, {}), "gave no result in 0.1 s: HTTP 503"), ((422, {"detail": "language"}), "refused: HTTP 422")],
+)
+def test_a_service_that_gives_no_result_is_an_error_and_no_score(
+    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any], reason: str
+) -> None:
+    with serving(monkeypatch, [answer] * 100) as url, pytest.raises(RewardError, match=reason):
+        score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url, retry_s=0.1)
+
+
+def test_a_service_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch, []) as url:
+        pass
+    with pytest.raises(RewardError, match=r"gave no result in 0\.05 s"):
+        score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url, retry_s=0.05)

@@ -1,0 +1,166 @@
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.browse import main
+from grpo_rl.telemetry.filters import parse_condition
+
+ROWS = [
+    {"uid": "a", "reward": 1.0, "parts": {"auto": 1.0, "format": 0.0}, "advantage": 0.5, "response": "fine"},
+    {
+        "uid": "b",
+        "reward": 0.2,
+        "parts": {"auto": 0.0, "format": 1.0},
+        "advantage": -0.5,
+        "response": "\x1b[2J[red]x[/red]\r\u202eevil",
+    },
+    {
+        "uid": "c",
+        "reward": 0.0,
+        "parts": {},
+        "advantage": None,
+        "response": "<script>alert(1)</script>",
+        "failure": "reward_timeout",
+    },
+    {"uid": "d", "reward": "NaN", "parts": {"auto": 0.5, "format": 0.0}, "advantage": 0.0, "response": "first\nsecond"},
+]
+
+
+def record(row):
+    base = {
+        "prompt": f"question {row['uid']}",
+        "ground_truth": "8",
+        "data_source": "sums",
+        "sample": 0,
+        "finish_reason": "stop",
+    }
+    base |= {"uid": row["uid"], "reward": row["reward"], "reward_parts": row["parts"], "response": row["response"]}
+    base |= {"advantage": row["advantage"], "response_length": len(row["response"])}
+    return base | ({"failure": row["failure"]} if "failure" in row else {})
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    for step in (1, 2):
+        lines = [json.dumps(record(row)) for row in ROWS[: 2 * step]]
+        (folder / f"step_{step}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder.parent
+
+
+def uids(capsys, *words):
+    assert main([*map(str, words)]) == 0
+    output = capsys.readouterr().out
+    return [line.split("uid=")[1].split()[0] for line in output.splitlines() if "uid=" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "abcd"),
+        (["--where", "reward<0.5"], "bc"),
+        (["--where", "format==0"], "ad"),
+        (["--where", "format==1", "--where", "reward < 0.5"], "b"),
+        (["--where", "failure==reward_timeout"], "c"),
+        (["--where", "failure==none"], "abd"),
+        (["--where", "failure!=none"], "c"),
+        (["--where", "response~script"], "c"),
+        (["--where", "advantage>=0"], "ad"),
+        (["--where", "uid!=a"], "bcd"),
+        (["--sort", "reward"], "cbad"),
+        (["--sort=-reward"], "abcd"),
+        (["--sort=-uid", "--limit", "2"], "dc"),
+        (["--step", "1"], "ab"),
+        (["--where", "reward>5"], ""),
+    ],
+)
+def test_rollouts_are_chosen_sorted_and_counted(run, capsys, words, expected):
+    assert uids(capsys, run, *words) == list(expected)
+
+
+def test_what_a_model_wrote_cannot_drive_the_terminal(run, capsys):
+    main([str(run), "--where", "uid==b"])
+    output = capsys.readouterr().out
+    assert "\\x1b[2J[red]x[/red]\\r\\u202eevil" in output
+    assert not set("\x1b\r\u202e") & set(output)
+    assert "auto=0" in output and "advantage=-0.5" in output and "question b" in output
+
+
+def test_lines_of_a_response_stay_lines_and_long_ones_are_cut(run, capsys):
+    main([str(run), "--where", "uid==d"])
+    assert "response  first\n          second\n" in capsys.readouterr().out
+    path = run / "rollouts" / "step_3.jsonl"
+    path.write_text(json.dumps(record(ROWS[0]) | {"response": "ß" * 5000}))
+    main([str(run)])
+    short = capsys.readouterr().out
+    main([str(run), "--full"])
+    assert "..." in short and short.count("ß") < 1200 and capsys.readouterr().out.count("ß") == 5000
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.names, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_shows_hostile_text_and_holds_no_script(run, capsys, tmp_path):
+    page = tmp_path / "out.html"
+    assert main([str(run), "--html", str(page), "--where", "response~script"]) == 0
+    assert "1 rollouts of step 2 written to" in capsys.readouterr().out
+    tags = Tags()
+    tags.feed(page.read_text())
+    assert "<script>alert(1)</script>" in tags.text and "reward_timeout" in tags.text
+    assert set(tags.names) <= {"html", "head", "meta", "title", "style", "body", "h1", "article", "div", "span", "b", "pre"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--where", "rewards<1"], 2, "no rollout has 'rewards'. Did you mean reward"),
+        (["--where", "formt==0"], 2, "Did you mean format"),
+        (["--sort", "rewrd"], 2, "Did you mean reward"),
+        (["--where", "reward"], 2, "write NAME, a comparison"),
+        (["--where", "__import__('os')"], 2, "write NAME, a comparison"),
+        (["--where", "reward<high"], 2, "'high' is not a number"),
+        (["--step", "7"], 3, "there is no step 7; there are 1, 2"),
+        (["--val"], 3, "there are no step_N.jsonl files"),
+    ],
+)
+def test_wrong_words_are_refused_with_what_there_is(run, capsys, words, code, message):
+    assert main([str(run), *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_broken_file_is_told(run, capsys):
+    (run / "rollouts" / "step_9.jsonl").write_text('{"reward": \n')
+    assert main([str(run)]) == 3
+    assert "step_9.jsonl: cannot be read" in capsys.readouterr().err
+
+
+def test_the_page_cannot_be_written_to_a_folder_that_is_missing(run, capsys):
+    assert main([str(run), "--html", str(Path("/nowhere/at/all.html"))]) == 2
+    assert "/nowhere/at/all.html" in capsys.readouterr().err
+
+
+def test_a_condition_has_a_name_a_comparison_and_a_value():
+    condition = parse_condition(" auto/acc >= 0.5 ")
+    assert (condition.name, condition.comparison, condition.value) == ("auto/acc", ">=", "0.5")
+    with pytest.raises(ConfigError):
+        parse_condition("a==")
+
+
+def test_a_component_goes_before_a_field_of_the_same_name():
+    row = {"response_length": 9, "reward_parts": {"response_length": 0.25}}
+    assert parse_condition("response_length==0.25").holds(row)
+    assert parse_condition("response_length==9").holds(row | {"reward_parts": {}})

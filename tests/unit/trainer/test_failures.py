@@ -1,0 +1,97 @@
+"""Rollouts without a reward of their own, from scoring to the advantages of those that are left."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+from grpo_rl.config.schema import AlgorithmConfig, OverlongBufferConfig
+from grpo_rl.data.collate import collate
+from grpo_rl.trainer.advantage import Advantage
+from grpo_rl.trainer.baselines import with_baselines
+from grpo_rl.trainer.failures import scored, with_reward
+from grpo_rl.trainer.shaping import penalize_overlong
+from grpo_rl.types import GREEDY, Prompt, Rollout
+
+
+def rollout(uid: str, sample: int, reward: float | None, failure: str | None = None) -> Rollout:
+    prompt = Prompt(uid, (1, 2), "?", "test")
+    parts = {} if reward is None else {"rule": reward}
+    cause = None if failure is None else f"{uid} is too hard"
+    made = Rollout(prompt, sample, (3, 4), (-0.5, -0.5), "stop", 1, reward=reward, reward_parts=parts, failure=failure)
+    return dataclasses.replace(made, failure_cause=cause)
+
+
+class Rewarder:
+    """Everything was scored before."""
+
+    def __init__(self) -> None:
+        self.factors = {"rule": 1.0}
+
+    def submit(self, rollout: Rollout) -> None:
+        pass
+
+    def wait(self, rollouts: list[Rollout]) -> list[Rollout]:
+        return rollouts
+
+
+def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_there_are_none() -> None:
+    told: list[str] = []
+    given = [rollout("a", 0, 1.0), rollout("a", 1, None, "reward_timeout"), rollout("b", 0, -1.0, "reward_error")]
+    assert scored(Rewarder(), given, told.append) == given
+    assert told == ["2 of 3 rewards failed (1 reward_error, 1 reward_timeout), first: a is too hard; b is too hard"]
+    scored(Rewarder(), given[:1], told.append)
+    assert len(told) == 1
+
+
+def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
+    given = [
+        rollout("a", 0, 1.0),
+        rollout("a", GREEDY, None, "reward_timeout"),
+        rollout("b", 0, 0.5),
+        rollout("b", 1, None, "reward_error"),
+        rollout("b", GREEDY, 0.25),
+        rollout("c", 0, 1.0),
+        rollout("c", GREEDY, -1.0, "reward_error"),
+    ]
+    joined = with_baselines(given)
+    assert [(r.reward, r.failure, r.baseline) for r in joined] == [
+        (1.0, "baseline_failed", None),
+        (0.5, None, 0.25),
+        (None, "reward_error", 0.25),
+        (1.0, None, -1.0),
+    ]
+    assert joined[0].failure_cause == "reward_timeout: a is too hard"
+    assert [(r.prompt.uid, r.sample_index) for r in with_reward(joined)] == [("b", 0), ("c", 0)]
+
+
+def test_the_penalty_for_length_leaves_failed_rewards_as_they_are() -> None:
+    given = [rollout("a", 0, 1.0), rollout("a", 1, None, "reward_error"), rollout("a", 2, -1.0, "reward_error")]
+    penalized = penalize_overlong(given, OverlongBufferConfig(len=2), max_length=2)
+    assert [r.reward for r in penalized] == [0.0, None, -1.0]
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if not needs_of(ADVANTAGES.get(name)).steps])
+def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
+    """Groups of four, one and three: what is left is finite, and does not see what was dropped."""
+    rewards = [1.0, 0.0, 0.0, 0.5, None, None, None, 1.0, 0.0, 1.0, None, 0.5]
+    given = [
+        dataclasses.replace(rollout("abc"[place // 4], place % 4, reward, None if reward is not None else "reward_error"), baseline=0.25)
+        for place, reward in enumerate(rewards)
+    ]  # fmt: skip
+    needs = needs_of(ADVANTAGES.get(name))
+    options = {"k": 1} if "k" in inspect.signature(ADVANTAGES.get(name)).parameters else {}
+    advantage = Advantage(AlgorithmConfig(adv_estimator=name, adv_options=options), {"rule": 1.0})
+    batch = collate(with_reward(given), advantage.parts)
+    if needs.values:
+        batch = batch.replace(values_T=torch.zeros(batch.num_trained_tokens))
+    batch, _ = advantage(batch)
+    assert batch.advantages_T is not None and batch.num_rollouts == 8
+    assert torch.isfinite(batch.advantages_T).all()
+    # The best of the first group comes out above its worst ones.
+    first = batch.advantages_T[:8].reshape(4, 2).sum(1)
+    assert first[0] > max(first[1], first[2])
