@@ -50,6 +50,10 @@ class CheckpointError(GrpoRlError):
     exit_code = 4
 
 
+class SaveLost(CheckpointError):
+    """A save cannot end, because one of the processes that were writing it has gone. The next one has all it needs."""
+
+
 class RewardError(GrpoRlError):
     """A reward function failed or returned something that is not a reward."""
 

@@ -44,6 +44,7 @@ POINTS = {
     "rollout.weights.bucket": "a replica is about to load a bucket of weights",
     "rollout.weights.before_finish": "a replica has all weights, and they are not live yet",
     "ckpt.before_write": "a checkpoint's temporary folder is there, and empty",
+    "ckpt.call": "a save is about to change the disk (call: mkdir, open, write, fsync, rename, unlink or rmdir; file)",
     "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
     "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
 }

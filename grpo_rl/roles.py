@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
@@ -22,8 +23,20 @@ class Actor(Protocol):
     def update(self, batch: Batch) -> Metrics:
         """All optimizer steps on one batch (`ppo_epochs` x mini-batches)."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, scheduler and random states into `folder`."""
+    def save(self, folder: Path) -> Files:
+        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+
+    def saved(self, wait_s: float) -> Files | None:
+        """What the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        """
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
 
     def committed(self, folder: Path) -> None:
         """Told when what the last `save` wrote is complete and has its place, `folder`."""
@@ -51,8 +64,20 @@ class Critic(Protocol):
     def update(self, batch: Batch) -> Metrics:
         """All optimizer steps towards the batch's `returns_T`."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, scheduler and random states into `folder`."""
+    def save(self, folder: Path) -> Files:
+        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+
+    def saved(self, wait_s: float) -> Files | None:
+        """What the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        """
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
 
     def committed(self, folder: Path) -> None:
         """Told when what the last `save` wrote is complete and has its place, `folder`."""

@@ -49,6 +49,8 @@ NEIGHBOURS = {
     ("cluster", "plan_algorithm"),
     # A checkpoint holds a sharded model's state.
     ("checkpoint", "models"),
+    # What a role says it has written.
+    ("roles", "checkpoint"),
 }
 LONGEST_FILE = 300
 LONGER_FILES = {"config/schema.py": "the one table of all options"}

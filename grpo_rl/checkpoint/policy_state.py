@@ -1,51 +1,72 @@
-"""A policy's weights, optimizer, schedule and random state as safetensors and JSON, independent of the number of ranks."""
+"""A policy's weights, optimizer, schedule and random state in files: every rank writes its own, any number of ranks reads them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from grpo_rl.checkpoint.files import Files, flush, write_file
+from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
-from grpo_rl.models.fsdp import full_tensor
 
-WEIGHTS = "weights.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 TRAINING = "training.json"
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save(
-    folder: Path,
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has to write."""
+
+    rank: int
+    world_size: int
+    num_optimizer_steps: int
+    weights: dict[str, Part]
+    moments: dict[str, Part]
+    rng: dict[str, Part]
+
+
+def take(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     rank: int,
-) -> None:
-    """Write everything that decides the policy's future into `folder`, which rank 0 has made. A collective.
+    *,
+    copy: bool,
+) -> Share:
+    """This rank's rows of everything that decides the policy's future; not a collective.
 
-    Whole tensors are gathered one at a time; only rank 0 keeps and writes them.
+    With `copy` they are in host memory and stay what they are while training goes on. The parameters must be sharded
+    (see `fsdp.reshard`).
     """
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
+    weights: dict[str, Part] = {}
+    moments: dict[str, Part] = {}
     for name, parameter in policy.named_parameters():
-        _keep(weights, name, parameter, rank)
+        _keep(weights, name, parameter, rank, copy)
         for key, value in optimizer.state.get(parameter, {}).items():
-            _keep(moments, f"{key}:{name}", value, rank)
-    save_file({f"rng_{key}": value for key, value in rng_state().items()}, folder / f"rng_rank{rank}.safetensors")
-    if rank == 0:
-        save_file(weights, folder / WEIGHTS)
-        save_file(moments, folder / OPTIMIZER)
-        (folder / TRAINING).write_text(
-            json.dumps({"num_optimizer_steps": scheduler.last_epoch, "world_size": dist.get_world_size()})
-        )
-    dist.barrier()
+            _keep(moments, f"{key}:{name}", value, rank, copy)
+    rng = {f"rng_{key}": Part(value, 0, tuple(value.shape)) for key, value in rng_state().items()}
+    return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng)
+
+
+def write(folder: Path, share: Share) -> Files:
+    """Write the share into `folder`, which is there; the files that were written, all of them flushed."""
+    entries: Files = {}
+    for kind, parts in (("weights", share.weights), ("optimizer", share.moments), ("rng", share.rng)):
+        path = _path(folder, kind, share.rank)
+        entries[path.name] = write_parts(path, parts)
+    if share.rank == 0:
+        text = json.dumps({"num_optimizer_steps": share.num_optimizer_steps, "world_size": share.world_size})
+        entries[TRAINING] = write_file(folder / TRAINING, [text.encode()])
+    flush(folder)
+    return entries
 
 
 def load(
@@ -55,66 +76,94 @@ def load(
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     rank: int,
 ) -> None:
-    """Restore what `save` wrote; every rank reads the files and keeps its shards.
+    """Restore what `write` wrote; every rank reads its own rows, whatever files they are in.
 
     Random states are per rank, so with another number of ranks they start from the run's seed again.
 
     Raises CheckpointError when names or shapes are not those of this policy.
     """
-    training = json.loads((folder / TRAINING).read_text())
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        _check_names(folder, set(file.keys()), {name: tuple(p.shape) for name, p in policy.named_parameters()}, file)
+    training = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    world_size = int(training["world_size"])
+    with Shards([_path(folder, "weights", number) for number in range(world_size)]) as shards:
+        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in policy.named_parameters()})
         with torch.no_grad():
             for name, parameter in policy.named_parameters():
-                _local(parameter).copy_(_local(_like(file.get_tensor(name), parameter)))
-    _load_optimizer(folder / OPTIMIZER, policy, optimizer)
+                _local(parameter).copy_(shards.rows(name, *_rows(parameter)) if parameter.dim() else shards.whole(name))
+    with Shards([_path(folder, "optimizer", number) for number in range(world_size)]) as shards:
+        _load_optimizer(shards, policy, optimizer)
     set_schedule(scheduler, training["num_optimizer_steps"])
-    if training["world_size"] == dist.get_world_size():
-        with safe_open(folder / f"rng_rank{rank}.safetensors", framework="pt") as file:
-            set_rng_state({key.removeprefix("rng_"): file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    if world_size == dist.get_world_size():
+        with Shards([_path(folder, "rng", rank)]) as shards:
+            set_rng_state({name.removeprefix("rng_"): shards.whole(name) for name in shards.shapes})
 
 
-def _load_optimizer(path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    state: dict[int, dict[str, Any]] = {}
+def share_bytes(share: Share) -> int:
+    """Size of the tensors in a share."""
+    parts = [*share.weights.values(), *share.moments.values(), *share.rng.values()]
+    return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
+
+
+def state_bytes(policy: nn.Module) -> int:
+    """About what this rank writes: its rows of the weights and of AdamW's two moments of each."""
+    return sum(3 * _local(p).numel() * p.element_size() for p in policy.parameters())
+
+
+def _path(folder: Path, kind: str, rank: int) -> Path:
+    return folder / f"{kind}_rank{rank}.safetensors"
+
+
+def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = {parameter: name for name, parameter in policy.named_parameters()}
-    index = 0
-    with safe_open(path, framework="pt") as file:
-        stored = set(file.keys())
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                entry = {}
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    stored_name = f"{key}:{names[parameter]}"
-                    if stored_name in stored:
-                        value = file.get_tensor(stored_name)
-                        entry[key] = value if key == "step" else _like(value, parameter)
-                if entry:
-                    state[index] = entry
-                index += 1
+    state: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(_optimized(optimizer)):
+        stored = {key: f"{key}:{names[parameter]}" for key in _MOMENTS if f"{key}:{names[parameter]}" in shards.shapes}
+        if stored:
+            state[index] = {key: _moment(shards, name, parameter) for key, name in stored.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _keep(into: dict[str, Tensor], name: str, tensor: Any, rank: int) -> None:
-    whole = full_tensor(tensor.detach())
-    if rank == 0:
-        into[name] = whole.to("cpu", copy=True).contiguous()
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-def _like(whole: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of `whole`, sharded and placed as `parameter` is; no communication."""
-    whole = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return whole
+def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
+    """The moment as the optimizer holds it: sharded as its parameter is; AdamW's step counter is a number."""
+    if not shards.shapes[name]:
+        return shards.whole(name)
+    moment = torch.zeros_like(parameter, requires_grad=False)
+    _local(moment).copy_(shards.rows(name, *_rows(parameter)))
+    return moment
+
+
+def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int, copy: bool) -> None:
+    """Note this rank's rows of the tensor. What every rank has as a whole is rank 0's to write."""
+    if not isinstance(tensor, DTensor) and rank != 0:
+        return
+    rows = _local(tensor.detach())
+    start = _rows(tensor)[0] if tensor.dim() else 0
+    into[name] = Part(rows.to("cpu", copy=True) if copy else rows, start, tuple(tensor.shape))
+
+
+def _rows(tensor: Any) -> tuple[int, int]:
+    """First and last (exclusive) row that this rank has of a tensor: FSDP2 cuts as `torch.chunk` does."""
+    total = int(tensor.shape[0])
+    if not isinstance(tensor, DTensor):
+        return 0, total
+    size = -(-total // tensor.device_mesh.size())
+    start = min(tensor.device_mesh.get_local_rank() * size, total)
+    stop = min(start + size, total)
+    assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
+    return start, stop
 
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_names(folder: Path, stored: set[str], expected: dict[str, tuple[int, ...]], file: Any) -> None:
-    missing, extra = sorted(expected.keys() - stored), sorted(stored - expected.keys())
-    shapes = [name for name in expected.keys() & stored if tuple(file.get_slice(name).get_shape()) != expected[name]]
+def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
+    shapes = sorted(name for name in expected.keys() & stored.keys() if stored[name] != expected[name])
     if missing or extra or shapes:
         raise CheckpointError(
             f"{folder} holds another model: missing {missing[:3]}, unknown {extra[:3]}, other shapes {shapes[:3]}. "

@@ -1,74 +1,142 @@
-"""Checkpoints on disk: complete or not there, verified before use, the newest good one first."""
+"""Checkpoints on disk: complete or not there, verified before use, the newest good one first. Format: docs/checkpoints.md."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import os
 import re
-import shutil
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.checkpoint import files
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.manifest import STATE, Checkpoint, read_manifest, step_of, unknown_files, verify, write_manifest
 from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
-MANIFEST = "manifest.json"
-STATE = "trainer.json"
-_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
-_WRITING, _REPLACED = ".writing_", ".replaced_"
+_OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
+"""Names of what is being made or removed. Anything else with a dot in front is not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    """Where its files go; it gets its name when they are all there."""
+    needed: int
+    """Bytes that were expected."""
+    known: Files = field(default_factory=dict)
+    """Files of the controller's that are written already."""
 
 
 class CheckpointStore:
     """The `checkpoints/` folder of a run, in which one process writes at a time.
 
     A checkpoint is written into a temporary folder, described by a manifest with the size and SHA-256 of
-    every file, flushed, and given its name by one rename. A folder without its manifest is no checkpoint.
+    every file, flushed, and given its name by one rename. Only what was written here is ever removed.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None) -> None:
+    def __init__(self, folder: Path, keep: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         self.folder = folder
         self.keep = keep
+        self.warn = warn
+        """Told of what was left alone, and why."""
 
-    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    # ---- writing -------------------------------------------------------------------------------------------
+
+    def save(self, step: int, write: Callable[[Path], Files | None], state: dict[str, Any], needed: int = 0) -> Path:
         """The folder of a new checkpoint: `write` fills it, `state` (JSON) is the controller's part.
 
         Raises CheckpointError when it cannot be written; earlier checkpoints are untouched then.
         """
-        final = self.folder / f"step_{step}"
-        temporary = self.folder / f"{_WRITING}{final.name}"
+        draft = self.begin(step, state, needed)
         try:
-            self._tidy()
-            temporary.mkdir(parents=True)
-            fault_point("ckpt.before_write")
-            write(temporary)
-            (temporary / STATE).write_text(json.dumps(state))
-            _seal(temporary, step)
-            fault_point("ckpt.before_rename")
-            self._publish(temporary, final)
-            fault_point("ckpt.after_rename")
+            written = write(draft.folder)
         except OSError as error:
-            free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
-            raise CheckpointError(f"cannot write {final}: {error} ({free / 2**30:.1f} GiB are free there)") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        self._purge(step)
+            self.abandon(draft)
+            raise self.not_written(draft, error) from error
+        except Exception:
+            self.abandon(draft)
+            raise
+        return self.commit(draft, written or {})
+
+    def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
+        """A temporary folder for the checkpoint of `step`, with the controller's part in it.
+
+        Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
+        """
+        final = self.folder / f"step_{step}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            if files.free_bytes(self.folder) < needed:
+                raise OSError(28, "No space left on device (nothing was written)")
+            draft = Draft(step, self.folder / _temporary("writing", final.name), needed)
+            files.make_folder(draft.folder)
+        except OSError as error:
+            raise files.not_written(final, error, needed) from error
+        try:
+            fault_point("ckpt.before_write")
+            draft.known[STATE] = files.write_file(draft.folder / STATE, [json.dumps(state).encode()])
+        except OSError as error:
+            self.abandon(draft)
+            raise files.not_written(final, error, needed) from error
+        return draft
+
+    def commit(self, draft: Draft, written: Files) -> Path:
+        """The folder of the checkpoint, complete and under its name, with all that its draft's folder holds.
+
+        `written` are files that are flushed, with what they must hold; others are flushed and read here.
+        Raises CheckpointError when that fails; the draft is gone then, and earlier checkpoints are untouched.
+        """
+        final = self.folder / f"step_{draft.step}"
+        try:
+            entries = self._entries(draft, written)
+            write_manifest(draft.folder, draft.step, entries)
+            files.flush(draft.folder)
+            fault_point("ckpt.before_rename")
+            replaced = self._publish(draft.folder, final)
+        except OSError as error:
+            self.abandon(draft)
+            raise self.not_written(draft, error) from error
+        except CheckpointError:
+            self.abandon(draft)
+            raise
+        fault_point("ckpt.after_rename")
+        self._purge(draft.step, replaced)
         return final
 
-    def latest(self, on_bad: Callable[[str], None]) -> Path | None:
+    def not_written(self, draft: Draft, error: OSError) -> CheckpointError:
+        """What to tell of a draft that the disk refused."""
+        return files.not_written(self.folder / f"step_{draft.step}", error, draft.needed)
+
+    def abandon(self, draft: Draft) -> None:
+        """Remove what there is of the draft; a later start does it where that fails now."""
+        self._remove(draft.folder)
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that is complete and intact; `on_bad` is told of each newer one passed over.
 
         Raises CheckpointError when there are checkpoints and none of them is good.
         """
-        self._tidy()
+        try:
+            self._tidy()
+        except OSError as error:
+            self.warn(f"leftovers in {self.folder} stay: {error}")
         steps = self.steps()
         for step in reversed(steps):
             folder = self.folder / f"step_{step}"
             try:
-                verify(folder)
-                return folder
+                if folder.is_symlink():
+                    raise CheckpointError(f"{folder} is a link: not one of this run's checkpoints")
+                return verify(folder)
             except CheckpointError as error:
                 on_bad(str(error))
         if steps:
@@ -78,101 +146,120 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are there, ascending."""
+        """Steps of which something has a checkpoint's name, ascending; whether it is one is for `latest` to say."""
         if not self.folder.is_dir():
             return []
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / MANIFEST).is_file())
-        return sorted(int(match[1]) for match in matches if match)
+        found = (step_of(path.name) for path in self.folder.iterdir())
+        return sorted(step for step in found if step is not None)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename the checkpoints of later steps, and return their new places: a run that goes on from `step` makes its own.
 
         Left where they are, they would be taken for the newest ones of the run.
         """
-        moved = []
-        for later in self.steps():
-            if later > step:
-                folder = self.folder / f"step_{later}"
-                places = (self.folder / f"aside_{number}_{folder.name}" for number in itertools.count(1))
-                moved.append(folder.rename(next(place for place in places if not place.exists())))
+        moved = [self._set_aside(self.folder / f"step_{later}") for later in self.steps() if later > step]
+        if moved:
+            files.flush(self.folder)
         return moved
 
-    def _publish(self, temporary: Path, final: Path) -> None:
-        """Give the finished folder its name. One of that name, from before, stays until the new one is in its place."""
-        replaced = self.folder / f"{_REPLACED}{final.name}"
-        if final.exists():
-            final.rename(replaced)
-        temporary.rename(final)
-        _flush(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _entries(self, draft: Draft, written: Files) -> Files:
+        """Every file of the draft, all of them on the disk."""
+        entries = draft.known | written
+        present = list(files.walk(draft.folder))
+        for name, is_folder in present:
+            path = draft.folder / name
+            if is_folder:
+                files.flush(path)
+            elif name not in entries:
+                files.flush(path)
+                entries[name] = files.entry_of(path)
+            elif path.lstat().st_size != entries[name][0]:
+                raise OSError(5, f"{name} has {path.lstat().st_size} bytes, {entries[name][0]} were written")
+        missing = sorted(entries.keys() - {name for name, _ in present})
+        if missing:
+            raise OSError(5, f"{missing[0]} was written and is not there")
+        return entries
+
+    def _publish(self, temporary: Path, final: Path) -> Path | None:
+        """Give the finished folder its name. Returns where one of that name, from before, is now."""
+        replaced = None
+        if final.exists() or final.is_symlink():
+            if self._is_ours(final):
+                replaced = self.folder / _temporary("replaced", final.name)
+                files.rename(final, replaced)
+            else:
+                self.warn(f"{final} was not written by this run; it is now {self._set_aside(final)}")
+        files.rename(temporary, final)
+        files.flush(self.folder)
+        return replaced
+
+    def _purge(self, newest: int, replaced: Path | None) -> None:
+        """Remove all but the newest `keep`, of which `newest` is always one. What cannot be removed stays, and is told of.
+
+        Nothing goes before the newest is where a resuming run finds it, with every file in its full size.
+        """
+        unwanted = [] if replaced is None else [replaced]
+        if self.keep is not None:
+            others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]
+            unwanted += others[: max(0, len(others) - self.keep + 1)]
+        if not unwanted:
+            return
+        manifest = read_manifest(self.folder / f"step_{newest}")
+        sizes = {name: (self.folder / f"step_{newest}" / name).stat().st_size for name in manifest.files}
+        if sizes != {name: size for name, (size, _) in manifest.files.items()}:
+            raise CheckpointError(f"step_{newest} in {self.folder} changed while it was committed; no older one was removed")
+        for folder in unwanted:
+            if not self._is_ours(folder):
+                self.warn(f"{folder} is kept: it is damaged, or holds files that this program has not written")
+                continue
+            going = folder
+            if folder != replaced:
+                going = self.folder / _temporary("removing", folder.name)
+                try:
+                    # Half removed under its old name it would be taken for a damaged checkpoint.
+                    files.rename(folder, going)
+                    files.flush(self.folder)
+                except OSError as error:
+                    self.warn(f"{folder} is kept: {error}")
+                    continue
+            self._remove(going)
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether everything in the folder was written here."""
+        try:
+            return not folder.is_symlink() and not unknown_files(folder, read_manifest(folder))
+        except (CheckpointError, OSError):
+            return False
+
+    def _set_aside(self, folder: Path) -> Path:
+        places = (self.folder / f"aside_{number}_{folder.name}" for number in itertools.count(1))
+        place = next(place for place in places if not place.exists() and not place.is_symlink())
+        files.rename(folder, place)
+        return place
 
     def _tidy(self) -> None:
         """Undo what a process that died while saving left half done."""
-        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
-            if path.name.startswith(_REPLACED) and not (self.folder / path.name.removeprefix(_REPLACED)).exists():
-                path.rename(self.folder / path.name.removeprefix(_REPLACED))
-            elif path.name.startswith((_WRITING, _REPLACED)):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            match = _OURS.fullmatch(path.name)
+            if match is None or path.is_symlink() or not path.is_dir():
+                continue
+            final = self.folder / match[2]
+            if match[1] == "replaced" and not final.exists():
+                files.rename(path, final)
+                files.flush(self.folder)
+            else:
+                self._remove(path)
 
-    def _purge(self, newest: int) -> None:
-        """Remove all but the newest `keep`, of which `newest` is always one."""
-        if self.keep is not None:
-            others = [step for step in self.steps() if step != newest]
-            for step in others[: max(0, len(others) - self.keep + 1)]:
-                shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
-
-
-def _seal(folder: Path, step: int) -> None:
-    """Write the manifest of what is in the folder, and flush everything to the disk."""
-    entries = sorted(folder.rglob("*"))
-    files = [path for path in entries if path.is_file()]
-    manifest = {str(path.relative_to(folder)): [path.stat().st_size, _digest(path)] for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1))
-    for path in (*entries, folder / MANIFEST, folder):
-        _flush(path)
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """The controller's state of a checkpoint whose every file is as it was written.
-
-    Raises CheckpointError naming the first file that is missing or changed.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: its {MANIFEST} cannot be read ({error})") from error
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if _leads_out(folder.resolve(), name):
-            raise CheckpointError(f"{folder}: the manifest names {name!r}, which is outside the folder")
+    def _remove(self, folder: Path) -> None:
         try:
-            if not path.is_file():
-                raise CheckpointError(f"{folder}: {name} is missing")
-            if path.stat().st_size != size or _digest(path) != digest:
-                raise CheckpointError(f"{folder}: {name} is not the file that was written (size or SHA-256 differs)")
+            if folder.exists():
+                files.remove_tree(folder)
         except OSError as error:
-            raise CheckpointError(f"{folder}: {name} cannot be read: {error.strerror or error}") from error
-    if STATE not in files:
-        raise CheckpointError(f"{folder}: {STATE} is missing")
-    return json.loads((folder / STATE).read_text())
+            self.warn(f"{folder} could not be removed: {error}; the next start tries again")
 
 
-def _leads_out(root: Path, name: str) -> bool:
-    try:
-        return not (root / name).resolve().is_relative_to(root)
-    except (OSError, ValueError):  # a loop of links, a name with a NUL byte
-        return True
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _temporary(kind: str, name: str) -> str:
+    """A name that nothing has: a writer that was given up may still be writing into an earlier one."""
+    return f".{kind}_{name}_{secrets.token_hex(4)}"

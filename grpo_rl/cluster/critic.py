@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_rl.algos.aggregate import count
 from grpo_rl.algos.value_loss import explained_variance
+from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.roles import combine_stats, gather, micro_batches, mini_batches, plan, trained_lengths
 from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config import derived
@@ -54,10 +55,24 @@ class CriticGroup:
         results = self.group.call_each("update", [(steps,) for steps in per_rank])
         return combine_stats(results, counts, role="critic") | _fit(batch, batch.values_T, batch.returns_T)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Files:
         """Write the critic's state into a folder of its own."""
-        (folder / FOLDER).mkdir()
-        self.group.call("save", str(folder / FOLDER))
+        make_folder(folder / FOLDER)
+        return merge(self.group.call("save", str(folder / FOLDER)), FOLDER)
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+        make_folder(folder / FOLDER)
+        self.group.call("begin_save", str(folder / FOLDER), check)
+
+    def saved(self, wait_s: float) -> Files | None:
+        """As the actor's."""
+        written = self.group.call("saved", wait_s)
+        return None if None in written else merge(written, FOLDER)
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
+        return sum(self.group.call("save_bytes"))
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_rl.checkpoint.store import CheckpointStore, verify
+from grpo_rl.checkpoint.manifest import Checkpoint, verify
+from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.session import clean_earlier, ray_session
@@ -94,7 +95,7 @@ def _train(
     plan: Plan,
     run_dir: RunDir,
     console: Console,
-    checkpoint: Path | None,
+    checkpoint: Checkpoint | None,
     stack: ExitStack,
     status: Status,
     stop: Stop,
@@ -138,16 +139,16 @@ def _train(
             plot_rewards(run_dir)
 
 
-def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Path | None:
+def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoint | None:
     """The checkpoint to go on from, verified; None for a fresh start.
 
     Raises CheckpointError for a bad one that was asked for by name, and when all of a run's are bad.
     """
     trainer = config.trainer
     if trainer.resume_mode == "resume_path":
-        folder = Path(trainer.resume_from_path or "")
-        verify(folder)
-        return folder
+        return verify(Path(trainer.resume_from_path or ""))
     if trainer.resume_mode == "disable":
         return None
-    return CheckpointStore(run_dir.checkpoints).latest(console.warn)
+    return CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(
+        lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}")
+    )

@@ -16,6 +16,7 @@ from grpo_rl.algos.aggregate import count, group_tokens
 from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
+from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config.derived import MicroBatchRule
@@ -23,6 +24,9 @@ from grpo_rl.config.schema import ActorConfig
 from grpo_rl.data.balance import plan_micro_batches
 from grpo_rl.types import Batch, Counts, Metrics
 from grpo_rl.workers.actor import OptimizerStep
+
+_OWN = "actor.json"
+"""Where a checkpoint has what the actor's controller remembers."""
 
 
 class ActorGroup:
@@ -57,6 +61,7 @@ class ActorGroup:
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
+        self._saving: Files = {}
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """The batch with `old_logprobs_T` where a later update, or the reward, reads them.
@@ -95,13 +100,32 @@ class ActorGroup:
         num_groups = int(batch.group_N.unique().numel())
         return self.config.ppo_epochs * -(-num_groups // self.config.ppo_mini_batch_size)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        self.group.call("save", str(folder))
+        return merge(self.group.call("save", str(folder))) | self._save_own(folder)
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+        self._saving = self._save_own(folder)
+        self.group.call("begin_save", str(folder), check)
+
+    def saved(self, wait_s: float) -> Files | None:
+        """What the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        """
+        written = self.group.call("saved", wait_s)
+        return None if None in written else merge(written) | self._saving
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
+        return sum(self.group.call("save_bytes"))
+
+    def _save_own(self, folder: Path) -> Files:
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
         if self.entropy is not None:
             state["entropy"] = self.entropy.state_dict()
-        (folder / "actor.json").write_text(json.dumps(state))
+        return {_OWN: write_file(folder / _OWN, [json.dumps(state).encode()])}
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""
@@ -110,7 +134,7 @@ class ActorGroup:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
         self.group.call("load", str(folder))
-        state = json.loads((folder / "actor.json").read_text())
+        state = json.loads((folder / _OWN).read_text())
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
         # A run may switch the steering on when it resumes: then it starts from the configured weight.
         if self.entropy is not None and "entropy" in state:

@@ -18,7 +18,7 @@ Recipe = Callable[[], list[ray.ObjectRef]]
 
 STEP_OF_MANY = frozenset({"begin_weight_sync", "next_bucket", "end_weight_sync", "sent_digests"})
 """Calls that mean nothing to new processes which have not seen those before: whoever makes them begins again."""
-LONG_AND_SILENT = frozenset({"save", "load", "export"})
+LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
 """Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
 
 
@@ -47,7 +47,7 @@ class Keeper:
             self._updates.append(arguments)
         elif method == "load":
             self._set(None, Path(arguments[0][0]))
-        elif method == "save":
+        elif method in ("save", "begin_save"):
             self._num_saved = len(self._updates)
         if method not in ("update", "load") or not self.in_memory:
             return

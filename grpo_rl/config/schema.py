@@ -223,6 +223,8 @@ class CheckpointConfig:
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
     """What a checkpoint holds. Resuming needs the first three; hf_model adds a Hugging Face folder."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory (12 bytes per parameter, shared by the ranks); a checkpoint counts once it is whole. false: training waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,6 +625,8 @@ class TrainerConfig:
     """Validate every so many steps, and at the end; -1: only before and at the end."""
     save_freq: CountOrOff = -1
     """Write a checkpoint every so many steps, and at the end; -1: none."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written (disk full, read-only, failing): stop, or train on and try again at the next save point. Earlier checkpoints are untouched either way."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto: go on from the newest checkpoint in the run's folder; resume_path: from resume_from_path."""
     resume_from_path: str | None = None

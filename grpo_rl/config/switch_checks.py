@@ -149,6 +149,8 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             "needs critic.optim.lr_scheduler_type=linear or cosine",
         ),
         f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
+        f"{a}.checkpoint.async_save": (saves, "needs trainer.save_freq"),
+        "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         f"{a}.adaptive_entropy.target": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
         f"{a}.adaptive_entropy.delta": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
         "algorithm.filter_groups.metric": (groups.enable, needs_filter),

@@ -94,7 +94,6 @@ _ACTOR: dict[str, Answer] = {
     "use_fused_kernels": Answer(_HEAD, _ANY_BOOL),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
-    "checkpoint.async_save": Answer("a checkpoint is complete before training goes on", (False,)),
     "checkpoint.strict": Answer("a checkpoint is always loaded strictly", (True,)),
     "optim.optimizer": Answer("the optimizer is AdamW", ("AdamW", "adamw")),
     "optim.optimizer_impl": Answer("the optimizer is torch's AdamW", ("torch.optim",)),

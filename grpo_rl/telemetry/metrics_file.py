@@ -52,12 +52,19 @@ class MetricsFile:
         self._file.write(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
         self._file.flush()
 
+    def flush(self) -> None:
+        """Have every line survive a power cut."""
+        os.fsync(self._file.fileno())
+
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
         self._file.close()
         kept = [record for record in _read_records(self.path) if record["step"] <= step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(dump_line(record) for record in kept), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(dump_line(record) for record in kept)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self.path)
         self._file = self.path.open("a", encoding="utf-8")
 

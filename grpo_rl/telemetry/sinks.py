@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from grpo_rl.config.schema import TrainerConfig
-from grpo_rl.telemetry.metrics_file import MetricsFile
+from grpo_rl.telemetry.metrics_file import MetricsFile, read_metrics
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.tracking import Background, mlflow_tracker, wandb_tracker
@@ -49,9 +49,10 @@ class Sinks:
             name: connect(run_dir, trainer, resolved_config) for name, connect in trackers.items() if name in trainer.logger
         }
         self._rollouts = RolloutLog(run_dir)
-        self._sinks: list[Sink] = [MetricsFile(run_dir.metrics_file)]
+        self._file = MetricsFile(run_dir.metrics_file)
+        self._sinks: list[Sink] = [self._file]
         if "tensorboard" in trainer.logger:
-            self._sinks.append(TensorBoard(run_dir.tensorboard))
+            self._sinks.append(TensorBoard(run_dir.tensorboard, run_dir.metrics_file))
         self._sinks += [Background(name, connect, warn) for name, connect in connects.items()]
 
     def truncate_after(self, step: int) -> None:
@@ -59,6 +60,10 @@ class Sinks:
         for sink in self._sinks:
             sink.truncate_after(step)
         self._rollouts.truncate_after(step)
+
+    def flush(self) -> None:
+        """Have what was logged in metrics.jsonl, from which the rest can be made again, on the disk."""
+        self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the metrics of one step to every destination."""
@@ -74,18 +79,26 @@ class Sinks:
 class TensorBoard:
     """Scalars in TensorBoard's own event files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metrics_file: Path) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=10)
+        self._metrics_file = metrics_file
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
-        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        self._add(step, metrics, time.time())
 
     def truncate_after(self, step: int) -> None:
+        """Begin anew with what metrics.jsonl has: a process that was killed may have left less here, and later steps."""
         # TensorBoard hides the events at or after the step of a START that comes later in the folder.
-        self._writer.add_event(
-            Event(step=step + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.SessionStatus.START))
-        )
+        start = SessionLog(status=SessionLog.SessionStatus.START)
+        self._writer.add_event(Event(step=0, wall_time=time.time(), session_log=start))
+        for row in read_metrics(self._metrics_file):
+            if row["step"] <= step:
+                metrics = {name: value for name, value in row.items() if name not in ("step", "time")}
+                self._add(int(row["step"]), metrics, row["time"])
 
     def close(self) -> None:
         self._writer.close()
+
+    def _add(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        self._writer.add_event(Event(step=step, wall_time=wall_time, summary=Summary(value=values)))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.checkpoint.store import CheckpointStore, verify
+from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
@@ -22,6 +22,7 @@ from grpo_rl.trainer.metrics import Timer, batch_metrics, logged_advantages, rol
 from grpo_rl.trainer.nonfinite import NonFiniteUpdates
 from grpo_rl.trainer.parts import Output, Roles, is_due, mix_seed
 from grpo_rl.trainer.progress import StepProgress
+from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.selection import Selected, Selection
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.validation import validate
@@ -43,7 +44,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic, self.recoveries, self.committed = roles.critic, roles.recoveries, roles.committed
+        self.critic, self.recoveries = roles.critic, roles.recoveries
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -52,7 +53,8 @@ class SyncTrainer:
         self.trained_tokens = TrainedTokens(config.algorithm)
         data = config.data
         self.selection = Selection(config, train_data, roles.rewarder.factors)
-        self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
+        self.saving = Saving(config, roles, output)
+        self.store = self.saving.store
         rollout = config.actor_rollout_ref.rollout
         self.sampling = Sampling(
             max_tokens=data.max_response_length,
@@ -135,6 +137,9 @@ class SyncTrainer:
             self._fit()
         except Preempted as request:
             raise self._saved(request) from None
+        except Exception:
+            self.saving.rescue()
+            raise
         finally:
             self.output.stop.finishing()
 
@@ -152,6 +157,9 @@ class SyncTrainer:
             while self.step < self.total_steps and not self.selection.exhausted:
                 self._whole_step()
                 self.progress.done()
+            if trainer.save_freq > 0 and self.step > 0:
+                self.progress.phase("save")
+                self.saving.settle(self.step, self.state_dict)
         if self.selection.exhausted:
             self.output.console.warn(
                 f"training ends at step {self.step} of {self.total_steps}: fewer prompts than a batch are left, the others "
@@ -185,8 +193,9 @@ class SyncTrainer:
         is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
         if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.evaluate()
-        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and self._unsaved:
+        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
             metrics |= self.save()
+        metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self._log(metrics | self.recoveries())
         self._unlogged = None
@@ -213,16 +222,11 @@ class SyncTrainer:
         return metrics | timer.metrics()
 
     def save(self) -> Metrics:
-        """Write a checkpoint of everything that decides the steps to come."""
+        """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
         timer = Timer(self.progress.phase)
         with timer("save"):
-            self.committed(self.store.save(self.step, self._write_state, self.state_dict()))
-        self.output.status.update(last_commit=self.step)
+            self.saving.begin(self.step, self.state_dict())
         return timer.metrics()
-
-    @property
-    def _unsaved(self) -> bool:
-        return self.step not in self.store.steps()
 
     def _saved(self, request: Preempted) -> Preempted:
         """The request to stop, followed: the newest state between two steps is saved."""
@@ -232,28 +236,22 @@ class SyncTrainer:
             self.load_state_dict(self._before)
         if self.step == 0:
             return Preempted(f"{request}: no step was done, so the same command begins anew")
-        if self._unsaved:
-            self.save()
+        self.progress.phase("save")
+        self.saving.settle(self.step, self.state_dict)
         return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
-    def _write_state(self, folder: Path) -> None:
-        self.actor.save(folder)
+    def resume(self, checkpoint: Checkpoint | Path) -> None:
+        """Go on from this checkpoint; one that is only a path is verified first."""
+        checkpoint = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+        self.load_state_dict(checkpoint.state)
+        self.actor.load(checkpoint.folder)
         if self.critic is not None:
-            self.critic.save(folder)
-        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
-            self.actor.export(folder / "huggingface")
-
-    def resume(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`."""
-        self.load_state_dict(verify(folder))
-        self.actor.load(folder)
-        if self.critic is not None:
-            self.critic.load(folder)
+            self.critic.load(checkpoint.folder)
         self.output.sinks.truncate_after(self.step)
         if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
-        self.output.console.info(f"resumed from {folder} at step {self.step}")
+        self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
         if self.step >= self.total_steps:
@@ -291,6 +289,8 @@ class SyncTrainer:
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)
+        self.output.stop.finishing()  # a commit is not to be interrupted
+        self.saving.poll()
         self.output.stop.phase(name)
 
     def _log(self, metrics: Metrics) -> None:

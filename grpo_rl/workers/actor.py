@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_rl.algos.correction import kept_lengths, mismatch_shares
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.checkpoint import policy_state
+from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.config.schema import OptimConfig
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
@@ -37,6 +36,7 @@ from grpo_rl.workers.policy import (
     sequences_of,
     step_optimizer,
 )
+from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
 
 
@@ -77,7 +77,7 @@ class OptimizerStep:
     """Weight of the entropy bonus, where it is steered from step to step."""
 
 
-class ActorWorker(Snapshots):
+class ActorWorker(Saving, Snapshots):
     """One FSDP2 rank of the actor group."""
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
@@ -89,6 +89,7 @@ class ActorWorker(Snapshots):
         self.policy = build_policy(spec.policy, rank, self.device)
         self.optimizer = make_optimizer(self.policy, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.files = RankFiles(self.policy, self.optimizer, self.scheduler, rank.rank)
         self.stepped_model = lambda: self.policy
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
@@ -232,17 +233,7 @@ class ActorWorker(Snapshots):
         self._buckets = None
         self._offload()
 
-    # ---- checkpoints ------------------------------------------------------------------------------------
-
-    def save(self, folder: str) -> None:
-        """Write this rank's share of weights, optimizer, scheduler and random state. A collective."""
-        self._onload()
-        policy_state.save(Path(folder), self.policy, self.optimizer, self.scheduler, self.rank.rank)
-
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote, by any number of ranks. A collective."""
-        fsdp.reshard(self.policy)
-        policy_state.load(Path(folder), self.policy, self.optimizer, self.scheduler, self.rank.rank)
+    # ---- the trained model ------------------------------------------------------------------------------
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer). A collective."""

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from grpo_rl.algos.aggregate import token_mean
 from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.value_loss import value_loss
-from grpo_rl.checkpoint import policy_state
+from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.config.schema import OptimConfig
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
@@ -34,6 +33,7 @@ from grpo_rl.workers.policy import (
     sequences_of,
     step_optimizer,
 )
+from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
 
 
@@ -50,7 +50,7 @@ class CriticSpec:
     optimizer_offload: bool = False
 
 
-class CriticWorker(Snapshots):
+class CriticWorker(Saving, Snapshots):
     """One FSDP2 rank of the critic group."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
@@ -62,6 +62,7 @@ class CriticWorker(Snapshots):
         self.model = build_sharded(spec.model, rank, self.device, ValueModel)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
         self.stepped_model = lambda: self.model
 
     @torch.no_grad()
@@ -121,17 +122,6 @@ class CriticWorker(Snapshots):
         losses_T, stats = value_loss(values_T, old_values_T, returns_T, cliprange_value=self.spec.cliprange_value)
         loss = token_mean(losses_T, Segments(lengths_N.to(self.device)), counts)
         return loss, {"share/vf_loss": loss.detach()} | {f"sum/{name}": value_T.sum() for name, value_T in stats.items()}
-
-    def save(self, folder: str) -> None:
-        """Write this rank's share of weights, optimizer, scheduler and random state. A collective."""
-        self._onload()
-        policy_state.save(Path(folder), self.model, self.optimizer, self.scheduler, self.rank.rank)
-        self._offload()
-
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote, by any number of ranks. A collective."""
-        fsdp.reshard(self.model)
-        policy_state.load(Path(folder), self.model, self.optimizer, self.scheduler, self.rank.rank)
 
     def _onload(self) -> None:
         if self.spec.param_offload:

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.algos.objective import Objective
+from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import CheckpointError, SaveLost
 from grpo_rl.workers.actor import ActorSpec
 from grpo_rl.workers.policy import PolicySpec
 
@@ -127,7 +128,10 @@ def test_the_weights_file_is_the_trained_model_by_its_hugging_face_names(ranks, 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     named = {f"lm.{name}": parameter.detach() for name, parameter in exported.named_parameters()}
     assert_equal_bits({name: before[name] for name in named}, named)
-    assert named.keys() == load_file(folder / "weights.safetensors").keys()
+    shards = [load_file(folder / f"weights_rank{rank}.safetensors") for rank in range(2)]
+    assert named.keys() == shards[0].keys() == shards[1].keys()
+    whole = {name: torch.cat([shard[name] for shard in shards]) for name in named}
+    assert_equal_bits(whole, named)
 
 
 def test_the_learning_rate_is_that_of_the_configuration_also_after_a_resume(ranks, path, saved):
@@ -160,3 +164,41 @@ def test_without_dropout_one_rank_goes_on_where_two_stopped(ranks, path, tmp_pat
     actor = start(ranks[1], spec)
     actor.load(tmp_path)
     assert update(actor, range(2, 3))[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_the_moment_it_began(ranks, path, tmp_path):
+    """Training goes on at once, and the files are those that a save at that moment writes."""
+    at_once, meanwhile = tmp_path / "at_once", tmp_path / "meanwhile"
+    at_once.mkdir()
+    meanwhile.mkdir()
+    actor = start(ranks[2], spec_for(path))
+    update(actor, range(2))
+    expected = actor.save(at_once)
+    actor.begin_save(meanwhile, check=True)
+    update(actor, range(2, 4))
+    while (found := actor.saved(1.0)) is None:
+        pass
+    assert found == expected == {path.name: entry_of(meanwhile / path.name) for path in meanwhile.iterdir()}
+    assert sorted(found) == sorted(
+        [f"{kind}_rank{rank}.safetensors" for kind in ("weights", "optimizer", "rng") for rank in range(2)]
+        + ["training.json", "actor.json"]
+    )
+
+
+def test_a_rank_whose_process_is_a_new_one_has_not_saved_anything(ranks, path, tmp_path):
+    actor = start(ranks[2], spec_for(path))
+    with pytest.raises(SaveLost, match="is gone"):
+        actor.saved(0.0)
+
+
+def test_a_save_that_fails_in_the_background_is_told_when_it_is_asked_for(ranks, path, tmp_path):
+    actor = start(ranks[2], spec_for(path))
+    actor.begin_save(tmp_path, check=False)
+    while actor.saved(1.0) is None:
+        pass
+    # The same names again: nothing that is there is ever written over.
+    (tmp_path / "actor.json").unlink()
+    actor.begin_save(tmp_path, check=False)
+    with pytest.raises(CheckpointError, match=r"cannot write .*: File exists; it needs .* KiB, .* are free there"):
+        while actor.saved(1.0) is None:
+            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ TASKS.register("arithmetic")(arithmetic)
 TASKS.register("countdown")(countdown)
 
 
+@functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read
 def task_rows(spec: str) -> Sequence[Row]:
-    """The rows that `task:NAME?option=value&...` or `reasoning_gym:NAME?...` stands for, in verl's format.
+    """The rows that `task:NAME?option=value&...` or `reasoning_gym:NAME?...` stands for, in verl's format; not to be changed.
 
     Options have the types and defaults of the task function's signature, or of the package's configuration. Raises
     ConfigError for an unknown task or option, or a value of another type.

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import io
+import errno
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_trials as trials
 import pytest
+from checkpoint_trials import Crash, Scene, break_save, breaking
 
-from grpo_rl.checkpoint.store import MANIFEST, CheckpointStore, verify
+from grpo_rl.checkpoint.files import write_file
+from grpo_rl.checkpoint.manifest import MANIFEST, _seal, verify
+from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.errors import CheckpointError
 
 
@@ -41,6 +47,11 @@ def refuse(message: str) -> None:
     pytest.fail(f"unexpected warning: {message}")
 
 
+def newest(store: CheckpointStore) -> int | None:
+    latest = store.latest(refuse)
+    return None if latest is None else latest.step
+
+
 def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
@@ -50,8 +61,9 @@ def names(store: CheckpointStore) -> list[str]:
 
 def test_what_was_saved_is_found_with_its_files_and_its_state(store):
     folder = save(store, 7)
-    assert folder == store.folder / "step_7" == store.latest(refuse)
-    assert verify(folder) == {"step": 7}
+    assert folder == store.folder / "step_7"
+    found = store.latest(refuse)
+    assert found is not None and (found.folder, found.step, found.state) == (folder, 7, {"step": 7})
     assert (folder / "weights.bin").read_bytes() == bytes([7]) * 1000
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {"weights.bin", "hf/config.json", "trainer.json"}
     assert names(store) == ["step_7"]
@@ -67,23 +79,40 @@ def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_highest_name(s
     for step in (9, 10, 2):
         save(store, step)
     assert store.steps() == [2, 9, 10]
-    assert store.latest(refuse) == store.folder / "step_10"
+    assert newest(store) == 10
 
 
-def test_other_things_in_the_folder_are_no_checkpoints(store):
+def test_other_names_in_the_folder_are_no_checkpoints(store):
     save(store, 1)
-    (store.folder / "step_5").mkdir()
-    (store.folder / "step_6").write_text("a file")
-    for name in ("step_x", "best", "step_07"):
+    for name in ("step_x", "best", "step_07", "step_0010", "step_10.bak", "step_-1", "step_1e9", "step_\u0662", ".step_9"):
         shutil.copytree(store.folder / "step_1", store.folder / name)
     assert store.steps() == [1]
-    assert store.latest(refuse) == store.folder / "step_1"
+    assert newest(store) == 1
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to(path.parent / "step_1")])
+def test_what_has_a_checkpoints_name_and_is_none_is_told_of(store, make):
+    save(store, 1)
+    make(store.folder / "step_5")
+    told: list[str] = []
+    found = store.latest(told.append)
+    assert found is not None and found.step == 1 and len(told) == 1 and "step_5 is " in told[0]
+    # The run that goes on makes a step 5 of its own, and what was there is kept.
+    assert [path.name for path in store.set_aside_after(1)] == ["aside_1_step_5"]
+    save(store, 5)
+    assert newest(store) == 5
+
+
+def test_a_lone_checkpoint_without_its_manifest_is_not_taken_for_an_empty_folder(store):
+    (save(store, 1) / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        store.latest(lambda _: None)
 
 
 def test_the_same_step_saved_again_takes_the_earlier_ones_place(store):
     save(store, 3)
     store.save(3, content(30), {"step": 3, "again": True})
-    assert verify(store.folder / "step_3") == {"step": 3, "again": True}
+    assert verify(store.folder / "step_3").state == {"step": 3, "again": True}
     assert (store.folder / "step_3" / "weights.bin").read_bytes()[0] == 30
     assert names(store) == ["step_3"]
 
@@ -116,7 +145,21 @@ def test_later_steps_are_set_aside_without_losing_any(store):
     save(store, 4)
     assert [path.name for path in store.set_aside_after(2)] == ["aside_2_step_4"]
     assert names(store) == ["aside_1_step_4", "aside_1_step_6", "aside_2_step_4", "step_2"]
-    assert verify(store.folder / "aside_1_step_6") == {"step": 6}
+    assert verify(store.folder / "aside_1_step_6").state == {"step": 6}
+
+
+def test_what_was_not_written_here_is_never_removed(tmp_path):
+    told: list[str] = []
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, warn=told.append)
+    (save(store, 1) / "notes.txt").write_text("mine")
+    flip_a_bit(save(CheckpointStore(store.folder), 2))
+    (save(CheckpointStore(store.folder), 3) / MANIFEST).unlink()
+    save(store, 4)
+    # Step 2 is known for ours by its manifest, whatever has become of its files.
+    assert names(store) == ["step_1", "step_3", "step_4"]
+    assert ["step_1 is kept" in told[0], "step_3 is kept" in told[1], len(told)] == [True, True, 2]
+    save(CheckpointStore(store.folder, keep=1), 5)
+    assert names(store) == ["step_1", "step_3", "step_5"], "also after a restart"
 
 
 # ---- damage ------------------------------------------------------------------------------------------
@@ -136,7 +179,8 @@ def edit_manifest(name: str) -> Callable[[Path], None]:
         manifest = json.loads((folder / MANIFEST).read_text())
         name_there = name.replace("PARENT", str(folder.parent))
         manifest["files"][name_there] = manifest["files"].pop("weights.bin")
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        (folder / "weights.bin").unlink()
+        write_sealed(folder, manifest)
 
     return edit
 
@@ -153,7 +197,14 @@ def write_manifest(text: str) -> Callable[[Path], None]:
 def drop_state(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["files"]["trainer.json"]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / "trainer.json").unlink()
+    write_sealed(folder, manifest)
+
+
+def write_sealed(folder: Path, manifest: dict[str, Any]) -> None:
+    """As somebody would who knows how."""
+    manifest.pop("sha256")
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
 
 
 DAMAGE = {
@@ -189,7 +240,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_taken(store, d
         verify(store.folder / "step_2")
     assert message in str(caught.value) and str(store.folder / "step_2") in str(caught.value)
     told: list[str] = []
-    assert store.latest(told.append) == store.folder / "step_1"
+    found = store.latest(told.append)
+    assert found is not None and found.step == 1
     assert told == [str(caught.value)]
 
 
@@ -199,7 +251,8 @@ def test_each_damaged_one_is_told_of_once_and_older_ones_are_not_looked_at(store
     for step in (1, 4, 5):
         flip_a_bit(store.folder / f"step_{step}")
     told: list[str] = []
-    assert store.latest(told.append) == store.folder / "step_3"
+    found = store.latest(told.append)
+    assert found is not None and found.step == 3
     assert [f"step_{step}" in message for step, message in zip((5, 4), told, strict=True)] == [True, True]
 
 
@@ -218,86 +271,70 @@ def test_a_folder_that_is_no_checkpoint_is_refused_by_name(tmp_path):
         verify(tmp_path)
 
 
-# ---- crashes -----------------------------------------------------------------------------------------
+# ---- a disk that fails -------------------------------------------------------------------------------
 
 
-class Crash(BaseException):
-    """The process dies here: nothing catches it, and nothing that comes later happens."""
-
-
-# Everything that changes the disk goes through one of these.
-STEPS = [(os, "mkdir"), (os, "rename"), (os, "fsync"), (os, "open"), (os, "unlink"), (os, "rmdir"), (io, "open")]
-
-
-@contextmanager
-def failing_from(call: int, error: BaseException, only_once: bool) -> Iterator[list[str]]:
-    """The `call`-th of these calls (from 0) raises instead of working, and so do all later ones unless `only_once`."""
-    log: list[str] = []
-
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            log.append(name)
-            if len(log) - 1 == call or (len(log) > call and not only_once):
-                raise error
-            return real(*args, **kwargs)
-
-        return wrapped
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in STEPS:
-            patch.setattr(module, name, wrap(f"{module.__name__}.{name}", getattr(module, name)))
-        yield log
-
-
-def num_calls(tmp_path: Path, saved_before: list[int], step: int) -> int:
-    store = CheckpointStore(tmp_path / "counting")
-    for earlier in saved_before:
-        save(store, earlier)
-    with failing_from(10**9, Crash(), only_once=False) as log:
-        save(store, step)
-    assert {"os.mkdir", "os.rename", "os.fsync", "os.open", "io.open"} <= set(log)
-    return len(log)
-
-
-@pytest.mark.parametrize(("saved_before", "step"), [([1], 2), ([1, 2], 2)], ids=["a new step", "a step saved again"])
-def test_a_crash_at_any_call_of_save_leaves_an_intact_checkpoint_and_the_next_save_works(tmp_path, saved_before, step):
-    for call in range(num_calls(tmp_path, saved_before, step)):
-        store = CheckpointStore(tmp_path / f"crash_{call}")
-        for earlier in saved_before:
-            save(store, earlier)
-        try:
-            with failing_from(call, Crash(), only_once=False):
-                store.save(step, content(50), {"step": step, "new": True})
-        except Crash:
-            pass
-        after = CheckpointStore(store.folder)
-        latest = after.latest(refuse)
-        state = verify(latest)
-        expected = bytes([50 if "new" in state else state["step"]]) * 1000
-        assert (latest / "weights.bin").read_bytes() == expected
-        assert state["step"] in (max(saved_before), step)
-        after.save(step + 1, content(step + 1), {"step": step + 1})
-        assert [name for name in names(after) if not name.startswith("step_")] == [], "nothing half done is left"
-        assert set(saved_before) <= set(after.steps())
-
-
-@pytest.mark.parametrize(("saved_before", "step"), [([1], 2), ([1, 2], 2)], ids=["a new step", "a step saved again"])
-def test_a_disk_error_at_any_call_of_save_is_a_checkpoint_error_and_leaves_the_earlier_one(tmp_path, saved_before, step):
-    failed = 0
-    for call in range(num_calls(tmp_path, saved_before, step)):
-        store = CheckpointStore(tmp_path / f"error_{call}")
-        for earlier in saved_before:
-            save(store, earlier)
-        try:
-            with failing_from(call, OSError(28, "No space left on device"), only_once=True):
-                store.save(step, content(50), {"step": step, "new": True})
-        except CheckpointError as error:
-            failed += 1
-            assert "No space left on device" in str(error) and f"step_{step}" in str(error) and "GiB are free" in str(error)
-        latest = CheckpointStore(store.folder).latest(refuse)
-        assert verify(latest)["step"] in (max(saved_before), step)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_disk_error_at_any_call_is_told_with_path_and_sizes_and_leaves_the_earlier_one(tmp_path, number):
+    scene = Scene((1,), 2)
+    told = 0
+    for call in range(break_save(tmp_path / "counting", scene, None)):
+        store = CheckpointStore(tmp_path / f"error_{call}", warn=lambda _: None)
+        with breaking():
+            trials.save(store, 1)
+        with breaking(call, OSError(number, os.strerror(number))) as disk:
+            try:
+                trials.save(store, 2)
+            except CheckpointError as error:
+                told += 1
+                for part in (
+                    f"cannot write {store.folder / 'step_2'}: {os.strerror(number)}",
+                    "it needs 0 B",
+                    "are free there",
+                ):
+                    assert part in str(error)
+        with breaking():
+            latest = CheckpointStore(store.folder).latest(refuse)
+        assert latest is not None and latest.step == (2 if disk.committed else 1)
         assert [name for name in names(store) if not name.startswith("step_")] == []
-    assert failed >= 10
+    assert told >= 15
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(store):
+    save(store, 1)
+    with breaking() as disk, pytest.raises(CheckpointError) as caught:
+        store.save(2, content(2), {}, needed=10**18)
+    assert disk.calls == []
+    assert "No space left on device (nothing was written); it needs 909494.7 TiB, " in str(caught.value)
+    assert names(store) == ["step_1"]
+
+
+def test_a_file_size_limit_of_the_system_stops_a_save_and_not_the_program(tmp_path):
+    """By the system's own means: the error comes out of the middle of a write."""
+    script = f"""
+import resource, signal, sys
+from pathlib import Path
+from grpo_rl.checkpoint.files import write_file
+from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.errors import CheckpointError
+store = CheckpointStore(Path({str(tmp_path)!r}))
+write = lambda size: lambda folder: {{"a": write_file(folder / "a", [bytes(size)])}}
+store.save(1, write(1000), {{}})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.save(2, write(300_000), {{}}, needed=300_000)
+except CheckpointError as error:
+    print(error)
+print(store.latest(print).step)
+store.save(3, write(1000), {{}})
+print(store.latest(print).step)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    message, *steps = found.stdout.splitlines()
+    assert f"cannot write {tmp_path / 'step_2'}: File too large; it needs 293.0 KiB, " in message, found.stderr
+    assert steps == ["1", "3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
 
 
 def test_an_error_of_a_worker_while_saving_is_passed_on_and_nothing_is_left(store):
@@ -310,4 +347,47 @@ def test_an_error_of_a_worker_while_saving_is_passed_on_and_nothing_is_left(stor
     with pytest.raises(RuntimeError, match="actor0 died"):
         store.save(2, write, {})
     assert names(store) == ["step_1"]
-    assert store.latest(refuse) == store.folder / "step_1"
+    assert newest(store) == 1
+
+
+@pytest.mark.parametrize("harm", ["shorter", "gone"])
+def test_a_file_that_is_not_what_its_writer_said_is_not_committed(store, harm):
+    save(store, 1)
+
+    def write(folder: Path) -> dict[str, tuple[int, str]]:
+        entries = {"a": write_file(folder / "a", [b"12345"])}
+        if harm == "shorter":
+            os.truncate(folder / "a", 4)
+        else:
+            (folder / "a").unlink()
+        return entries
+
+    with pytest.raises(
+        CheckpointError, match="a has 4 bytes, 5 were written" if harm == "shorter" else "a was written and is not"
+    ):
+        store.save(2, write, {})
+    assert names(store) == ["step_1"]
+
+
+# ---- crashes: see also test_crash_points.py ---------------------------------------------------------------
+
+
+def test_what_a_broken_off_save_left_is_removed_at_the_next_start_and_nothing_else(store):
+    with pytest.raises(Crash), breaking(8):
+        trials.save(store, 1)
+    for other in (".writing_by_hand", ".nfs0001", "step_1.tmp"):
+        (store.folder / other).mkdir()
+    (store.folder / ".writing_step_1_0123abcd").symlink_to(store.folder / "step_1.tmp")
+    assert len(names(store)) == 5
+    assert CheckpointStore(store.folder).latest(refuse) is None
+    assert names(store) == [".nfs0001", ".writing_by_hand", ".writing_step_1_0123abcd", "step_1.tmp"]
+
+
+def test_a_resumed_run_reads_every_file_once(store, monkeypatch):
+    save(store, 1)
+    save(store, 2)
+    read: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(Path(file.name).name) or digest(file, name))
+    assert newest(store) == 2
+    assert sorted(read) == ["config.json", "trainer.json", "weights.bin"]

@@ -52,6 +52,19 @@ def test_a_resumed_run_shows_one_curve_everywhere(tmp_path: Path) -> None:
     assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 20.0)]
 
 
+def test_what_tensorboard_had_not_written_when_the_process_was_killed_comes_from_the_file(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    sinks = Sinks(run_dir, TrainerConfig(logger=["console"]), {})
+    sinks.log(1, {"a": 1.0})
+    sinks.log(2, {"a": 2.0})
+    sinks.flush()
+    resumed = Sinks(run_dir, TrainerConfig(), {})
+    resumed.truncate_after(2)
+    resumed.log(3, {"a": 3.0})
+    resumed.close()
+    assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_is_refused_at_the_start(tmp_path: Path, package: str) -> None:
     if importlib.util.find_spec(package) is not None:

@@ -78,12 +78,23 @@ class Policy:
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
         self.calls.append("save")
+        self.saved_version = self.version
         (folder / "version").write_text(str(self.version))
+        return {}
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        self.save(folder)
+
+    def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
+        return {}
+
+    def save_bytes(self) -> int:
+        return 1
 
     def committed(self, folder: Path) -> None:
-        assert (folder / "version").read_text() == str(self.version), "the checkpoint is in its place"
+        assert (folder / "version").read_text() == str(self.saved_version), "the checkpoint is in its place"
 
     def load(self, folder: Path) -> None:
         self.calls.append("load")
@@ -112,9 +123,19 @@ class Critic:
         self.returns.append(batch.returns_T.tolist())
         return {"critic/vf_loss": 1.0}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
         (folder / "critic").mkdir()
         (folder / "critic" / "calls").write_text(str(len(self.calls)))
+        return {}
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        self.save(folder)
+
+    def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
+        return {}
+
+    def save_bytes(self) -> int:
+        return 1
 
     def committed(self, folder: Path) -> None:
         pass
@@ -353,7 +374,7 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monk
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     latest = trainer.store.latest(pytest.fail)
-    assert latest is not None and latest.name == "step_2"
+    assert latest is not None and latest.step == 2
     resumed, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
     resumed.resume(latest)
     resumed.fit()

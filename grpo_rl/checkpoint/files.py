@@ -1,0 +1,145 @@
+"""Every change that a save makes to the disk: few calls, each a fault point, so that a test can break off at any of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from grpo_rl.errors import CheckpointError, SaveLost
+from grpo_rl.faults import fault_point
+
+Entry = tuple[int, str]
+"""Size and SHA-256 of a file."""
+Files = dict[str, Entry]
+"""Files of a folder by their names relative to it."""
+
+_PIECE_BYTES = 16 << 20
+
+
+def make_folder(path: Path) -> None:
+    """A new folder; OSError when it is there already."""
+    _point("mkdir", path)
+    os.mkdir(path)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
+    """A new file, on the disk when this returns; its entry is worked out from what was to be written, not from the file."""
+    _point("open", path)
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for piece in _cut(pieces):
+            digest.update(piece)
+            size += len(piece)
+            _point("write", path)
+            _write_all(descriptor, piece)
+        _point("fsync", path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size, digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    _point("fsync", path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give the file or folder another name in the same file system. Whoever needs it there after a power cut flushes the parent."""
+    _point("rename", target)
+    os.rename(source, target)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove the folder with all that is in it; links are removed and not followed."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path)
+        else:
+            _point("unlink", path)
+            path.unlink()
+    _point("rmdir", folder)
+    folder.rmdir()
+
+
+def entry_of(path: Path) -> Entry:
+    """Size and SHA-256 of a regular file as it is on the disk. OSError for anything else: a device or pipe is never opened."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path.name} is not a regular file")
+    with path.open("rb", buffering=0) as file:
+        return found.st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def walk(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Names of all that is in the folder, relative to it with `/`, and whether each is a folder; links are not followed."""
+    for path in sorted(folder.iterdir()):
+        is_folder = path.is_dir() and not path.is_symlink()
+        yield path.name, is_folder
+        if is_folder:
+            for name, inner in walk(path):
+                yield f"{path.name}/{name}", inner
+
+
+def merge(parts: Sequence[Files | None], folder: str = "") -> Files:
+    """The files that several ranks wrote into `folder`, by their names from outside of it.
+
+    Raises SaveLost where a rank has written nothing: it is not the process that began to.
+    """
+    if not all(parts):
+        raise SaveLost("a process that was writing its part of a checkpoint is gone, and the part with it")
+    prefix = f"{folder}/" if folder else ""
+    return {f"{prefix}{name}": entry for part in parts if part for name, entry in part.items()}
+
+
+def free_bytes(folder: Path) -> int:
+    """What this process may still write into the file system of `folder`, or of the nearest parent that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
+    """What to tell of a save that the disk refused: path, reason, needed and free bytes, and what to do."""
+    reason = error.strerror or str(error)
+    return CheckpointError(
+        f"cannot write {target}: {reason}; it needs {show_bytes(needed)}, {show_bytes(free_bytes(target))} are free there. "
+        "Earlier checkpoints are untouched. Make room or mend the disk, or set trainer.max_actor_ckpt_to_keep lower"
+    )
+
+
+def show_bytes(number: int) -> str:
+    """A size to read: 512 B, 3.1 MiB, 84.0 GiB."""
+    size, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    written = 0
+    while written < len(piece):
+        written += os.write(descriptor, piece[written:])
+
+
+def _point(call: str, path: Path) -> None:
+    fault_point("ckpt.call", call=call, file=path.name)

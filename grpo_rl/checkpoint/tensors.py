@@ -1,0 +1,106 @@
+"""Tensors in safetensors files: written piece by piece with their place in a whole, read as rows of the whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from grpo_rl.checkpoint.files import Entry, write_file
+from grpo_rl.errors import CheckpointError
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LAYOUT = "layout"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a tensor, in order: all of it, where there is one part."""
+
+    tensor: Tensor
+    start: int
+    """Its first row's number in the whole."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+
+def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
+    """Write a safetensors file piece by piece, never a second copy of it in memory; its size and SHA-256."""
+    names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))  # keeps every tensor aligned
+    header: dict[str, Any] = {
+        "__metadata__": {_LAYOUT: json.dumps({name: [parts[name].start, list(parts[name].shape)] for name in names})}
+    }
+    position = 0
+    for name in names:
+        tensor = parts[name].tensor
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    return write_file(path, _pieces(header, [parts[name].tensor for name in names]))
+
+
+def _pieces(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        if tensor.numel():
+            raw: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(raw)
+
+
+class Shards:
+    """Whole tensors, of which every file holds some rows; to be used as a context."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Shards:
+        for path in self.paths:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            for name, (start, shape) in json.loads((file.metadata() or {})[_LAYOUT]).items():
+                rows = file.get_slice(name).get_shape()[0] if shape else 1
+                self.shapes.setdefault(name, tuple(shape))
+                self._parts.setdefault(name, []).append((start, start + rows, file))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor."""
+        shape = self.shapes[name]
+        return self.rows(name, 0, shape[0]) if shape else self._parts[name][0][2].get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the tensor; no others are read. CheckpointError when no file has one of them."""
+        pieces, position = [], start
+        for first, end, file in sorted(self._parts[name], key=lambda part: part[:2]):
+            if first <= position < min(end, stop):
+                pieces.append(file.get_slice(name)[position - first : min(end, stop) - first])
+                position = min(end, stop)
+        if position < stop:
+            raise CheckpointError(f"{self.paths[0].parent}: row {position} of {name} is in none of its {len(self.paths)} files")
+        if not pieces:
+            return self._parts[name][0][2].get_slice(name)[0:0]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,0 +1,154 @@
+"""When a run's state is written and committed: begun at a save point, committed once every rank has written its part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.store import CheckpointStore, Draft
+from grpo_rl.config.schema import Config
+from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
+from grpo_rl.trainer.parts import Output, Roles
+from grpo_rl.types import Metrics
+
+_WAIT_S = 1.0
+RESCUE_S = 10.0
+"""How long a run that fails waits for a save that is nearly done."""
+
+
+class Saving:
+    """The saves of one run. At most one is going on; what becomes of a failed one is `trainer.on_save_error`."""
+
+    def __init__(self, config: Config, roles: Roles, output: Output) -> None:
+        self.trainer = config.trainer
+        checkpoint = config.actor_rollout_ref.actor.checkpoint
+        self.in_background = checkpoint.async_save
+        self.with_export = "hf_model" in checkpoint.save_contents
+        self.actor, self.critic, self.committed, self.output = roles.actor, roles.critic, roles.committed, output
+        self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
+        self.num_failed = 0
+        self._draft: Draft | None = None
+
+    def is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step, or will be unless its save fails."""
+        return (self._draft is not None and self._draft.step == step) or step in self.store.steps()
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Save the roles' state as it is now, and `state`. It is committed by a later `poll` or `finish`, or at once.
+
+        Raises CheckpointError when that fails and `on_save_error` is stop.
+        """
+        self.finish()
+        with self._tolerant():
+            self._begin(step, state, in_background=self.in_background)
+
+    def poll(self) -> None:
+        """Commit the save that is going on if all of it is written. Raises as `begin`."""
+        if self._draft is not None:
+            with self._tolerant():
+                self._commit_if_written(0.0)
+
+    def finish(self) -> None:
+        """Wait for the save that is going on, and commit it. Raises as `begin`."""
+        with self._tolerant():
+            self._finish(self.trainer.step_timeout_s)
+
+    def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Have this step committed when this returns, the last of a run. Raises CheckpointError where that fails.
+
+        A save that failed is made up for here: there is no later save point.
+        """
+        self.finish()
+        if not self.is_saved(step):
+            self._begin(step, state(), in_background=False)
+
+    def rescue(self) -> None:
+        """Commit what is going on, if it is nearly done: the run is about to end with an error, which is not to be hidden."""
+        self.output.stop.finishing()
+        try:
+            self._finish(RESCUE_S)
+        except GrpoRlError as error:
+            self.output.console.warn(str(error))
+
+    def metrics(self) -> Metrics:
+        """Saves that have failed, where there are any."""
+        return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _begin(self, step: int, state: dict[str, Any], *, in_background: bool) -> None:
+        of_actor = self.actor.save_bytes()
+        needed = of_actor + (of_actor // 3 if self.with_export else 0)
+        needed += self.critic.save_bytes() if self.critic is not None else 0
+        self.output.sinks.flush()  # a checkpoint must not outlive the rows of the steps before it
+        draft = self.store.begin(step, state, needed)
+        written: Files = {}
+        with self._abandoning(draft):
+            for role in (self.actor, self.critic):
+                if role is not None and in_background:
+                    role.begin_save(draft.folder, self.store.keep is not None)
+                elif role is not None:
+                    written |= role.save(draft.folder)
+            if self.with_export:
+                self.actor.export(draft.folder / "huggingface")
+        if in_background:
+            self._draft = draft
+        else:
+            self._commit(draft, written)
+
+    def _finish(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._draft is not None and not self._commit_if_written(_WAIT_S):
+            if time.monotonic() > deadline:
+                draft, self._draft = self._draft, None
+                self.store.abandon(draft)
+                raise CheckpointError(
+                    f"the checkpoint of step {draft.step} was not written within {timeout_s:.0f} s, and is given up; "
+                    "is the disk hanging? Where it is only slow, raise trainer.step_timeout_s"
+                )
+
+    def _commit_if_written(self, wait_s: float) -> bool:
+        draft, written = self._draft, Files()
+        assert draft is not None
+        with self._abandoning(draft):
+            for role in (self.actor, self.critic):
+                if role is not None:
+                    part = role.saved(wait_s)
+                    if part is None:
+                        return False
+                    written |= part
+        self._draft = None
+        self._commit(draft, written)
+        return True
+
+    def _commit(self, draft: Draft, written: Files) -> None:
+        self.committed(self.store.commit(draft, written))
+        self.output.status.update(last_commit=draft.step)
+
+    @contextmanager
+    def _abandoning(self, draft: Draft) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._draft = None
+            self.store.abandon(draft)
+            raise self.store.not_written(draft, error) from error
+        except Exception:
+            self._draft = None
+            self.store.abandon(draft)
+            raise
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.num_failed += 1
+            if self.trainer.on_save_error == "stop" and not isinstance(error, SaveLost):
+                raise
+            self.output.console.warn(
+                f"NOT SAVED ({self.num_failed} so far): {error}. Training goes on; the next save point tries again"
+            )

@@ -1,0 +1,172 @@
+"""When a save is committed, what a failing disk does to a run, and that a commit outlives an error that follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import checkpoint_trials as trials
+import pytest
+from test_sync_trainer import Policy, make, make_config  # noqa: F401
+
+from grpo_rl import faults
+from grpo_rl.checkpoint.manifest import verify
+from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.trainer import saving
+from grpo_rl.trainer.sync import SyncTrainer
+
+
+def failed_saves(trainer: SyncTrainer) -> list[float | None]:
+    return [row.get("trainer/failed_saves") for row in read_metrics(trainer.output.run_dir.metrics_file)]
+
+
+class Slow:
+    """A policy's disk: each save needs so many looks before it is written."""
+
+    def __init__(self, policy: Policy, looks: int) -> None:
+        self.policy, self.looks, self.left = policy, looks, 0
+        self.waits: list[float] = []
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        self.policy.save(folder)
+        self.left = self.looks
+
+    def saved(self, wait_s: float) -> dict[str, tuple[int, str]] | None:
+        self.waits.append(wait_s)
+        self.left -= 1
+        return {} if self.left < 0 else None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Slow:
+        monkeypatch.setattr(self.policy, "begin_save", self.begin_save)
+        monkeypatch.setattr(self.policy, "saved", self.saved)
+        return self
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=2), total_steps=4, with_val=False)
+    slow = Slow(policy, looks=100).install(monkeypatch)
+    commits = []
+    commit = trainer.store.commit
+    monkeypatch.setattr(trainer.store, "commit", lambda *a: commits.append((trainer.step, policy.version)) or commit(*a))
+    trainer.fit()
+    # The save of step 2 is waited for when that of step 4 is due, and that one at the end.
+    assert commits == [(4, 4), (4, 4)] and trainer.store.steps() == [2, 4]
+    assert slow.waits.count(1.0) > 100 and set(slow.waits) == {0.0, 1.0}
+    assert (trainer.store.folder / "step_2" / "version").read_text() == "2"
+    assert [verify(trainer.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
+
+
+def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=1), total_steps=2, with_val=False)
+    Slow(policy, looks=1).install(monkeypatch)
+    seen = []
+    policy.is_solved = lambda uid: bool(seen.append((trainer.step, trainer.store.steps()))) or False
+    trainer.fit()
+    assert (2, [1]) in seen
+
+
+def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=1, step_timeout_s=0.01), total_steps=3, with_val=False)
+    Slow(policy, looks=10**9).install(monkeypatch)
+    monkeypatch.setattr(saving, "RESCUE_S", 0.0)
+    with pytest.raises(
+        CheckpointError, match=r"of step 1 was not written within 0 s, and is given up; .*trainer.step_timeout_s"
+    ):
+        trainer.fit()
+    assert trainer.store.steps() == [] and list(trainer.store.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("action", ["enospc", "eio", "erofs"])
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make, action, in_background):  # noqa: F811
+    trainer, _ = make(configured(in_background, save_freq=1), total_steps=3, with_val=False)
+    faults.arm(f"ckpt.call:{action}@call=open,file=manifest.json,n=2")
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*step_2: .*; it needs 1 B, .* are free there") as caught:
+            trainer.fit()
+    finally:
+        faults.arm("")
+    assert caught.value.exit_code == 4
+    assert trainer.store.steps() == [1] and [path.name for path in trainer.store.folder.iterdir()] == ["step_1"]
+    latest = trainer.store.latest(pytest.fail)
+    assert latest is not None and latest.step == 1
+
+
+def configured(in_background: bool, **trainer: Any) -> Any:
+    config = make_config(**trainer)
+    parts = config.actor_rollout_ref
+    checkpoint = dataclasses.replace(parts.actor.checkpoint, async_save=in_background)
+    actor = dataclasses.replace(parts.actor, checkpoint=checkpoint)
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor))
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_may_train_on_through_failing_saves_and_says_so(make, capsys, in_background):  # noqa: F811
+    config = configured(in_background, save_freq=1, on_save_error="continue", val_before_train=False)
+    trainer, policy = make(config, total_steps=4, with_val=False)
+    faults.arm("ckpt.call:enospc@call=open,file=manifest.json,n=2;ckpt.call:eio@call=rename,file=step_3")
+    try:
+        trainer.fit()
+    finally:
+        faults.arm("")
+    assert policy.version == 4 and trainer.store.steps() == [1, 4]
+    # A save that fails in the background is counted in the step in which it is found out.
+    assert failed_saves(trainer) == ([None, None, 1.0, 2.0] if in_background else [None, 1.0, 2.0, 2.0])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("NOT SAVED") == 2 and "No space left on device" in said
+
+
+def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make):  # noqa: F811
+    config = make_config(save_freq=2, on_save_error="continue")
+    for count, steps in ((1, [2]), (2, [])):
+        trainer, _ = make(config, total_steps=2, with_val=False)
+        trials.shutil.rmtree(trainer.store.folder)
+        # What is armed first does not let the second one count.
+        faults.arm(";".join(["ckpt.call:enospc@call=rename,file=step_2,n=1"] * count))
+        try:
+            if steps:
+                trainer.fit()
+            else:
+                with pytest.raises(CheckpointError, match="No space left"):
+                    trainer.fit()
+        finally:
+            faults.arm("")
+        assert trainer.store.steps() == steps
+
+
+def test_a_save_whose_process_is_gone_is_made_again_whatever_the_setting(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=1, on_save_error="stop"), total_steps=2, with_val=False)
+    answers = iter([SaveLost("gone")])
+
+    def saved(wait_s: float) -> dict[str, tuple[int, str]]:
+        for error in answers:
+            raise error
+        return {}
+
+    monkeypatch.setattr(policy, "saved", saved)
+    trainer.fit()
+    assert trainer.store.steps() == [2]
+
+
+def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
+    Slow(policy, looks=20).install(monkeypatch)
+
+    def die(batch: Any) -> Any:
+        raise ClusterError("actor0 died")
+
+    real = policy.update
+    monkeypatch.setattr(policy, "update", lambda batch: real(batch) if policy.version < 1 else die(batch))
+    with pytest.raises(ClusterError, match="actor0 died"):
+        trainer.fit()
+    assert trainer.store.steps() == [1]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=1), total_steps=1, with_val=False)
+    monkeypatch.setattr(policy, "save_bytes", lambda: 10**18)
+    with pytest.raises(CheckpointError, match=r"nothing was written\); it needs 909494.7 TiB"):
+        trainer.fit()
+    assert "save" not in policy.calls
