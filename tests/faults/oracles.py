@@ -78,7 +78,7 @@ class Training:
         assert self.process is not None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self._note_session()
+            self.note_session()
             status = self.status
             if status.get("pid") == self.process.pid and reached(status):
                 return status
@@ -89,7 +89,7 @@ class Training:
     def kill(self) -> None:
         """kill -9 of the controller alone."""
         assert self.process is not None
-        self._note_session()
+        self.note_session()
         self.process.kill()
         self.process.wait(10)
 
@@ -114,7 +114,8 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _note_session(self) -> None:
+    def note_session(self) -> None:
+        """Remember what the run's processes and folder are told by, as long as it says so."""
         with contextlib.suppress(OSError, ValueError):
             session = json.loads((self.path / "session.json").read_text())
             if session not in self.sessions:
