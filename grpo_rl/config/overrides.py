@@ -189,8 +189,9 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str
 def _try(text: str) -> Override | str:
     try:
         return _parser().parse_override(text)
-    except HydraException as error:
-        return str(error).splitlines()[0]
+    except (HydraException, ValueError) as error:
+        # ValueError: a number with so many digits that Python does not read it.
+        return "is too large" if isinstance(error, ValueError) else str(error).splitlines()[0]
 
 
 @cache

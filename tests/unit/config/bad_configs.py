@@ -127,10 +127,10 @@ _EXPRESSIONS: list[Bad] = [
     ([f"{R}.n=${{oc.env:HOME}}"], f"{R}.n=${{oc.env:HOME}}", "whole number"),
     ([f"{R}.n=${{oc.decode:'4'}}"], f"{R}.n", "cannot be used"),
     (["trainer.project_name=${hydra:runtime.cwd}"], "trainer.project_name", "cannot be used"),
-    (["trainer.project_name=${oc.create:{a:1}}"], "trainer.project_name", "cannot be used"),
+    (["trainer.project_name=${oc.create:a}"], "trainer.project_name", "cannot be used"),
     (["trainer.project_name=${eval:1+1}"], "trainer.project_name", "cannot be used"),
-    (["_target_=os.system"], "_target_", "unknown key"),
-    (["data._target_=os.system"], "data._target_", "unknown key"),
+    (["_target_=os.system"], "_target_", "never names code"),
+    (["data._target_=os.system"], "data._target_", "never names code"),
     (["algorithm.adv_options._target_=os.system"], "algorithm.adv_options._target_", "never names code"),
     (["algorithm.adv_options={_target_: os.system}"], "algorithm.adv_options._target_", "never names code"),
     ([f"+{R}.engine_kwargs.vllm._target_=os.system"], f"{R}.engine_kwargs.vllm._target_", "never names code"),
@@ -222,7 +222,7 @@ _SILENT_IN_VERL: list[Bad] = [
     (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode", "only sync"),
     ([f"{M}.lora_rank=8"], f"{M}.lora_rank", "only 0"),
     ([f"{M}.use_liger=true"], f"{M}.use_liger", "only false"),
-    (["distillation.enabled=true"], "distillation", "verl"),
+    (["distillation.enabled=true"], "distillation.enabled", "only false"),
 ]
 BAD: list[Bad] = [*_NUMBERS, *_WORDS, *_KEYS, *_EXPRESSIONS, *_PATHS, *_CONTRADICTIONS, *_SILENT_IN_VERL]
 

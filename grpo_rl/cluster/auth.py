@@ -1,0 +1,42 @@
+"""Who may talk to the Ray cluster of a run: only those that have its token."""
+
+from __future__ import annotations
+
+import os
+
+from grpo_rl.errors import ClusterError
+
+ALLOW_KEY = "ray_kwargs.allow_insecure_cluster"
+_PROBE_TIMEOUT_S = 5.0
+_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+
+
+def require_token() -> None:
+    """Make a Ray that is started from this process ask everybody for a token, which it writes into the user's home."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def answers_without_token(address: str) -> bool:
+    """Whether the cluster at `address` (host:port) talks to a stranger: whoever reaches that port can run code there."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary(_METHOD)
+        try:
+            ask(b"", timeout=_PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            # Any other failure, such as a port where nobody listens, is told by the connection itself.
+            return bool(error.code() == grpc.StatusCode.UNIMPLEMENTED)
+    return True
+
+
+def refuse_open_cluster(address: str, *, allowed: bool) -> None:
+    """Raise ClusterError for a cluster without authentication, unless it is allowed."""
+    if allowed:
+        return
+    target = address.removeprefix("ray://")
+    if address != "auto" and ":" in target and answers_without_token(target):
+        raise ClusterError(
+            f"the Ray cluster at {address} takes commands from anybody who reaches it: start it with RAY_AUTH_MODE=token, or set "
+            f"{ALLOW_KEY}=true where the network itself keeps others out"
+        )
