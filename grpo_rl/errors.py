@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+EXIT_CODES = {
+    0: ("done", "nothing"),
+    2: ("the configuration is refused", "mend the keys that are named; nothing was started"),
+    3: ("the data cannot be used", "mend the file and row that are named"),
+    4: ("a checkpoint cannot be written, read or trusted", "make room, or choose another one with trainer.resume_from_path"),
+    5: ("a reward function failed", "mend the function; the same command goes on from the last commit"),
+    6: ("a worker or the cluster failed", "read the log that is named; the same command goes on from the last commit"),
+    70: ("an error of ours, or training that diverged", "the traceback is in the file that is named; please report it"),
+    75: ("stopped by a signal, and saved", "start the same command again: it goes on where it stopped"),
+    130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
+}
+"""What the command's exit code says, and what to do."""
+
 
 class GrpoRlError(Exception):
     """Base of every error whose message is meant for the user: the value, the rule, what to do."""
 
-    exit_code = 70
+    exit_code: ClassVar[int] = 70
+    where: str = ""
+    """Step and phase of the training in which it happened, where there was one."""
+    advice: str = ""
+    """What to do, where the message does not say it already."""
 
 
 class ConfigError(GrpoRlError):
@@ -43,5 +62,41 @@ class ClusterError(GrpoRlError):
     exit_code = 6
 
 
+class Preempted(BaseException):
+    """A signal asked the run to stop, and what it had learnt is kept.
+
+    No Exception, for it is raised wherever the main thread is: who handles failures there must not take it for one.
+    """
+
+    exit_code: ClassVar[int] = 75
+
+
+class DivergedError(GrpoRlError):
+    """The loss or the gradient was not finite, more often than the configuration lets pass."""
+
+
 class WeightVersionError(GrpoRlError):
     """A rollout was sampled with other weights than the controller asked for."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code that the command ends with because of `error`."""
+    if isinstance(error, GrpoRlError | Preempted):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 70
+
+
+def headline(error: BaseException) -> str:
+    """The cause in one line: step and phase where they are known, the first line of the message, what to do."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else "no message"
+    if not isinstance(error, GrpoRlError | Preempted):
+        text = f"{type(error).__name__}: {text}"
+    where = getattr(error, "where", "")
+    advice = getattr(error, "advice", "")
+    return (f"{where}: {text}" if where else text) + (f"; {advice}" if advice else "")
+
+
+def log_lines(error: BaseException) -> list[str]:
+    """The lines of the message that name log files."""
+    return [line.strip() for line in str(error).splitlines()[1:] if line.strip().startswith("log:")]

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpo_rl
+from grpo_rl import faults
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.recipes import known_recipes
-from grpo_rl.errors import ConfigError, GrpoRlError
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
 
 if TYPE_CHECKING:
     from grpo_rl.plan import Plan
@@ -41,29 +43,25 @@ model learns the embedded task (recipe=arithmetic/grpo).
 All keys with their meaning: docs/configuration.md. verl's launch commands work where the meaning exists.
 recipes: """
 
-_INTERRUPTED = 130
-_UNEXPECTED = 70
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (this process's, if None); the exit code.
 
-    0: done. 2 to 6: a mistake that the user can mend, told on stderr, one line per problem (see `errors`).
-    70: an error of ours, with the traceback in a file. 130: interrupted.
+    What each code says is in `errors.EXIT_CODES`. A failure is told on stderr: its cause in one line, then the logs.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _answer(words) if _is_question(words) else _run(words)
-    except GrpoRlError as error:
+    except (GrpoRlError, Preempted) as error:
         _explain(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return exit_code_of(KeyboardInterrupt())
     except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
-        print(f"unexpected {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
-        print(f"  the traceback is in {_write_traceback()}", file=sys.stderr)
-        return _UNEXPECTED
+        print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
+        print(f"  the traceback is in {_traceback_file(error)}", file=sys.stderr)
+        return exit_code_of(error)
 
 
 def _is_question(words: list[str]) -> bool:
@@ -81,12 +79,13 @@ def _answer(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     only_config, words = _take_cfg(words)
     composed = compose(words)
+    faults.arm()
     if only_config:
         print(composed.yaml(), end="")
         return 0
     plan = _plan(composed)
     if composed.config.trainer.dry_run:
-        print(plan.render())
+        print(redact(plan.render()))
         return 0
     from grpo_rl.cluster.launch import run
 
@@ -112,25 +111,29 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
     return found, rest
 
 
-def _explain(error: GrpoRlError) -> None:
+def _explain(error: GrpoRlError | Preempted) -> None:
     if not isinstance(error, ConfigError):
-        print(f"error: {error}", file=sys.stderr)
+        kind = "stopped" if isinstance(error, Preempted) else "error"
+        print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
+        # A worker's last words are in its log; the traceback of this process in its own.
+        for line in [*log_lines(error), *getattr(error, "__notes__", [])]:
+            print(redact(f"  {line}"), file=sys.stderr)
         return
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
     print(f"this configuration cannot be run, {count}:", file=sys.stderr)
     for problem in error.problems:
-        print(f"  • {problem}", file=sys.stderr)
+        print(redact(f"  • {problem}"), file=sys.stderr)
 
 
-def _write_traceback() -> str:
+def _traceback_file(error: Exception) -> str:
+    """Where the traceback is: in the run's logs, or, where the run had none yet, in a file made now."""
+    for note in getattr(error, "__notes__", []):
+        if note.startswith("log: "):
+            return str(note.removeprefix("log: "))
     descriptor, path = tempfile.mkstemp(prefix="grpo_rl-", suffix=".traceback.txt")
     with os.fdopen(descriptor, "w") as file:
-        file.write(traceback.format_exc())
+        file.write(redact(traceback.format_exc()))
     return path
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     """Each name with its key and the look-up that raises ConfigError for an unknown one."""
     from grpo_rl import plan_algorithm
     from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.rewards.compose import RewardFunction
+    from grpo_rl.rewards.combined import factors_of
     from grpo_rl.rollout.engine import ENGINES, weight_backend
 
     rollout = config.actor_rollout_ref.rollout
@@ -143,7 +143,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
     yield "", lambda: weight_backend(config, machine.device)
-    yield "", lambda: RewardFunction.from_config(config.reward)
+    yield "", lambda: factors_of(config)
     custom = config.data.custom_cls
     if custom.path is not None:
         yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")

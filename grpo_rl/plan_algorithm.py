@@ -17,7 +17,7 @@ from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.config import algorithm_checks, derived
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
 
@@ -81,7 +81,8 @@ def _check_estimator(config: Config) -> None:
     if wanted.steps and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
-            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'"
+            "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
+            "reward.reward_model.step_separator"
         )
     if algorithm.use_kl_in_reward and not wanted.reads_token_rewards:
         problems.append(
@@ -134,7 +135,7 @@ def _check_options(config: Config) -> None:
 
 def _may_score_steps(config: Config) -> bool:
     try:
-        return RewardFunction.from_config(config.reward).may_score_steps
+        return may_score_steps(config)
     except ConfigError:
         return True  # reported by itself
 
@@ -142,7 +143,7 @@ def _may_score_steps(config: Config) -> bool:
 def _try_out(config: Config) -> None:
     """Raise ConfigError when the estimator refuses its options on a batch of four one-token responses."""
     try:
-        factors = RewardFunction.from_config(config.reward).factors
+        factors = factors_of(config)
     except ConfigError:
         return  # reported by itself
     rewards_N = torch.tensor([0.0, 1.0, 0.0, 1.0])

@@ -19,6 +19,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.trainer import selection
 from grpo_rl.trainer.advantage import estimator_options
 
@@ -123,7 +124,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
     failed = {"drop": "are dropped", "stop": "stop the run", "value": f"give {config.reward.failure_value}"}[
         config.reward.on_failure
     ]
-    yield "reward", f"{' + '.join(functions)}, {workers}, at most {config.reward.timeout_s:g} s each; failures {failed}"
+    rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
+    yield "reward", f"{' + '.join([*functions, *describe_models(config)])}{rules}; failures {failed}"
+    yield from describe_roles(config, derived.num_reward_model_ranks(config, machine))
 
 
 def _step(config: Config, plan: Plan) -> Rows:

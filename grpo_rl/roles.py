@@ -25,6 +25,9 @@ class Actor(Protocol):
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, scheduler and random states into `folder`."""
 
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
 
@@ -50,6 +53,9 @@ class Critic(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, scheduler and random states into `folder`."""
+
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

@@ -30,6 +30,8 @@ class Prompt:
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] | None = None
+    """The chat messages that `text` was rendered from; None where the row has a plain string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ class Rollout:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
-    """Why the rollout has no reward of its own: reward_timeout, reward_error, reward_invalid or baseline_failed. It is trained
+    """Why the rollout has no reward of its own: reward_timeout, reward_error, reward_invalid, the like of a
+    judge or reward model (judge_timeout), or baseline_failed. It is trained
     only where `reward` is a number all the same."""
     failure_cause: str | None = None
     """The failure in words."""

@@ -177,7 +177,7 @@ class BareLoop:
 
 def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     """One run: program and bare parts in turns, and the table."""
-    from grpo_rl.cluster.launch import num_training_steps
+    from grpo_rl.cluster.inputs import num_training_steps
     from grpo_rl.cluster.session import ray_session
     from grpo_rl.cluster.start import Cluster, start_roles
     from grpo_rl.config.compose import compose
@@ -214,10 +214,11 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         run_dir = RunDir.create(config.trainer.default_local_dir, None)
         tokenizer = load_tokenizer(str(model))
         train = load_dataset(config.data.train_files, config.data, tokenizer, max_samples=-1)
-        stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus))
+        stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus, run_dir.session_file))
         cluster = Cluster(config, machine, str(model), run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        actor, reference, critic, rollout = start_roles(cluster, tokenizer, num_training_steps(config, len(train)))
+        total_steps = num_training_steps(config, len(train))
+        actor, reference, critic, rollout, _ = start_roles(cluster, tokenizer, total_steps)
         rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
         roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic)

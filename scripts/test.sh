@@ -2,7 +2,7 @@
 # Lint, types and tests, in the environment that it makes if need be.
 #
 #   scripts/test.sh                        everything
-#   scripts/test.sh PART [argument ...]    one of: lint types gpu unit integration; arguments go to its tool
+#   scripts/test.sh PART [argument ...]    one of: lint types gpu unit faults integration; arguments go to its tool
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -40,12 +40,17 @@ types() {
 
 unit() {
     # Tensors of a few numbers: a second thread only gets in the way, a second process does not.
-    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/gpu "$@"
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu "$@"
 }
 
 integration() {
     # Most of the time processes start and wait for each other: two at a time.
     "$PYTHON" -m pytest tests/integration -n 2 --dist loadgroup --durations=5 "$@"
+}
+
+faults() {
+    # Each test breaks running trainings, two at a time already.
+    "$PYTHON" -m pytest tests/faults --durations=5 "$@"
 }
 
 gpu() {
@@ -54,13 +59,13 @@ gpu() {
 
 case ${1:-all} in
     all)
-        for name in lint types gpu unit integration; do part "$name" "$name"; done
+        for name in lint types gpu unit faults integration; do part "$name" "$name"; done
         ;;
-    lint | types | unit | integration | gpu)
+    lint | types | unit | faults | integration | gpu)
         part "$1" "$@"
         ;;
     *)
-        echo "scripts/test.sh: no part '$1'; there are lint types gpu unit integration" >&2
+        echo "scripts/test.sh: no part '$1'; there are lint types gpu unit faults integration" >&2
         exit 2
         ;;
 esac

@@ -21,6 +21,7 @@ FLOORS = {
     "registry": 0,
     "errors": 0,
     "gym": 0,
+    "faults": 0,
     "config": 0,
     "roles": 1,
     "algos": 1,
@@ -188,6 +189,66 @@ def test_nothing_runs_what_it_reads(file: str) -> None:
         assert not (isinstance(trusting, ast.Constant) and trusting.value is False), f"{file}:{node.lineno}: weights_only=False"
         if called == "torch.load":
             assert trusting is not None, f"{file}:{node.lineno}: torch.load says weights_only=True"
+
+
+WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
+TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
+ENDLESS_WAITS = {
+    ("rewards/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    ("rewards/pool.py", "_read_answers"): "the channel does not block: it is read when poll says so",
+    ("cluster/reward_model.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    ("rewards/wire.py", "_exactly"): "a reward process with nothing to do; it ends when the run's side of the channel closes",
+    ("telemetry/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
+}
+"""File and function that may wait without a deadline, with the reason."""
+
+
+def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Waits without a deadline: the function they are in, line, and what is called.
+
+    Of the methods only those without an argument count: `d.get(key)` and `",".join(names)` wait for nobody.
+    """
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        timeouts = [keyword.value for keyword in node.keywords if keyword.arg in ("timeout", "timeout_s")]
+        if any(not (isinstance(value, ast.Constant) and value.value is None) for value in timeouts):
+            continue
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        waits = method in WAITS and (len(node.args) == (method == "wait_for") or method == "recv")
+        inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
+        # A socket's deadline is set beside the call and not in it.
+        is_timed_socket = method == "recv" and any(".settimeout(" in ast.unparse(function) for function in inside)
+        if called in TIMED_CALLS or called == "dist.init_process_group" or (waits and not is_timed_socket):
+            yield max(inside, key=lambda f: f.lineno).name if inside else "", node.lineno, called
+
+
+def test_a_wait_without_a_deadline_is_found() -> None:
+    endless = ["ray.get(x)", "ray.wait([x], num_returns=1)", "thread.join()", "f.result()", "q.get()", "c.wait_for(ready)"]
+    endless += ["socket.recv(9)", "p.communicate()", "subprocess.run(['ls'])", "f.result(timeout=None)", "q.get(block=True)"]
+    timed = [
+        "ray.get(x, timeout=1)",
+        "thread.join(1)",
+        "f.result(timeout=s)",
+        "d.get(key)",
+        "', '.join(n)",
+        "c.wait_for(r, timeout=1)",
+    ]
+    assert [line for line in endless if not list(endless_waits(ast.parse(line)))] == []
+    assert [line for line in timed if list(endless_waits(ast.parse(line)))] == []
+
+
+@pytest.mark.parametrize("file", names())
+def test_every_wait_has_a_deadline(file: str) -> None:
+    for function, line, called in endless_waits(tree(file)):
+        assert (file, function) in ENDLESS_WAITS, f"{file}:{line}: {called} waits for ever"
+
+
+def test_what_may_wait_for_ever_still_does() -> None:
+    found = {(file, function) for file in names() for function, _, _ in endless_waits(tree(file))}
+    assert set(ENDLESS_WAITS) <= found
 
 
 @pytest.mark.parametrize("file", names())

@@ -38,7 +38,7 @@ def save(
         _keep(weights, name, parameter, rank)
         for key, value in optimizer.state.get(parameter, {}).items():
             _keep(moments, f"{key}:{name}", value, rank)
-    save_file({f"rng_{key}": value for key, value in _rng_state().items()}, folder / f"rng_rank{rank}.safetensors")
+    save_file({f"rng_{key}": value for key, value in rng_state().items()}, folder / f"rng_rank{rank}.safetensors")
     if rank == 0:
         save_file(weights, folder / WEIGHTS)
         save_file(moments, folder / OPTIMIZER)
@@ -68,10 +68,10 @@ def load(
             for name, parameter in policy.named_parameters():
                 _local(parameter).copy_(_local(_like(file.get_tensor(name), parameter)))
     _load_optimizer(folder / OPTIMIZER, policy, optimizer)
-    _set_schedule(scheduler, training["num_optimizer_steps"])
+    set_schedule(scheduler, training["num_optimizer_steps"])
     if training["world_size"] == dist.get_world_size():
         with safe_open(folder / f"rng_rank{rank}.safetensors", framework="pt") as file:
-            _set_rng_state({key.removeprefix("rng_"): file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+            set_rng_state({key.removeprefix("rng_"): file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
 
 
 def _load_optimizer(path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +122,7 @@ def _check_names(folder: Path, stored: set[str], expected: dict[str, tuple[int, 
         )
 
 
-def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
+def set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
     """Continue the configured schedule after `num_steps` steps: the rates are the configuration's, not the checkpoint's."""
     rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
@@ -131,14 +131,16 @@ def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) 
     scheduler.load_state_dict(position | {"lr_lambdas": [None] * len(rates)})
 
 
-def _rng_state() -> dict[str, Tensor]:
+def rng_state() -> dict[str, Tensor]:
+    """The random state of this process: of the CPU's generator, and of its GPU's."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_rng_state(state: dict[str, Tensor]) -> None:
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Go on drawing from `rng_state`."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import CheckpointError
+from grpo_rl.faults import fault_point
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
@@ -41,10 +42,13 @@ class CheckpointStore:
         try:
             self._tidy()
             temporary.mkdir(parents=True)
+            fault_point("ckpt.before_write")
             write(temporary)
             (temporary / STATE).write_text(json.dumps(state))
             _seal(temporary, step)
+            fault_point("ckpt.before_rename")
             self._publish(temporary, final)
+            fault_point("ckpt.after_rename")
         except OSError as error:
             free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
             raise CheckpointError(f"cannot write {final}: {error} ({free / 2**30:.1f} GiB are free there)") from error

@@ -6,7 +6,7 @@ import os
 
 from grpo_rl.errors import ClusterError
 
-ALLOW_KEY = "ray_kwargs.allow_insecure_cluster"
+ALLOW_KEY = "ray_kwargs.ray_init.allow_insecure"
 _PROBE_TIMEOUT_S = 5.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
@@ -32,10 +32,7 @@ def answers_without_token(address: str) -> bool:
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     """Raise ClusterError for a cluster without authentication, unless it is allowed."""
-    if allowed:
-        return
-    target = address.removeprefix("ray://")
-    if address != "auto" and ":" in target and answers_without_token(target):
+    if not allowed and answers_without_token(address):
         raise ClusterError(
             f"the Ray cluster at {address} takes commands from anybody who reaches it: start it with RAY_AUTH_MODE=token, or set "
             f"{ALLOW_KEY}=true where the network itself keeps others out"

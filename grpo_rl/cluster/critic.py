@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_rl.algos.aggregate import count
 from grpo_rl.algos.value_loss import explained_variance
-from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.cluster.roles import combine_stats, gather, micro_batches, mini_batches, plan, trained_lengths
+from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import Config
@@ -28,7 +28,7 @@ FOLDER = "critic"
 class CriticGroup:
     """roles.Critic over FSDP2 ranks."""
 
-    def __init__(self, group: WorkerGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
+    def __init__(self, group: SupervisedGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
         self.group = group
         self.rule = rule
         self.mini_batch_size = mini_batch_size
@@ -59,6 +59,10 @@ class CriticGroup:
         (folder / FOLDER).mkdir()
         self.group.call("save", str(folder / FOLDER))
 
+    def committed(self, folder: Path) -> None:
+        """What the last `save` wrote stays in `folder`: a recovery may start from there."""
+        self.group.committed(folder / FOLDER)
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without a critic."""
         if not (folder / FOLDER).is_dir():
@@ -82,7 +86,7 @@ def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
     }
 
 
-def make_critic(config: Config, group: WorkerGroup) -> CriticGroup:
+def make_critic(config: Config, group: SupervisedGroup) -> CriticGroup:
     """The critic's role over its group."""
     return CriticGroup(
         group,

@@ -10,8 +10,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_rl.cluster.host import Host, RemoteError
+from grpo_rl import faults
+from grpo_rl.cluster.host import BEATS, Host, RemoteError
 from grpo_rl.cluster.placement import Slot
+from grpo_rl.cluster.processes import end_process
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
 
 LOG_TAIL_LINES = 12
@@ -23,34 +25,75 @@ _USER_ERRORS: dict[str, type[GrpoRlError]] = {
 }
 
 
-class WorkerDied(ClusterError):
+# A collective that lost a peer: torch and gloo have no exception class of their own for all of these.
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
+_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+
+class WorkerFailed(ClusterError):
+    """A worker cannot go on, and a new process in its place could."""
+
+    def __init__(self, message: str, workers: Sequence[Worker] = ()) -> None:
+        super().__init__(message)
+        self.workers = tuple(workers)
+
+
+class WorkerDied(WorkerFailed):
     """A worker's process has ended."""
+
+
+class WorkerBroken(WorkerFailed):
+    """A worker's process is there and says that what it hosts has ended, or that it lost its neighbours."""
+
+
+class NoAnswer(WorkerFailed):
+    """Workers did not answer before the deadline."""
 
 
 class Worker:
     """A handle to one process."""
 
     def __init__(self, role: str, rank: int, slot: Slot, log_file: Path, environment: dict[str, str], threads: int) -> None:
+        self._recipe = (role, rank, slot, log_file, environment, threads)
         self.name = f"{role}{rank}"
         self.log_file = log_file
         self.pid: int | None = None
+        self.address: str | None = None
+        self.verdict: str | None = None
+        """Why the controller ended the process, if it did."""
+        self.excused = False
+        """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
         strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundles[0])
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
+        remote: Any = ray.remote  # whose types do not know concurrency groups
         self.actor: Any = (
-            ray.remote(Host)
+            remote(concurrency_groups={BEATS: 1})(Host)
             .options(num_cpus=0, max_concurrency=threads, scheduling_strategy=strategy)
             .remote(self.name, str(log_file), {**environment, **devices})
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
+        told = faults.told()
+        if told is not None:  # the worker's conditions name what only the controller knows, such as the step
+            return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
+
+    def again(self) -> Worker:
+        """A new process in the same place, with nothing in it yet."""
+        return Worker(*self._recipe)
+
+    def beat(self, wait_s: float) -> ray.ObjectRef:
+        """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
+        return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def describe(self, error: Exception) -> str:
         """Why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if isinstance(cause, RemoteError):
             return f"{cause}\n  log: {self.log_file}"
+        if self.verdict is not None:
+            return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return f"{reason} ({first_line})\n  log: {self.log_file}\n{self.log_tail()}"
@@ -63,8 +106,13 @@ class Worker:
             return "  (no log)"
         return "\n".join(f"  | {line}" for line in lines)
 
-    def kill(self) -> None:
-        """End the process at once."""
+    def kill(self, verdict: str | None = None) -> None:
+        """End the process and its children at once, even one that is stopped; `verdict` is the reason that errors give."""
+        if self.verdict is None:
+            self.verdict = verdict
+        # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
+        if self.pid is not None and self.address is not None:
+            end_process(self.pid, self.address)
         ray.kill(self.actor)
 
 
@@ -93,11 +141,13 @@ class WorkerGroup:
 
     def where(self, timeout_s: float) -> list[tuple[str, int, int]]:
         """Node address, process id and a free port of every worker."""
-        places = wait_all(
-            self.workers, [w.actor.where.remote() for w in self.workers], timeout_s, f"start {self.role} processes"
-        )
-        for worker, (_, pid, _) in zip(self.workers, places, strict=True):
-            worker.pid = pid
+        return self.locate(self.workers, timeout_s)
+
+    def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
+        """`where`, for some of the group's processes."""
+        places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
+        for worker, (address, pid, _) in zip(workers, places, strict=True):
+            worker.address, worker.pid = address, pid
         return places
 
     def start_build(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[ray.ObjectRef]:
@@ -154,7 +204,9 @@ def wait_all(
         if pending and not done and time.monotonic() > deadline:
             names = ", ".join(by_ref[ref].name for ref in pending)
             logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
-            raise ClusterError(f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}")
+            raise NoAnswer(
+                f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", [by_ref[ref] for ref in pending]
+            )
     return [results[ref] for ref in refs]
 
 
@@ -170,8 +222,49 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
         cause = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
         if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
             raise _USER_ERRORS[cause.kind](cause.message) from error
-        kind = WorkerDied if isinstance(error, ray.exceptions.RayActorError) else ClusterError
-        raise kind(f"{what} failed on {worker.name}: {worker.describe(error)}") from error
+        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
+        if isinstance(error, ray.exceptions.RayActorError):
+            raise WorkerDied(message, [worker]) from error
+        if isinstance(cause, RemoteError) and _is_broken(cause):
+            raise WorkerBroken(message, [worker]) from error
+        raise ClusterError(message) from error
+
+
+def settle(
+    workers: Sequence[Worker],
+    refs: Sequence[ray.ObjectRef],
+    timeout_s: float,
+    what: str,
+    on_loss: Callable[[Worker, WorkerFailed], None],
+) -> dict[Worker, Any]:
+    """The results of those workers that have one; `on_loss` is told of each that failed for good.
+
+    For workers that do not work in step: one's end does not concern the others. Raises what `fetch` raises
+    for a failure that a new process would not mend.
+    """
+    by_ref = dict(zip(refs, workers, strict=True))
+    results: dict[Worker, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            try:
+                results[by_ref[ref]] = fetch(by_ref[ref], ref, what)
+            except WorkerFailed as error:
+                on_loss(by_ref[ref], error)
+        if not done:
+            for ref in pending:
+                on_loss(by_ref[ref], NoAnswer(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
+            break
+    return results
+
+
+def _is_broken(error: RemoteError) -> bool:
+    """Whether the worker says that it cannot go on, and not that it was asked for something wrong."""
+    return error.kind == ClusterError.__name__ or (
+        not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
+    )
 
 
 def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from grpo_rl import faults
+from grpo_rl.config.secrets import redact, remember_environment
+
+BEATS = "beats"
+"""The thread in which a process answers `beat` while others work."""
 
 
 class RemoteError(Exception):
@@ -35,8 +42,11 @@ class Host:
 
     def __init__(self, name: str, log_file: str | None, environment: dict[str, str]) -> None:
         os.environ.update(environment)
+        remember_environment()
         self.name = name
         self._worker: Any = None
+        faults.arm()
+        faults.tell(worker=name)
         if log_file is not None:
             _redirect_output(Path(log_file))
 
@@ -49,6 +59,15 @@ class Host:
             port = probe.getsockname()[1]
         return ray.util.get_node_ip_address(), os.getpid(), port
 
+    def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
+        """After `wait_s`, what the worker is doing: what, for how many seconds, and the longest it ever took; None: nothing.
+
+        That it answers shows that the process runs Python; a worker that cannot tell what it does only shows that.
+        """
+        time.sleep(wait_s)
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
+
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Make the worker."""
         self._worker = _guard(factory, args, kwargs)
@@ -56,6 +75,11 @@ class Host:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
         return _guard(getattr(self._worker, method), args, kwargs)
+
+    def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
+        """`call`, with what the controller tells the fault points (see `faults`)."""
+        faults.tell(**{**told, "worker": self.name})
+        return self.call(method, *args, **kwargs)
 
     def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
         """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
@@ -69,9 +93,9 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        trace = traceback.format_exc()
+        trace = redact(traceback.format_exc())
         print(trace, file=sys.stderr, flush=True)
-        raise RemoteError(type(error).__name__, str(error), trace, isinstance(error, GrpoRlError)) from None
+        raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
 def _redirect_output(log_file: Path) -> None:

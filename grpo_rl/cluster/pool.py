@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
-from grpo_rl.cluster.groups import Worker, WorkerGroup, fetch, wait_all
+from grpo_rl.cluster.groups import Worker, WorkerFailed, fetch, settle
+from grpo_rl.cluster.ledger import Ledger
+from grpo_rl.cluster.replicas import Replicas
 from grpo_rl.cluster.roles import ActorGroup
 from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
@@ -33,40 +35,83 @@ class PoolOptions:
 
 
 class ReplicaPool:
-    """roles.RolloutPool over engine replicas in processes of their own."""
+    """roles.RolloutPool over engine replicas in processes of their own.
+
+    Replicas may die or freeze at any time (see `Replicas`): what they had not answered is asked of others, with the same
+    seeds, and a new one serves as soon as it has the current weights.
+    """
 
     def __init__(
-        self, group: WorkerGroup, transfer: Transfer, decode: Callable[[Sequence[int]], str], options: PoolOptions
+        self,
+        replicas: Replicas,
+        transfer: Transfer,
+        decode: Callable[[Sequence[int]], str],
+        options: PoolOptions,
     ) -> None:
-        self.group = group
+        self.replicas = replicas
         self.transfer = transfer
         self.decode = decode
         self.options = options
         self.version = 0
         """Of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
+        self._actor: ActorGroup | None = None
         self._asleep = False
 
     # ---- weights -------------------------------------------------------------------------------------
 
     def sync_weights(self, actor: ActorGroup) -> Metrics:
-        """Bring every replica to the actor's weights; nothing moves when they are already there."""
+        """Bring every replica to the actor's weights; nothing moves when they are already there.
+
+        A replica that fails on the way is replaced; the others get them all, and only those that have them serve.
+        """
+        self._actor = actor
+        self.replicas.drop_lost()
         if self.version == actor.version and not self._asleep:
             return {}
-        self._wake("weights")
-        self.group.call("start_weight_update", actor.version)
-        num_bytes = self.transfer.run(actor)
-        if self.options.verify_checksum:
-            self.transfer.check(actor)
-        self.group.call("finish_weight_update")
-        actor.group.call("end_weight_sync")
-        self._wake("kv_cache")
+        workers = self.replicas.serving + self.replicas.ready()
+        num_bytes = self._update(workers, actor.version, wake=self._asleep) if workers else 0
         self._asleep = False
         self.version = actor.version
         return {"rollout/weight_bytes": float(num_bytes)}
 
-    def _wake(self, what: str) -> None:
-        if self._asleep:
-            self.group.call("wake_up", what)
+    def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
+        """Give these replicas the actor's weights; those that have them serve from now on. Bytes moved."""
+        actor, failed = self._actor, self.replicas.failed
+        assert actor is not None
+        alive = list(workers)
+
+        def call(method: str, *arguments: Any) -> dict[Worker, Any]:
+            nonlocal alive
+            refs = [worker.call(method, *arguments) for worker in alive]
+            answers = settle(alive, refs, self.options.step_timeout_s, f"rollout.{method}", failed)
+            alive = list(answers)
+            return answers
+
+        if wake:
+            call("wake_up", "weights")
+        call("start_weight_update", version)
+        lost: set[Worker] = set()
+
+        def left(worker: Worker, error: WorkerFailed) -> None:
+            lost.add(worker)
+            failed(worker, error)
+
+        num_bytes = self.transfer.run(actor, alive, left)
+        alive = [worker for worker in alive if worker not in lost]
+        if self.options.verify_checksum:
+            self.transfer.check(actor, alive, left)
+            alive = [worker for worker in alive if worker not in lost]
+        versions = call("finish_weight_update")
+        actor.group.call("end_weight_sync")
+        if wake:
+            call("wake_up", "kv_cache")
+        for worker, live in versions.items():
+            if live != version:
+                raise WeightVersionError(f"{worker.name} serves weights of version {live} after an update to {version}")
+        for worker in alive:
+            if worker not in self.replicas.serving:
+                self.replicas.serve(worker, version)
+        return num_bytes
 
     # ---- sampling ------------------------------------------------------------------------------------
 
@@ -86,7 +131,7 @@ class ReplicaPool:
         last, ClusterError when a replica fails or nothing ends for `trainer.step_timeout_s`.
         """
         wanted: dict[str, tuple[Prompt, int]] = {}
-        requests: deque[Request] = deque()
+        requests: list[Request] = []
         for prompt in prompts:
             for sample in [*range(n), *([GREEDY] if greedy else [])]:
                 request_id = f"{prompt.uid}/{sample}"
@@ -100,43 +145,62 @@ class ReplicaPool:
             if on_finish is not None:
                 on_finish(rollout)
         if self.options.sleeps:
-            self.group.call("sleep")
+            serving = self.replicas.serving
+            calls = [worker.call("sleep") for worker in serving]
+            settle(serving, calls, self.options.step_timeout_s, "rollout.sleep", self.replicas.failed)
             self._asleep = True
         return [finished[request_id] for request_id in wanted]
 
-    def _serve(self, requests: deque[Request]) -> Iterator[Completion]:
+    def _serve(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Completions of all requests as they end; each replica is topped up as soon as it reports."""
         capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
-        in_flight = dict.fromkeys(self.group.workers, 0)
+        ledger: Ledger[Worker] = Ledger(requests)
         polls: dict[ray.ObjectRef, Worker] = {}
         last_news = time.monotonic()
-        while requests or any(in_flight.values()):
-            self._top_up(requests, in_flight, capacity)
-            for worker, count in in_flight.items():
-                if count and worker not in polls.values():
+        while ledger.open:
+            self._admit(ledger)
+            polls = {ref: worker for ref, worker in polls.items() if worker in ledger.in_flight}
+            self._top_up(ledger, capacity)
+            for worker, mine in ledger.in_flight.items():
+                if mine and worker not in polls.values():
                     polls[worker.call("poll", POLL_S)] = worker
-            done, _ = ray.wait(list(polls), num_returns=1, timeout=POLL_S * 2)
+            done = ray.wait(list(polls), num_returns=1, timeout=POLL_S * 2)[0] if polls else []
+            if not polls:
+                self.replicas.wait_for_one(POLL_S)
             for ref in done:
                 worker = polls.pop(ref)
-                for completion in fetch(worker, ref, "sampling"):
-                    in_flight[worker] -= 1
-                    last_news = time.monotonic()
-                    yield completion
+                try:
+                    completions = fetch(worker, ref, "sampling")
+                except WorkerFailed as error:
+                    self.replicas.failed(worker, error)
+                    continue
+                for completion in completions:
+                    if ledger.answered(worker, completion.request_id):
+                        last_news = time.monotonic()
+                        yield completion
             if time.monotonic() - last_news > self.options.step_timeout_s:
-                waiting = ", ".join(f"{worker.name} ({count} in flight)" for worker, count in in_flight.items() if count)
-                raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting}")
+                waiting = ", ".join(f"{w.name} ({len(mine)} in flight)" for w, mine in ledger.in_flight.items() if mine)
+                raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
-    def _top_up(self, requests: deque[Request], in_flight: dict[Worker, int], capacity: int) -> None:
+    def _admit(self, ledger: Ledger[Worker]) -> None:
+        """Bring the ledger up to date with who serves; replacements that are ready get the weights first."""
+        for worker in self.replicas.drop_lost():
+            if number := ledger.leave(worker):
+                self.replicas.note_resampled(number)
+        ready = self.replicas.ready()
+        if self.version == 0:
+            for worker in ready:
+                self.replicas.serve(worker, 0)
+        # An actor that has trained on has other weights by now: who comes late waits for the next update.
+        elif ready and self._actor is not None and self._actor.version == self.version:
+            self._update(ready, self.version)
+        for worker in self.replicas.serving:
+            ledger.join(worker)
+
+    def _top_up(self, ledger: Ledger[Worker], capacity: int) -> None:
         """Give waiting requests to the replicas with the fewest in flight, up to their capacity."""
-        shares: dict[Worker, list[Request]] = {}
-        while requests:
-            worker = min(in_flight, key=lambda w: in_flight[w])
-            if in_flight[worker] >= capacity:
-                break
-            shares.setdefault(worker, []).append(requests.popleft())
-            in_flight[worker] += 1
-        calls = [(worker, worker.call("submit", share)) for worker, share in shares.items()]
-        wait_all([w for w, _ in calls], [ref for _, ref in calls], self.options.step_timeout_s, "rollout.submit")
+        calls = {worker: worker.call("submit", share) for worker, share in ledger.shares(capacity).items()}
+        settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
 
     def _rollout(self, prompt: Prompt, sample: int, completion: Completion) -> Rollout:
         if completion.weight_version != self.version:

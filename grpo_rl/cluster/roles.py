@@ -17,6 +17,7 @@ from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.cluster.groups import WorkerGroup
+from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
 from grpo_rl.data.balance import plan_micro_batches
@@ -29,7 +30,7 @@ class ActorGroup:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: SupervisedGroup,
         config: ActorConfig,
         *,
         train_rule: MicroBatchRule,
@@ -85,7 +86,7 @@ class ActorGroup:
         metrics = combine_stats(results, counts)
         if self.entropy is not None and coefficient is not None:
             metrics["actor/entropy_coeff"] = coefficient
-            if any(step_counts.num_tokens for step_counts in counts):
+            if any(step_counts.num_tokens for step_counts in counts) and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 
@@ -101,6 +102,10 @@ class ActorGroup:
         if self.entropy is not None:
             state["entropy"] = self.entropy.state_dict()
         (folder / "actor.json").write_text(json.dumps(state))
+
+    def committed(self, folder: Path) -> None:
+        """What the last `save` wrote stays in `folder`: a recovery may start from there."""
+        self.group.committed(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

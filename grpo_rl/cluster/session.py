@@ -2,45 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from grpo_rl.cluster import auth, watch
 from grpo_rl.config.schema import RayInitConfig
 from grpo_rl.errors import ClusterError
 
 # Weights travel through shared memory two buckets at a time; batches are small beside them.
 OBJECT_STORE_BYTES = 2 * 2**30
+WATCH_S = 15.0
+# Ray puts its sockets below, and a socket's path has at most 107 characters.
+LONGEST_FOLDER = 36
 
 
 @contextmanager
-def ray_session(config: RayInitConfig, num_cpus: int) -> Iterator[None]:
+def ray_session(config: RayInitConfig, num_cpus: int, record: Path | None = None) -> Iterator[None]:
     """Connect to Ray, and leave it again. Raises ClusterError when that does not work.
 
-    A local Ray has no dashboard, and its workers' output stays in log files.
+    A local Ray has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
+    more than seconds, however this process ends. `record`, a file, says what belongs to the session while it lasts.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "ignore_reinit_error": False}
     address = config.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        options["address"] = address
-    else:
-        options |= {
-            "num_cpus": config.num_cpus or num_cpus,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
+    with watched(record) as folder:
+        import ray
+
+        if address:
+            options["address"] = address
+        else:
+            options |= {
+                "num_cpus": config.num_cpus or num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(folder),
+            }
+            auth.require_token()
+        try:
+            ray.init(**options)
+        except Exception as error:
+            where = f"the cluster at {address}" if address else "a local Ray"
+            raise ClusterError(f"cannot connect to {where}: {type(error).__name__}: {error}") from error
+        try:
+            if address:
+                auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=config.allow_insecure)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def watched(record: Path | None = None) -> Iterator[Path]:
+    """A temporary folder. It goes at the end, and so does every process started within, even if this one is killed."""
+    token = secrets.token_hex(16)
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) < LONGEST_FOLDER - 14 else "/tmp"))
+    (folder / watch.MARKER).write_text(token)
+    if record is not None:
+        record.write_text(
+            json.dumps(
+                {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
+            )
+        )
+    watcher = subprocess.Popen(
+        [sys.executable, "-S", "-E", watch.__file__, token, str(folder), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C on the terminal is for the controller
+    )
+    earlier = os.environ.get(watch.TOKEN)
+    os.environ[watch.TOKEN] = token
     try:
-        ray.init(**options)
-    except Exception as error:
-        where = f"the cluster at {address}" if address else "a local Ray"
-        raise ClusterError(f"cannot connect to {where}: {type(error).__name__}: {error}") from error
-    try:
-        yield
+        yield folder
     finally:
-        ray.shutdown()
+        if earlier is None:
+            del os.environ[watch.TOKEN]
+        else:
+            os.environ[watch.TOKEN] = earlier
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watcher.wait(WATCH_S)
+        if record is not None:
+            record.unlink(missing_ok=True)
+
+
+def clean_earlier(record: Path) -> list[int]:
+    """Processes that the run which left `record` had left too, ended now with its temporary folder.
+
+    To be called by who holds the lock of the run's folder, so that the earlier run's controller is gone.
+    """
+    try:
+        found = json.loads(record.read_text())
+        token, folder, host = str(found["token"]), Path(found["folder"]), found["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if host != socket.gethostname() or len(token) != 32:
+        return []
+    if found.get("boot") != _boot():
+        # No process outlives its machine; the folder may.
+        with contextlib.suppress(OSError):
+            if (folder / watch.MARKER).read_text() == token:
+                shutil.rmtree(folder, ignore_errors=True)
+        return []
+    ended = watch.clean(token, folder)
+    record.unlink(missing_ok=True)
+    return ended
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -10,12 +10,17 @@ from typing import Any
 
 import ray
 
+from grpo_rl import faults
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.groups import WorkerGroup, wait_all
+from grpo_rl.cluster.groups import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.placement import Pool, Slot
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.recovery import Supervisor
+from grpo_rl.cluster.replicas import Replicas
+from grpo_rl.cluster.reward_model import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup, actor_factory, reference_factory, rollout_factory
+from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.cluster.transfer import Transfer
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
@@ -37,8 +42,9 @@ class Cluster:
         self.model_path = model_path
         self.log_dir = log_dir
         self.console = console
-        self.groups: list[WorkerGroup] = []
+        self.groups: list[SupervisedGroup] = []
         self.pools: list[Pool] = []
+        self.supervisor = Supervisor(config.trainer, console)
 
     def actor_pool(self) -> Pool:
         """The pool that the actor, the reference and colocated engines share."""
@@ -56,6 +62,15 @@ class Cluster:
         self.pools.append(pool)
         return pool.slots(rollout.tensor_model_parallel_size)
 
+    def reward_model_slots(self) -> list[Slot]:
+        """One slot per rank of the reward model, in the actor's pool or in one of its own."""
+        own = self.config.reward.reward_model
+        if not own.enable_resource_pool:
+            return self.actor_pool().slots()
+        pool = self._pool(own.nnodes, derived.reward_model_ranks_per_node(self.config, self.machine))
+        self.pools.append(pool)
+        return pool.slots()
+
     def group(
         self,
         role: str,
@@ -63,16 +78,21 @@ class Cluster:
         threads: int,
         environment: Mapping[str, str] = MappingProxyType({}),
         calls_at_once: int = 1,
-    ) -> WorkerGroup:
+        *,
+        stateful: bool = False,
+    ) -> SupervisedGroup:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT | dict(environment)
-        group = WorkerGroup(
+        environment |= faults.environment()
+        group = SupervisedGroup(
             role,
             slots,
             log_dir=self.log_dir,
             environment=environment,
             call_timeout_s=self.config.trainer.step_timeout_s,
             threads_per_worker=calls_at_once,
+            supervisor=self.supervisor,
+            stateful=stateful,
         )
         self.groups.append(group)
         return group
@@ -83,7 +103,7 @@ class Cluster:
         address, _, port = places[0]
         if all(place[0] == address for place in places):
             address = "127.0.0.1"
-        timeout_s = self.config.trainer.step_timeout_s
+        timeout_s = self.config.trainer.collective_timeout_s
         return [Rank(i, len(group), address, port, self.machine.device, timeout_s) for i in range(len(group))]
 
     def cores_for(self, num_processes: int) -> int:
@@ -96,8 +116,18 @@ class Cluster:
             with self.console.progress(title):
                 wait_all(group.workers, refs, self.config.trainer.start_timeout_s, f"start {group.role}")
 
+    def pids(self) -> dict[str, int]:
+        """The process id of every worker, by its name."""
+        timeout_s = self.config.trainer.start_timeout_s
+        return {
+            worker.name: pid
+            for group in self.groups
+            for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
+        }
+
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
+        self.supervisor.close()
         for group in self.groups:
             group.shutdown()
         for pool in self.pools:
@@ -116,8 +146,8 @@ ENVIRONMENT = {
 
 def start_roles(
     cluster: Cluster, tokenizer: Any, total_steps: int
-) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool]:
-    """Actor, reference (where a KL term reads it), critic (where the estimator does) and rollout pool, ready to work."""
+) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool, WorkerGroup | None]:
+    """Actor, reference (where a KL term reads it), critic (where the estimator does), rollout pool and reward model, ready to work."""
     config = cluster.config
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     objective = Objective.from_config(actor_config, config.data.max_response_length)
@@ -129,42 +159,55 @@ def start_roles(
     engine_spec = EngineSpec.from_config(config, cluster.machine.device, model_path=cluster.model_path, cores=cores)
     # Three calls at once: a long poll, a submission beside it, and a control call.
     engines = cluster.group("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
+    engines.where(config.trainer.start_timeout_s)
     starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
 
-    actors = cluster.group("actor", slots, threads)
+    actors = cluster.group("actor", slots, threads, stateful=True)
     spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
-    starts.append(
-        (actors, actors.start_build(actor_factory, [(spec, rank) for rank in cluster.ranks(actors)]), "starting the actor")
-    )
-
-    references = None
+    ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
+    ranked = [(actors, actor_factory, (spec,), ())]
+    references = critics = None
     if derived.needs_reference(config):
         references = cluster.group("reference", slots, threads)
-        starts.append((references, _start_reference(cluster, references, spec), "starting the reference"))
-    critics = None
+        fsdp = config.actor_rollout_ref.ref.fsdp_config
+        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if needs_critic(config):
-        critics = cluster.group("critic", slots, threads)
-        arguments = [(critic_spec(config, spec.policy, total_steps), rank) for rank in cluster.ranks(critics)]
-        starts.append((critics, critics.start_build(critic_factory, arguments), "starting the critic"))
+        critics = cluster.group("critic", slots, threads, stateful=True)
+        ranked.append((critics, critic_factory, (critic_spec(config, spec.policy, total_steps),), ()))
+    scorers = None
+    if derived.has_reward_model(config):
+        places = cluster.reward_model_slots()
+        scorers = cluster.group("reward_model", places, cluster.cores_for(len(places)))
+        ranked.append((scorers, reward_model_factory, (reward_model_spec(config.reward.reward_model),), ()))
+    starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts)
+    for group, *_ in ranked:
+        group.built()
 
     transfer = Transfer(engine_spec.weight_backend, actors, engines, engine_spec.tensor_parallel_size)
+
+    def build_engine(worker: Worker) -> ray.ObjectRef:
+        return worker.actor.build.remote(rollout_factory, engine_spec)
+
+    can_replace = transfer.can_lose_engines and cluster.supervisor.restarts
+    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
     options = PoolOptions(
         max_num_seqs=rollout_config.max_num_seqs,
         sleeps=engine_spec.sleep_mode,
         verify_checksum=rollout_config.checkpoint_engine.verify_checksum,
         step_timeout_s=config.trainer.step_timeout_s,
     )
-    pool = ReplicaPool(engines, transfer, decoder(tokenizer), options)
+    pool = ReplicaPool(replicas, transfer, decoder(tokenizer), options)
     actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
         rule = derived.logprob_rule(config, "ref")
         reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl)
-    return actor, reference, None if critics is None else make_critic(config, critics), pool
+    return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
 
 
-def make_actor(config: Config, group: WorkerGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
+def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
     """The actor's role over its group."""
     return ActorGroup(
         group,
@@ -212,7 +255,8 @@ def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
-def _start_reference(cluster: Cluster, group: WorkerGroup, actor: ActorSpec) -> list[ray.ObjectRef]:
-    fsdp = cluster.config.actor_rollout_ref.ref.fsdp_config
-    spec = replace(actor.policy, dtype=fsdp.dtype, train=False)
-    return group.start_build(reference_factory, [(spec, rank, fsdp.param_offload) for rank in cluster.ranks(group)])
+def _begin(
+    cluster: Cluster, group: SupervisedGroup, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
+) -> list[ray.ObjectRef]:
+    """Start building the ranks of a group, which meet at a new address every time they are built."""
+    return group.begin(lambda: group.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(group)]))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from grpo_rl.config import algorithm_checks, data_checks, input_checks, security_checks, size_checks, switch_checks
+from grpo_rl.config import (
+    algorithm_checks,
+    data_checks,
+    input_checks,
+    reward_checks,
+    security_checks,
+    size_checks,
+    switch_checks,
+)
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.fields import nearest
 from grpo_rl.config.schema import Config
@@ -23,6 +31,7 @@ def check(config: Config, machine: Machine) -> list[str]:
         *switch_checks.problems(config),
         *security_checks.problems(config),
         *algorithm_checks.problems(config),
+        *reward_checks.problems(config, machine),
     ]
     return list(dict.fromkeys(found))
 

@@ -167,3 +167,37 @@ def recomputes_old_logprobs(config: Config) -> bool:
     without them; only a KL penalty in the reward wants their values all the same.
     """
     return updates_per_step(config) > 1 or has_kl_in_reward(config)
+
+
+def has_reward_model(config: Config) -> bool:
+    """Whether a reward model adds its score."""
+    return config.reward.reward_model.enable
+
+
+def has_judge(config: Config) -> bool:
+    """Whether a language model behind an endpoint judges the responses."""
+    return config.reward.judge.base_url is not None
+
+
+def scores_steps_by_model(config: Config) -> bool:
+    """Whether the rewards of reasoning steps are a reward model's."""
+    return has_reward_model(config) and config.reward.reward_model.step_separator is not None
+
+
+def reward_model_ranks_per_node(config: Config, machine: Machine) -> int:
+    """Ranks of the reward model on each node of its own pool, or of the actor's."""
+    own = config.reward.reward_model
+    wanted = own.n_gpus_per_node if own.enable_resource_pool else None
+    return wanted if wanted is not None else ranks_per_node(config, machine)
+
+
+def num_reward_model_ranks(config: Config, machine: Machine) -> int:
+    """Ranks of the reward model over all nodes."""
+    own = config.reward.reward_model
+    nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
+    return nodes * reward_model_ranks_per_node(config, machine)
+
+
+def reward_model_rule(config: Config) -> MicroBatchRule:
+    """Forward passes of the reward model."""
+    return MicroBatchRule(config.reward.reward_model.max_token_len_per_gpu, None)

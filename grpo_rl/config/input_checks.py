@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_rl.config.derived import critic_has_own_model
+from grpo_rl.config.derived import critic_has_own_model, has_judge, has_reward_model
 from grpo_rl.config.schema import Config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,7 +28,7 @@ def _model(config: Config) -> Iterator[str]:
     if not model.path:
         yield f"{key} is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not model.path.startswith("builtin:"):
-        problem = _model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
+        problem = model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
         if problem:
             yield f"{key}={model.path}: {problem}"
     yield from _critic_model(config)
@@ -47,12 +47,13 @@ def _critic_model(config: Config) -> Iterator[str]:
     if path.startswith("builtin:"):
         yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
         return
-    problem = _model_folder(path, needs_tokenizer=False)
+    problem = model_folder(path, needs_tokenizer=False)
     if problem:
         yield f"critic.model.path={path}: {problem}"
 
 
-def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+    """Why the folder cannot hold a model; None where it can, or where only a hub knows."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if _HUB_NAME.fullmatch(path):
@@ -69,7 +70,7 @@ def _model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, custom = config.reward, config.reward.custom_reward_function
-    if not reward.functions:
+    if not (reward.functions or has_reward_model(config) or has_judge(config)):
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
         yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"

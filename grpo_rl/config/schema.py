@@ -496,9 +496,79 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardModelConfig:
+    enable: bool = False
+    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/model_rewards.md."""
+    model_path: str | None = None
+    """Its Hugging Face folder: a decoder with a sequence- or token-classification head of one label."""
+    tokenizer_path: str | None = None
+    """Folder of its tokenizer; null: model_path."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in its folder."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    step_separator: str | None = None
+    """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
+    rerender: Literal["auto", "always", "never"] = "auto"
+    """Render prompts with its own chat template and tokenizer; auto: only where they differ from the policy's."""
+    max_token_len_per_gpu: Count = 16384
+    """Most tokens in one forward pass of one rank, and in one rollout."""
+    enable_resource_pool: bool = False
+    """Give it devices of its own; false: it shares the actor's."""
+    nnodes: CountOrZero = 0
+    """Nodes of its own pool."""
+    n_gpus_per_node: Count | None = None
+    """Ranks per node of its own pool; null: as trainer.n_gpus_per_node."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
+    param_offload: bool = False
+    """Keep its weights on the host between scorings."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeConfig:
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint (.../v1) whose model judges each response; null: no judge. See docs/model_rewards.md."""
+    model: str | None = None
+    """The model's name there."""
+    template: str | None = None
+    """What it is asked: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in one that asks for 0 to 10."""
+    system: str | None = None
+    """System message before it."""
+    parser: str = "score"
+    """How its answer becomes a number: score (the last `score: x`), last_number, json:KEY, or path.py:function(text) -> float."""
+    min_score: float | None = None
+    """A lower score is invalid; null: any is valid."""
+    max_score: float | None = None
+    """A higher score is invalid; null: any is valid."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    max_tokens: Count = 512
+    """Longest answer."""
+    temperature: NonNegative = 0.0
+    """Of its answers."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, e.g. {response_format: {type: json_object}}."""
+    max_concurrency: Count = 16
+    """Requests at the same time."""
+    requests_per_minute: Count | None = None
+    """Most requests in a minute, tries again included; null: no limit."""
+    timeout_s: Positive = 60.0
+    """Longest time for one request."""
+    retries: CountOrZero = 4
+    """Further tries after a timeout, a broken connection or answer, and the states 408, 425, 429 and 5xx."""
+    backoff_s: Positive = 1.0
+    """Wait before the first further try, doubled for each one after; the wait is drawn between half of it and all of it."""
+    deadline_s: Positive = 300.0
+    """Longest time for one judgement, all tries and waits included."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key; the key itself is in no file and no log."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardConfig:
     functions: list[str] = field(default_factory=lambda: ["auto"])
-    """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source."""
+    """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source. May be empty beside a reward model or a judge."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     function_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -515,6 +585,8 @@ class RewardConfig:
     """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
     failure_value: float | None = None
     """The reward of a failed one with on_failure=value."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,7 +638,27 @@ class TrainerConfig:
     start_timeout_s: Positive = 600.0
     """Longest time for workers to start (loading the model and the engine)."""
     step_timeout_s: Positive = 3600.0
-    """Longest time for one phase of a step; then the run stops and names the worker."""
+    """Longest time for one phase of a step; then the workers that did not answer count as failed."""
+    recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
+    """When worker processes die or freeze: off ends the run; else they are started again. The actor's and the critic's
+    state comes from a copy made in host memory after every update (memory) or from the newest checkpoint and the
+    updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
+    recover_memory_gib: Positive = 0.5
+    """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    heartbeat_s: Positive = 5.0
+    """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
+    max_restarts: CountOrZero = 5
+    """Restarts of one worker within restart_window_s; then the run stops and names all causes."""
+    restart_window_s: Positive = 3600.0
+    """How long a restart counts for max_restarts."""
+    collective_timeout_s: Positive = 600.0
+    """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
+    grace_s: Positive = 30.0
+    """Seconds that SIGTERM, SIGINT or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """When loss or gradient are not finite: leave that update out on every rank and go on, or stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
+    max_nonfinite_steps: CountOrZero = 3
+    """skip: so many training steps in a row may leave an update out, then the run stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,6 +667,8 @@ class RayInitConfig:
     """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
     num_cpus: Count | None = None
     """CPUs of a local cluster; null: all."""
+    allow_insecure: bool = False
+    """Use the cluster at `address` though it asks nobody for a token; whoever reaches its ports can run code there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from grpo_rl.config import data_checks
@@ -108,6 +109,8 @@ def _checkpoints(config: Config) -> Iterator[str]:
     for name in ("save_freq", "test_freq"):
         if getattr(trainer, name) == 0:
             yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
+    if trainer.recover == "checkpoint" and trainer.save_freq < 1:
+        yield "trainer.recover=checkpoint: needs trainer.save_freq, or nothing is there to start from; set it, or recover=memory"
     contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
     missing = [name for name in _RESUMABLE if name not in contents]
     if missing and trainer.save_freq > 0:
@@ -169,9 +172,17 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             "needs reward.overlong_buffer.len",
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
+        "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
+        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,
             "is of a local cluster, not of ray_init.address",
+        ),
+        "ray_kwargs.ray_init.allow_insecure": (
+            bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+            "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
         ),
     }
 

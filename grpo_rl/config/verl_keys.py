@@ -15,7 +15,8 @@ _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
 _NO_LORA = "LoRA is not here: all weights are trained"
-_NO_MODEL_REWARD = "there are no reward models: rewards are functions, see reward.functions"
+_MODEL_REWARD = "use reward.reward_model"
+_SCORES_DIRECTLY = "the reward model computes its scores in a worker group of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
 _NO_PROFILER = "there is no profiler; timing_s/* in metrics.jsonl has the seconds of every phase"
@@ -211,8 +212,7 @@ _REWARD: dict[str, Answer] = {
     "reward_manager": Answer(_WORKERS_OF_REWARDS),
     "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive", "remote")),
     "reward_manager.source": Answer(_WORKERS_OF_REWARDS, ("register",)),
-    **_switch("reward_model", _NO_MODEL_REWARD),
-    "reward_model.enable_resource_pool": Answer(_NO_MODEL_REWARD, (False,)),
+    "reward_model.rollout": Answer(_SCORES_DIRECTLY),
     "reward_kwargs": Answer("use reward.custom_reward_function.reward_kwargs, and reward.overlong_buffer"),
     "sandbox_fusion": Answer(_SANDBOX),
 }
@@ -243,7 +243,21 @@ _TOP: dict[str, Answer] = {
     "custom_reward_function": Answer("use reward.custom_reward_function"),
     "custom_reward_function.path": Answer("use reward.custom_reward_function.path; verl reads this one nowhere"),
     "custom_reward_function.name": Answer("use reward.custom_reward_function.name"),
-    **_switch("reward_model", _NO_MODEL_REWARD),
+    **_switch("reward_model", _MODEL_REWARD),
+    "reward_model.enable_resource_pool": Answer("use reward.reward_model.enable_resource_pool", (False,)),
+    "reward_model.n_gpus_per_node": Answer("use reward.reward_model.n_gpus_per_node"),
+    "reward_model.nnodes": Answer("use reward.reward_model.nnodes"),
+    "reward_model.model": Answer("use reward.reward_model.model_path"),
+    "reward_model.model.path": Answer("use reward.reward_model.model_path"),
+    "reward_model.model.input_tokenizer": Answer("use reward.reward_model.rerender"),
+    "reward_model.model.trust_remote_code": Answer("use reward.reward_model.trust_remote_code", (False,)),
+    "reward_model.model.fsdp_config": Answer("use reward.reward_model.dtype and param_offload"),
+    "reward_model.micro_batch_size": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.micro_batch_size_per_gpu": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.forward_max_token_len_per_gpu": Answer("use reward.reward_model.max_token_len_per_gpu"),
+    "reward_model.use_dynamic_bsz": Answer("forward passes are always cut by tokens", (True,)),
+    "reward_model.strategy": Answer("the reward model runs FSDP2", ("fsdp", "fsdp2")),
+    "reward_model.max_length": Answer("use reward.reward_model.max_token_len_per_gpu"),
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
     "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
     **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),

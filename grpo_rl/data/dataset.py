@@ -76,7 +76,8 @@ class PromptDataset:
         """Row `row_index` as a Prompt that is called `uid` in this run. Raises DataError for one that cannot be used."""
         read = self._read(self._index(row_index))
         row = read.example
-        return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info)
+        messages = self._renderer.messages(row)
+        return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def usable(self, row_index: int) -> bool:
         """Whether row `row_index` can be trained on; the same at any time, as the row alone decides.

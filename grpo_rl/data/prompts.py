@@ -44,6 +44,10 @@ class Renderer:
             )
         return self._apply(self._with_system(row.prompt), where)
 
+    def messages(self, row: Example) -> tuple[Message, ...] | None:
+        """The chat messages that the row's text is rendered from; None for a plain string."""
+        return None if isinstance(row.prompt, str) else tuple(self._with_system(row.prompt))
+
     def _with_system(self, messages: list[Message]) -> list[Message]:
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages

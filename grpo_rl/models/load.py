@@ -39,7 +39,7 @@ def load_config(
         if not trust_remote_code and _names_own_code(Path(path) / "config.json"):
             raise ConfigError(
                 f"{where}: its config.json names Python code of its own (auto_map); "
-                "set actor_rollout_ref.model.trust_remote_code=true if you want that code to run"
+                f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
             )
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -107,19 +107,17 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     else:
-        lm = _read_weights(path, config, trust_remote_code, key)
+        lm = read_weights(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, key=key)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
 
 
-def _read_weights(path: str, config: Any, trust_remote_code: bool, key: str) -> Any:
-    """The model with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
-    from transformers import AutoModelForCausalLM
-
+def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY) -> Any:
+    """The model of this auto class with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
     where = f"{key}={path}"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             path,
             config=config,
             trust_remote_code=trust_remote_code,

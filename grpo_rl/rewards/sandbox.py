@@ -6,6 +6,7 @@ this machine. Only what a candidate wrote comes out, as bytes and plain data, to
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import math
 import os
@@ -165,7 +166,8 @@ class Sandbox:
         """Kill every process inside, and wait for them. May be called twice."""
         self._channel.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it ends when that lets it
+            self._process.wait(GRACE_S)
         if self._process.stderr is not None:
             self._process.stderr.close()
 

@@ -31,13 +31,7 @@ class RolloutLog:
         """The file `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages`: one per rollout, None if not trained."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
-        path = self._folders[kind] / f"step_{step}.jsonl"
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for index, rollout in enumerate(rollouts):
-                file.write(dump_line(_record(rollout, None if advantages is None else advantages[index])))
-        os.replace(temporary, path)
-        return path
+        return write_rollouts(self._folders[kind] / f"step_{step}.jsonl", rollouts, advantages)
 
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps: a resumed run writes them again."""
@@ -45,6 +39,16 @@ class RolloutLog:
             for other_step, path in step_files(folder):
                 if other_step > step:
                     path.unlink()
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
+    """`path` with one line per rollout, complete or not there at all."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for index, rollout in enumerate(rollouts):
+            file.write(dump_line(_record(rollout, None if advantages is None else advantages[index])))
+    os.replace(temporary, path)
+    return path
 
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:

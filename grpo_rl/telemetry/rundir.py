@@ -59,6 +59,15 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def session_file(self) -> Path:
+        """What the processes of a run can be told by: the next run of this name ends what this one may leave."""
+        return self.path / "session.json"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.txt"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from grpo_rl.rewards.failures import ERROR, INVALID, TIMEOUT, summary
+from grpo_rl.rewards.failures import summary
 from grpo_rl.roles import Rewarder
 from grpo_rl.types import Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"
 """The reward of the greedy response that the rollout is compared with failed."""
-_NAMES = {"timeouts": TIMEOUT, "errors": ERROR, "invalid": INVALID}
+_NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
+"""How failures end, of rules (reward_timeout) as of models (judge_timeout)."""
 
 
 def is_trained(rollout: Rollout) -> bool:
@@ -28,7 +29,7 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
     `reward/failed_baselines` counts prompts, on steps that have some.
     """
-    metrics = {f"reward/{name}": float(sum(r.failure == kind for r in rollouts)) for name, kind in _NAMES.items()}
+    metrics = {f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in _NAMES.items()}
     metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
     baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
     return metrics | ({"reward/failed_baselines": float(len(baselines))} if baselines else {})

@@ -79,5 +79,17 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     }
 
 
+def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:
+    """One number for each of `sampled`: the advantage of its last token, None where it is not among `trained`, the rollouts of `batch`."""
+    if batch is None:
+        return [None] * len(sampled)
+    assert batch.advantages_T is not None
+    ends_N, lengths_N = batch.response_lengths_N.cumsum(0).tolist(), batch.response_lengths_N.tolist()
+    # Outcome advantages are the same on every token of a response.
+    last = [float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)]
+    advantages = {(rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last, strict=True)}
+    return [advantages.get((rollout.prompt.uid, rollout.sample_index)) for rollout in sampled]
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from grpo_rl.faults import fault_point
 from grpo_rl.telemetry.console import Bar
 from grpo_rl.types import Rollout
 
@@ -17,17 +18,23 @@ PHASES = {
     "adv": "advantages",
     "update_critic": "updating the critic",
     "update_actor": "updating the actor",
+    "testing": "validating",
+    "save": "saving",
 }
 
 
 class StepProgress:
     """Notes beside the bar of the training steps. Without a bar nothing is shown."""
 
-    def __init__(self, bar: Bar | None = None) -> None:
+    def __init__(self, bar: Bar | None = None, on_phase: Callable[[str], None] = lambda _: None) -> None:
         self.bar = bar or Bar(None, None)
+        self.on_phase = on_phase
+        """Told the name of each phase before it begins."""
 
     def phase(self, name: str) -> None:
         """Say that this phase of the step has begun."""
+        self.on_phase(name)
+        fault_point("driver.phase", phase=name)
         self.bar.advance(0, PHASES.get(name, name))
 
     def done(self, steps: int = 1) -> None:
@@ -42,6 +49,7 @@ class StepProgress:
             nonlocal count
             submit(rollout)
             count += 1
+            fault_point("driver.response", count=count)
             self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count

@@ -15,7 +15,8 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.fingerprint import differences
 from grpo_rl.data.order import make_sampler
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
-from grpo_rl.rewards.compose import LIFTED, RewardFunction
+from grpo_rl.rewards.combined import factors_of
+from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
@@ -196,7 +197,7 @@ def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> floa
 def check_metric(name: str, config: Config) -> None:
     """Raise ConfigError for a metric that no reward of this run can have; `function/key` is known only when it is called."""
     try:
-        names = list(RewardFunction.from_config(config.reward).factors)
+        names = list(factors_of(config))
     except ConfigError:
         return  # reported by itself
     overlong = ["overlong"] if config.reward.overlong_buffer.len is not None else []

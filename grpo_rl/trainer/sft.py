@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from grpo_rl.errors import DivergedError
 from grpo_rl.roles import Actor
 from grpo_rl.types import Batch, Metrics
 
@@ -34,7 +35,10 @@ def fit(
         while len(order) < batch_size:
             order += rng.permutation(len(demonstrations)).tolist()
         chosen, order = order[:batch_size], order[batch_size:]
-        on_step(step, actor.update(supervised_batch([demonstrations[i] for i in chosen])))
+        metrics = actor.update(supervised_batch([demonstrations[i] for i in chosen]))
+        if metrics.get("actor/nonfinite"):
+            raise DivergedError(f"supervised step {step + 1}: loss or gradient not finite; no weight was changed by it")
+        on_step(step, metrics)
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +12,20 @@ from grpo_rl.checkpoint.store import CheckpointStore, verify
 from grpo_rl.config.schema import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import DataError
-from grpo_rl.rewards.metrics import validation_metrics
-from grpo_rl.roles import Actor, Critic, Reference, Rewarder, RolloutPool
-from grpo_rl.telemetry.console import Console
-from grpo_rl.telemetry.rollouts import RolloutLog
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.sinks import Sinks
+from grpo_rl.errors import DataError, Preempted
+from grpo_rl.faults import fault_point, tell
+from grpo_rl.telemetry.metrics_file import read_metrics
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
 from grpo_rl.trainer.failures import scored
-from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
-from grpo_rl.trainer.progress import StepProgress, advancing
+from grpo_rl.trainer.metrics import Timer, batch_metrics, logged_advantages, rollout_metrics
+from grpo_rl.trainer.nonfinite import NonFiniteUpdates
+from grpo_rl.trainer.parts import Output, Roles, is_due, mix_seed
+from grpo_rl.trainer.progress import StepProgress
 from grpo_rl.trainer.selection import Selected, Selection
 from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
+from grpo_rl.trainer.validation import validate
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
-
-
-@dataclasses.dataclass(slots=True)
-class Roles:
-    """The parts that a step drives. `reference` is None where no KL term reads it, `critic` where the estimator does not."""
-
-    actor: Actor
-    rollout: RolloutPool
-    rewarder: Rewarder
-    reference: Reference | None
-    critic: Critic | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class Output:
-    """Where a run shows and keeps what it does."""
-
-    run_dir: RunDir
-    console: Console
-    sinks: Sinks
-    rollouts: RolloutLog
 
 
 class SyncTrainer:
@@ -65,7 +43,7 @@ class SyncTrainer:
     ) -> None:
         self.config = config
         self.actor, self.rollout, self.rewarder, self.reference = roles.actor, roles.rollout, roles.rewarder, roles.reference
-        self.critic = roles.critic
+        self.critic, self.recoveries, self.committed = roles.critic, roles.recoveries, roles.committed
         self.train_data, self.val_data = train_data, val_data
         self.output = output
         self.total_steps = total_steps
@@ -86,7 +64,12 @@ class SyncTrainer:
             ignore_eos=rollout.ignore_eos,
             seed=rollout.seed,
         )
-        self.progress = StepProgress()
+        self.progress = StepProgress(on_phase=self._phase)
+        self.nonfinite = NonFiniteUpdates(config.trainer, output.run_dir)
+        self._before: dict[str, Any] | None = None
+        """The state at the beginning of the step that is going on."""
+        self._unlogged: Metrics | None = None
+        """Metrics of a step that is trained, and not validated, saved and logged yet."""
 
     # ---- one step ------------------------------------------------------------------------------------
 
@@ -114,6 +97,7 @@ class SyncTrainer:
             batch, trained_metrics = self.trained_tokens(batch)
         update_metrics = self._update(batch, timer)
         self._keep_rollouts(selected, batch)
+        self.nonfinite.check(self.step, update_metrics, selected.trained)
         measured = batch_metrics(batch, timer) | advantage_metrics | trained_metrics | update_metrics
         return sampled | measured | timer.metrics()
 
@@ -124,7 +108,10 @@ class SyncTrainer:
             finished = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
             rollouts = self.rollout.generate(prompts, n, self._step_sampling(), finished, greedy=greedy)
         with timer("reward"):
-            return with_baselines(self._penalized(scored(self.rewarder, rollouts, self.output.console.warn)))
+            rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
+            return with_baselines(
+                penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+            )
 
     def _update(self, batch: Batch, timer: Timer) -> Metrics:
         """Train the critic, and the actor once the critic's warm-up is over."""
@@ -140,17 +127,30 @@ class SyncTrainer:
     # ---- the run --------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way."""
+        """Train to the last step, validating and saving on the way.
+
+        Raises Preempted when a signal ended it, with everything that was trained saved.
+        """
+        try:
+            self._fit()
+        except Preempted as request:
+            raise self._saved(request) from None
+        finally:
+            self.output.stop.finishing()
+
+    def _fit(self) -> None:
         trainer = self.config.trainer
+        if self._unlogged is not None:
+            self._end_step()
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
             self._log(self.evaluate())
         if trainer.val_only:
             return
         with self.output.console.progress("training", self.total_steps, keep=False) as bar:
-            self.progress = StepProgress(bar)
+            self.progress = StepProgress(bar, self._phase)
             self.progress.done(self.step)
             while self.step < self.total_steps and not self.selection.exhausted:
-                self._log(self._whole_step())
+                self._whole_step()
                 self.progress.done()
         if self.selection.exhausted:
             self.output.console.warn(
@@ -158,27 +158,44 @@ class SyncTrainer:
                 "passed often enough to retire; give harder data, or raise data.retire_above"
             )
 
-    def _whole_step(self) -> Metrics:
+    def _whole_step(self) -> None:
         """One step with what is due after it."""
-        trainer, started = self.config.trainer, time.perf_counter()
+        self._before = copy.deepcopy(self.state_dict())
+        self.output.stop.step_begins()
+        started = time.perf_counter()
         self.step += 1
+        tell(step=self.step)
+        self.output.status.update(step=self.step, total=self.total_steps)
+        fault_point("driver.step")
         try:
             metrics = self.train_step()
         except DataError:
             self._keep_finished()
             raise
-        last = self.step == self.total_steps or self.selection.exhausted
-        if self.val_data is not None and (last or _due(self.step, trainer.test_freq)):
-            metrics |= self.evaluate()
-        if trainer.save_freq > 0 and (last or _due(self.step, trainer.save_freq)):
-            metrics |= self.save()
-        metrics["timing_s/step"] = time.perf_counter() - started
         metrics["trainer/epoch"] = float(self.selection.epoch)
-        return metrics
+        metrics["timing_s/step"] = time.perf_counter() - started
+        self._unlogged = metrics
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """What is due after the training of a step: validate, save, log."""
+        assert self._unlogged is not None
+        trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
+        last = self.step == self.total_steps or self.selection.exhausted
+        is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
+        if self.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
+            metrics |= self.evaluate()
+        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and self._unsaved:
+            metrics |= self.save()
+        metrics["timing_s/step"] += time.perf_counter() - started
+        self._log(metrics | self.recoveries())
+        self._unlogged = None
+        self.output.stop.step_ends(metrics.get("timing_s/save"))
 
     def _keep_finished(self) -> None:
         """Save what was trained before a step for which the data cannot be used."""
-        self.step -= 1
+        assert self._before is not None
+        self.load_state_dict(self._before)
         if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
             self.save()
 
@@ -186,32 +203,38 @@ class SyncTrainer:
         """Metrics of the current policy on the validation data; its responses go to `val/step_N.jsonl`."""
         if self.val_data is None:
             return {}
-        timer = Timer()
-        values = self.config.actor_rollout_ref.rollout.val_kwargs
-        sampling = dataclasses.replace(
-            self.sampling,
-            temperature=values.temperature if values.do_sample else 0.0,
-            top_p=values.top_p,
-            top_k=values.top_k,
-            min_p=0.0,
-            keep_support=False,
-            seed=_mix(self.sampling.seed, -1),
-        )
+        timer = Timer(self.progress.phase)
+        sampling = dataclasses.replace(self.sampling, seed=mix_seed(self.sampling.seed, -1))
         with timer("testing"):
             self.rollout.sync_weights(self.actor)
-            prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
-            with self.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
-                rollouts = self.rollout.generate(prompts, values.n, sampling, advancing(bar, self.rewarder.submit))
-            rollouts = scored(self.rewarder, rollouts, self.output.console.warn)
+            values = self.config.actor_rollout_ref.rollout.val_kwargs
+            rollouts, metrics = validate(self.val_data, values, sampling, self.rollout, self.rewarder, self.output.console)
         self.output.rollouts.write("val", self.step, rollouts)
-        return validation_metrics(rollouts, values.n) | timer.metrics()
+        return metrics | timer.metrics()
 
     def save(self) -> Metrics:
         """Write a checkpoint of everything that decides the steps to come."""
-        timer = Timer()
+        timer = Timer(self.progress.phase)
         with timer("save"):
-            self.store.save(self.step, self._write_state, self.state_dict())
+            self.committed(self.store.save(self.step, self._write_state, self.state_dict()))
+        self.output.status.update(last_commit=self.step)
         return timer.metrics()
+
+    @property
+    def _unsaved(self) -> bool:
+        return self.step not in self.store.steps()
+
+    def _saved(self, request: Preempted) -> Preempted:
+        """The request to stop, followed: the newest state between two steps is saved."""
+        self.output.stop.finishing()
+        if self._before is not None and self._unlogged is None and self.step != self._before["step"]:
+            # No weight has changed since the step began: its beginning is where the run goes on.
+            self.load_state_dict(self._before)
+        if self.step == 0:
+            return Preempted(f"{request}: no step was done, so the same command begins anew")
+        if self._unsaved:
+            self.save()
+        return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
 
     def _write_state(self, folder: Path) -> None:
         self.actor.save(folder)
@@ -220,8 +243,6 @@ class SyncTrainer:
         if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
             self.actor.export(folder / "huggingface")
 
-    # ---- resume ---------------------------------------------------------------------------------------
-
     def resume(self, folder: Path) -> None:
         """Go on from the checkpoint in `folder`."""
         self.load_state_dict(verify(folder))
@@ -229,6 +250,9 @@ class SyncTrainer:
         if self.critic is not None:
             self.critic.load(folder)
         self.output.sinks.truncate_after(self.step)
+        if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
+            self._unlogged = None
+        self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {folder} at step {self.step}")
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
@@ -244,54 +268,33 @@ class SyncTrainer:
             "sampler": self.selection.state_dict(),
             "advantage": self.advantage.state_dict(),
             "num_rows": len(self.train_data),
+            "nonfinite": self.nonfinite.state_dict(),
+            "unlogged": self._unlogged,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.selection.load_state_dict(state["sampler"])
         self.step = int(state["step"])
         self.advantage.load_state_dict(state["advantage"])
-
-    # ---- small parts -----------------------------------------------------------------------------------
+        self.nonfinite.load_state_dict(state.get("nonfinite", {}))
+        self._unlogged = state.get("unlogged")
 
     def _step_sampling(self) -> Sampling:
         """Sampling with the step mixed into the seed; the pool mixes in prompt and sample."""
-        return dataclasses.replace(self.sampling, seed=_mix(self.sampling.seed, self.step))
-
-    def _penalized(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        return penalize_overlong(rollouts, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        return dataclasses.replace(self.sampling, seed=mix_seed(self.sampling.seed, self.step))
 
     def _keep_rollouts(self, selected: Selected, batch: Batch | None = None) -> None:
         """Write all that was sampled, with the advantages of what was trained: the rollouts of `batch`."""
-        if not self.config.trainer.save_rollouts:
-            return
-        advantages: dict[tuple[str, int], float] = {}
-        if batch is not None:
-            assert batch.advantages_T is not None
-            ends_N = batch.response_lengths_N.cumsum(0).tolist()
-            lengths_N = batch.response_lengths_N.tolist()
-            # One number per rollout: outcome advantages are the same on every token, else this is the last one's.
-            last = [
-                float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)
-            ]
-            advantages = dict(zip(map(_occurrence, selected.trained), last, strict=True))
-        logged = [advantages.get(_occurrence(rollout)) for rollout in selected.sampled]
-        self.output.rollouts.write("rollouts", self.step, selected.sampled, logged)
+        if self.config.trainer.save_rollouts:
+            advantages = logged_advantages(selected.sampled, selected.trained, batch)
+            self.output.rollouts.write("rollouts", self.step, selected.sampled, advantages)
+
+    def _phase(self, name: str) -> None:
+        self.output.status.update(phase=name)
+        self.output.stop.phase(name)
 
     def _log(self, metrics: Metrics) -> None:
         if metrics:
+            fault_point("driver.log")
             self.output.sinks.log(self.step, metrics)
             self.output.console.step(self.step, self.total_steps, metrics)
-
-
-def _occurrence(rollout: Rollout) -> tuple[str, int]:
-    """What tells this rollout from all others of its step."""
-    return rollout.prompt.uid, rollout.sample_index
-
-
-def _due(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0
-
-
-def _mix(seed: int | None, number: int) -> int:
-    """A seed for one step, far from those of other steps and runs."""
-    return ((seed or 0) * 1_000_003 + number * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF

@@ -17,6 +17,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.config.schema import OptimConfig
+from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.models.optim import make_optimizer, make_scheduler
@@ -34,7 +35,9 @@ from grpo_rl.workers.policy import (
     join_group,
     move_optimizer,
     sequences_of,
+    step_optimizer,
 )
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class OptimizerStep:
     """Weight of the entropy bonus, where it is steered from step to step."""
 
 
-class ActorWorker:
+class ActorWorker(Snapshots):
     """One FSDP2 rank of the actor group."""
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
@@ -86,6 +89,7 @@ class ActorWorker:
         self.policy = build_policy(spec.policy, rank, self.device)
         self.optimizer = make_optimizer(self.policy, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.stepped_model = lambda: self.policy
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
         dtype = getattr(torch, sender.dtype) if sender.dtype else None
@@ -108,7 +112,7 @@ class ActorWorker:
     def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Per optimizer step, this rank's share of the statistics (see `Objective` for the key prefixes).
 
-        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
         self._onload()
         results = [self._optimizer_step(step) for step in steps]
@@ -116,8 +120,11 @@ class ActorWorker:
         return results
 
     def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
+        rank = self.rank.rank
+        fault_point("actor.update.start", rank=rank)
         self.optimizer.zero_grad(set_to_none=True)
         stats: defaultdict[str, float] = defaultdict(float)
+        total_loss = 0.0
         for number, batch in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
@@ -126,7 +133,11 @@ class ActorWorker:
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step)
+            if fault_point("actor.update.loss", rank=rank, micro_batch=number) == "nan":
+                loss = loss * math.nan
             loss.backward()
+            total_loss += float(loss.detach())
+            fault_point("actor.update.mid_backward", rank=rank, micro_batch=number)
             for key, value in micro_stats.items():
                 share = float(value)
                 stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
@@ -134,8 +145,9 @@ class ActorWorker:
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
-        self.optimizer.step()
-        self.scheduler.step()
+        fault_point("actor.update.before_optimizer", rank=rank)
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
+        fault_point("actor.update.after_optimizer", rank=rank)
         return dict(stats)
 
     def _forward(self, sequences: Sequences, batch: Batch | None) -> TokenOutputs:
@@ -208,6 +220,7 @@ class ActorWorker:
     def next_bucket(self) -> WeightBucket | None:
         """The next piece of the weights, None after the last. A collective: all ranks call it together."""
         assert self._buckets is not None, "begin_weight_sync comes first"
+        fault_point("actor.weights.bucket", rank=self.rank.rank)
         return next(self._buckets, None)
 
     def sent_digests(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,23 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.value_loss import value_loss
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.config.schema import OptimConfig
+from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.models.value import ValueModel
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.actor import OptimizerStep
-from grpo_rl.workers.policy import PolicySpec, Rank, build_sharded, clip_gradients, join_group, move_optimizer, sequences_of
+from grpo_rl.workers.policy import (
+    PolicySpec,
+    Rank,
+    build_sharded,
+    clip_gradients,
+    join_group,
+    move_optimizer,
+    sequences_of,
+    step_optimizer,
+)
+from grpo_rl.workers.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,7 @@ class CriticSpec:
     optimizer_offload: bool = False
 
 
-class CriticWorker:
+class CriticWorker(Snapshots):
     """One FSDP2 rank of the critic group."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
@@ -50,6 +62,7 @@ class CriticWorker:
         self.model = build_sharded(spec.model, rank, self.device, ValueModel)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.stepped_model = lambda: self.model
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
@@ -63,7 +76,7 @@ class CriticWorker:
     def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
         """Per optimizer step, this rank's share of the statistics; key prefixes as in `Objective`.
 
-        Raises FloatingPointError, before any parameter is touched, when a gradient is not finite.
+        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
         self._onload()
         results = [self._optimizer_step(step) for step in steps]
@@ -75,18 +88,22 @@ class CriticWorker:
         self.optimizer.zero_grad(set_to_none=True)
         assert isinstance(self.model, FSDPModule)
         stats: defaultdict[str, float] = defaultdict(float)
+        total_loss = 0.0
         for number, batch in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # As in the actor: one reduction per optimizer step on CPU, one per micro-batch where whole gradients would not fit.
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
             loss, micro_stats = self._loss(self.model(sequences_of(batch, self.device)), batch, step.counts)
+            if fault_point("critic.update.loss", rank=self.rank.rank, micro_batch=number) == "nan":
+                loss = loss * math.nan
             loss.backward()
+            total_loss += float(loss.detach())
             for key, value in micro_stats.items():
                 stats[key] += float(value)
-        stats["same/grad_norm"] = clip_gradients(self.model, self.spec.optim.clip_grad)
+        grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
+        stats["same/grad_norm"] = grad_norm
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
-        self.optimizer.step()
-        self.scheduler.step()
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         return dict(stats)
 
     def _loss(self, values_T: Tensor, batch: Batch | None, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:

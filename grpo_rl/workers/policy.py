@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from grpo_rl.config.schema import ModelConfig
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences, TokenOutputs
-from grpo_rl.types import Batch
+from grpo_rl.types import Batch, Counts
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -117,14 +117,37 @@ def _whole_lm(spec: PolicySpec) -> Any:
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:
-    """The norm of the gradient over all ranks, which is at most `clip_grad` afterwards.
+    """The norm of the gradient over all ranks, which is at most `clip_grad` afterwards."""
+    return float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
 
-    Raises FloatingPointError when it is not finite.
+
+def all_finite(*values: float) -> bool:
+    """Whether these numbers are finite on every rank, the same answer on all of them. A collective."""
+    finite_1 = torch.tensor([float(all(map(math.isfinite, values)))])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl":
+            finite_1 = finite_1.cuda()
+        dist.all_reduce(finite_1, dist.ReduceOp.MIN)
+    return bool(finite_1.item())
+
+
+def step_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    counts: Counts,
+    loss: float,
+    grad_norm: float,
+) -> dict[str, float]:
+    """Take the step, and tell whether loss and gradient were finite.
+
+    It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
+    any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
     """
-    grad_norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
-    if not math.isfinite(grad_norm):
-        raise FloatingPointError(f"the gradient norm is {grad_norm}; no parameter was changed")
-    return grad_norm
+    finite = all_finite(loss, grad_norm)
+    if finite and counts.num_tokens:
+        optimizer.step()
+        scheduler.step()
+    return {"same/nonfinite": float(not finite)}
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

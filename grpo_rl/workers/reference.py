@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.types import Batch
@@ -26,6 +27,7 @@ class ReferenceWorker:
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[Batch | None], want_hidden: bool) -> dict[str, list[Tensor | None]]:
         """Per micro-batch, the log-probs of the trained tokens, and their last hidden states if wanted."""
+        fault_point("reference.logprobs")
         if self.offload:
             self.policy.to(self.device)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from grpo_rl.errors import ClusterError
+from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request
 
 T = TypeVar("T")
-_Command = tuple[Callable[[RolloutEngine], Any], "Future[Any]"]
+_Command = tuple[str, Callable[[RolloutEngine], Any], "Future[Any]"]
 
 _IDLE_WAIT_S = 1.0
 
@@ -39,6 +41,8 @@ class RolloutWorker:
         self._closed = False
         self._num_tokens = self._num_responses = self._num_steps = 0
         self._busy_s = 0.0
+        self._at: tuple[str, float] | None = None
+        self._longest: dict[str, float] = {}
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="rollout-engine", daemon=True)
         self._thread.start()
@@ -49,6 +53,7 @@ class RolloutWorker:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests; ValueError, and none is queued, when one of them does not fit."""
         self._call("submit", lambda engine: engine.submit(requests))
+        fault_point("rollout.submitted")
 
     def poll(self, timeout_s: float, min_batch_s: float = 0.005) -> list[Completion]:
         """What ended since the last poll: as soon as there is something, or nothing after `timeout_s`.
@@ -79,12 +84,15 @@ class RolloutWorker:
 
     def start_weight_update(self, version: int) -> None:
         self._call("start_weight_update", lambda engine: engine.start_weight_update(version))
+        fault_point("rollout.weights.begun")
 
     def load_bucket(self, bucket: WeightBucket) -> None:
+        fault_point("rollout.weights.bucket")
         self._call("load_bucket", lambda engine: engine.load_bucket(bucket))
 
     def finish_weight_update(self) -> int:
         """The version that is live now."""
+        fault_point("rollout.weights.before_finish")
 
         def finish(engine: RolloutEngine) -> int:
             engine.finish_weight_update()
@@ -111,6 +119,14 @@ class RolloutWorker:
                 "busy_s": self._busy_s,
             }
 
+    def activity(self) -> tuple[str, float, float | None] | None:
+        """What the engine's thread is doing, for how many seconds, and the longest that ever took; None: it waits.
+
+        From the outside a step that never ends looks like this, and like nothing else.
+        """
+        at = self._at
+        return None if at is None else (at[0], time.monotonic() - at[1], self._longest.get(at[0]))
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Stop the thread and free the engine; ClusterError when it does not stop in time. Twice is once."""
         self._closed = True
@@ -126,7 +142,7 @@ class RolloutWorker:
         answer: Future[T] = Future()
         with self._changed:
             self._check_alive()
-            self._commands.put((function, answer))
+            self._commands.put((what, function, answer))
         return self._wait(answer, self._call_timeout_s, what)
 
     def _wait(self, answer: Future[T], timeout_s: float, what: str) -> T:
@@ -156,7 +172,8 @@ class RolloutWorker:
         try:
             while self._serve(engine):
                 if engine.num_unfinished:
-                    self._step(engine)
+                    with self._doing("an engine step"):
+                        self._step(engine)
         except BaseException as error:  # handed to every caller from now on
             self._fail(error)
         finally:
@@ -171,11 +188,24 @@ class RolloutWorker:
                 command = self._commands.get(block=idle, timeout=_IDLE_WAIT_S if idle else None)
                 if command is None:
                     return False
-                _answer(engine, *command)
+                what, function, answer = command
+                with self._doing(what):
+                    _answer(engine, function, answer)
         except queue.Empty:
             return True
 
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._at = (what, began)
+        try:
+            yield
+        finally:
+            self._at = None
+            self._longest[what] = max(self._longest.get(what, 0.0), time.monotonic() - began)
+
     def _step(self, engine: RolloutEngine) -> None:
+        fault_point("rollout.step")
         began = time.perf_counter()
         ended = engine.step()
         seconds = time.perf_counter() - began
@@ -209,7 +239,7 @@ class RolloutWorker:
             except queue.Empty:
                 return
             if command is not None:
-                command[1].set_exception(ClusterError(f"the rollout engine stopped: {self._failure or 'closed'}"))
+                command[2].set_exception(ClusterError(f"the rollout engine stopped: {self._failure or 'closed'}"))
 
 
 def _answer(engine: RolloutEngine, function: Callable[[RolloutEngine], Any], answer: Future[Any]) -> None:

@@ -21,6 +21,7 @@ from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorSpec, ActorWorker
 from grpo_rl.workers.critic import CriticSpec, CriticWorker
 from grpo_rl.workers.policy import Rank
+from grpo_rl.workers.reward_model import RewardModelSpec, RewardModelWorker
 
 VOCAB = 64
 DEADLINE_S = 120.0
@@ -85,6 +86,9 @@ class RecordingCritic(Recording, CriticWorker):
         self.record()
 
 
+KINDS = {ActorSpec: RecordingActor, CriticSpec: RecordingCritic, RewardModelSpec: RewardModelWorker}
+
+
 class RankProcesses:
     """`world_size` processes that live as long as the tests; each `build` makes new actors in them."""
 
@@ -105,8 +109,8 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.pipes)
 
-    def build(self, spec: ActorSpec | CriticSpec) -> None:
-        """New actors, or critics, in all processes, in a new process group."""
+    def build(self, spec: ActorSpec | CriticSpec | RewardModelSpec) -> None:
+        """New actors, critics or reward models in all processes, in a new process group."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -139,15 +143,14 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    worker: RecordingActor | RecordingCritic | None = None
+    worker: RecordingActor | RecordingCritic | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
         try:
             if method == "build":
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                kind = RecordingCritic if isinstance(args[0], CriticSpec) else RecordingActor
-                worker = kind(*args)
+                worker = KINDS[type(args[0])](*args)
                 answer = None
             else:
                 answer = getattr(worker, method)(*args)

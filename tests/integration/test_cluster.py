@@ -17,6 +17,7 @@ from tiny_workers import make_engine, make_worker
 from grpo_rl.cluster.groups import WorkerGroup, wait_all
 from grpo_rl.cluster.placement import Pool
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.replicas import Replicas
 from grpo_rl.cluster.session import ray_session
 from grpo_rl.config.schema import RayInitConfig
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, WeightVersionError
@@ -188,7 +189,7 @@ def replicas(start: Callable[..., WorkerGroup]) -> Callable[..., ReplicaPool]:
         build(group, list(engines), make_engine)
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=step_timeout_s)
         transfer: Any = None  # no weights move in these tests
-        return ReplicaPool(group, transfer, lambda ids: " ".join(map(str, ids)), options)
+        return ReplicaPool(Replicas(group), transfer, lambda ids: " ".join(map(str, ids)), options)
 
     return make
 
@@ -219,7 +220,7 @@ def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_o
 def test_a_slow_replica_gets_fewer_requests(replicas):
     pool = replicas((0, 0.0), (0, 0.2))
     pool.generate(prompts(40), 1, SAMPLING)
-    quick, slow = pool.group.call("done")
+    quick, slow = pool.replicas.group.call("done")
     assert quick + slow == 40 and quick > 2 * slow > 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import grpo_rl
 from grpo_rl import main as command
-from grpo_rl.errors import CheckpointError, ClusterError, DataError
+from grpo_rl.errors import CheckpointError, ClusterError, DataError, Preempted
 from grpo_rl.main import main
 
 DRY_RUN = ["trainer.dry_run=true", "trainer.device=cpu"]
@@ -73,6 +73,35 @@ def test_an_error_of_ours_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch
     file = Path(second.rpartition(" ")[2])
     assert "ZeroDivisionError: by nought" in file.read_text()
     file.unlink()
+
+
+def test_a_failed_worker_is_told_in_one_line_with_the_logs_and_without_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ClusterError(
+        "actor.update failed on actor1: the process died (killed)\n  log: /run/logs/actor1.log\n  | Traceback\n  | boom"
+    )
+    error.where = "step 3, update_actor"
+    error.add_note("log: /run/logs/error.log")
+    assert ends_with(error, monkeypatch) == 6
+    assert capsys.readouterr().err.splitlines() == [
+        "error: step 3, update_actor: actor.update failed on actor1: the process died (killed)",
+        "  log: /run/logs/actor1.log",
+        "  log: /run/logs/error.log",
+    ]
+
+
+def test_a_saved_run_ends_with_75(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(Preempted("by SIGTERM: step 2 of 4 is saved"), monkeypatch) == 75
+    assert capsys.readouterr().err == "stopped: by SIGTERM: step 2 of 4 is saved\n"
+
+
+def test_a_fault_that_cannot_be_armed_is_refused_like_a_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRPO_FAULT", "nowhere:raise")
+    assert main(DRY_RUN) == 2
+    assert "no fault point 'nowhere'" in capsys.readouterr().err
 
 
 def ends_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -271,3 +271,23 @@ def test_the_kl_in_the_reward_is_part_of_the_objective() -> None:
 def test_surprises_are_noted(words: list[str], machine: Machine, said: str) -> None:
     assert said in " ".join(plan_of(*words, machine=machine).render().split())
     assert said not in plan_of().render()
+
+
+def test_the_plan_says_who_scores_where_and_of_what_the_reward_is_made(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    model = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}", "reward.reward_model.weight=0.5"]
+    judge = ["reward.judge.base_url=http://127.0.0.1:8000/v1", "reward.judge.model=m", "reward.judge.requests_per_minute=60"]
+    text = " ".join(plan_of(*model, *judge).render().split())
+    assert "reward auto + 0.5*reward_model + judge, " in text
+    assert f"model score 1 rank on the actor's devices, FSDP2, {tmp_path}; one score per response" in text
+    assert "judge m at http://127.0.0.1:8000/v1, 16 requests at a time, 60 a minute" in text
+    own = [
+        "reward.reward_model.enable_resource_pool=true",
+        "reward.reward_model.nnodes=1",
+        "reward.reward_model.n_gpus_per_node=2",
+    ]
+    process = ["algorithm.adv_estimator=grpo_process", "reward.functions=[]", "reward.reward_model.step_separator='###'"]
+    text = " ".join(plan_of(*model, *own, *process).render().split())
+    assert "model score 2 ranks in a pool of their own" in text and "a score per step, cut at '###'" in text
+    assert "reward 0.5*reward_model; failures" in text

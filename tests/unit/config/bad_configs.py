@@ -183,7 +183,11 @@ _CONTRADICTIONS: list[Bad] = [
     (["critic.optim.lr=1e-4"], "critic.optim.lr", "needs no critic"),
     (["trainer.critic_warmup=2"], "trainer.critic_warmup", "needs no critic"),
     (["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", "learns from a critic"),
-    (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=reinforce_plus_plus", f"{R}.n=1"], "filter_groups", "signal"),
+    (
+        ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=reinforce_plus_plus", f"{R}.n=1"],
+        "filter_groups",
+        "signal",
+    ),
     (["algorithm.filter_groups.max_num_gen_batches=3"], "algorithm.filter_groups.max_num_gen_batches", "needs"),
     (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", "use_kl_in_reward=true"),
     ([f"{A}.optim.lr_warmup_steps=5", f"{A}.optim.lr_warmup_steps_ratio=0.1"], f"{A}.optim.lr_warmup_steps_ratio", "no effect"),
@@ -241,8 +245,10 @@ BAD_RECIPES: list[tuple[str, str]] = [
     ("data: {shuffle: 2026-01-01}", "true or false"),
     ("[1, 2", "cannot be read as YAML"),
     ("\x00", "cannot be read as YAML"),
-    ("a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-    ), "aliases"),
+    (
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        "aliases",
+    ),
     ("trainer: " + "[" * 3000, "cannot be read as YAML"),
 ]

@@ -47,7 +47,12 @@ def test_a_hostile_recipe_is_refused_and_runs_nothing(
 
 
 def test_problems_of_words_values_and_between_keys_are_told_together() -> None:
-    words = ["trainer.save_frq=1", "actor_rollout_ref.rollout.n=eight", "data.train_batch_size=33", "algorithm.adv_estimator=grop"]
+    words = [
+        "trainer.save_frq=1",
+        "actor_rollout_ref.rollout.n=eight",
+        "data.train_batch_size=33",
+        "algorithm.adv_estimator=grop",
+    ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=32"]
     words += ["trainer.project_name=${oc.env:NO_SUCH_VARIABLE}", "trainer.experiment_name=../x"]
     with pytest.raises(ConfigError) as caught:

@@ -187,6 +187,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{A}.checkpoint.save_contents",
         "trainer.save_freq",
     ),
+    ({"trainer.recover": "checkpoint"}, CPU, "trainer.recover=checkpoint", "trainer.save_freq"),
+    ({"trainer.recover": "off", "trainer.max_restarts": 2}, CPU, "trainer.max_restarts=2", "trainer.recover"),
     ({"trainer.max_actor_ckpt_to_keep": 2}, CPU, "trainer.max_actor_ckpt_to_keep=2", "trainer.save_freq"),
     ({"trainer.resume_mode": "resume_path"}, CPU, "trainer.resume_mode=resume_path", "resume_from_path"),
     ({"trainer.resume_from_path": "x"}, CPU, "trainer.resume_from_path=x", "resume_mode=resume_path"),

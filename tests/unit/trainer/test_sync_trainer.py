@@ -82,6 +82,9 @@ class Policy:
         self.calls.append("save")
         (folder / "version").write_text(str(self.version))
 
+    def committed(self, folder: Path) -> None:
+        assert (folder / "version").read_text() == str(self.version), "the checkpoint is in its place"
+
     def load(self, folder: Path) -> None:
         self.calls.append("load")
         self.version = int((folder / "version").read_text())
@@ -112,6 +115,9 @@ class Critic:
     def save(self, folder: Path) -> None:
         (folder / "critic").mkdir()
         (folder / "critic" / "calls").write_text(str(len(self.calls)))
+
+    def committed(self, folder: Path) -> None:
+        pass
 
     def load(self, folder: Path) -> None:
         self.calls = ["loaded"] * int((folder / "critic" / "calls").read_text())

@@ -1,0 +1,65 @@
+"""One rank's share of a policy's state as plain host tensors: what a new process in its place needs to go on bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grpo_rl.checkpoint.policy_state import rng_state, set_rng_state, set_schedule
+
+RankState = dict[str, Any]
+
+
+def num_bytes(policy: nn.Module) -> int:
+    """Size of this rank's share: its weights and AdamW's two moments of each, in their own type."""
+    return sum(3 * local(p).numel() * p.element_size() for p in policy.parameters())
+
+
+def take(policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> RankState:
+    """A copy of everything that decides this rank's future. Not a collective."""
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in policy.named_parameters():
+        weights[name] = _copy(parameter)
+        moments[name] = {key: _copy(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    return {"weights": weights, "moments": moments, "num_steps": scheduler.last_epoch, "rng": rng_state()}
+
+
+@torch.no_grad()
+def put_back(
+    state: RankState, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
+) -> None:
+    """Give a newly built rank, of the same place in a group of the same size, what `take` took. Not a collective."""
+    by_parameter = {parameter: name for name, parameter in policy.named_parameters()}
+    for parameter, name in by_parameter.items():
+        local(parameter).copy_(state["weights"][name])
+    entries: dict[int, dict[str, Any]] = {}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(ordered):
+        stored = state["moments"][by_parameter[parameter]]
+        if stored:
+            entries[index] = {key: _like(value, parameter) for key, value in stored.items()}
+    optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
+    set_schedule(scheduler, state["num_steps"])
+    set_rng_state(state["rng"])
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's shard, or the tensor itself where it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy(tensor: Any) -> Tensor:
+    return local(tensor.detach()).to("cpu", copy=True)
+
+
+def _like(value: Tensor, parameter: Any) -> Tensor:
+    """The moment as the optimizer holds it: sharded as its parameter is; AdamW's step counter is a number."""
+    if value.dim() == 0:
+        return value
+    like = torch.zeros_like(parameter)
+    local(like).copy_(value)
+    return like

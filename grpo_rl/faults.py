@@ -1,0 +1,252 @@
+"""Fault points: named places where a test can make this very process die, freeze, slow down or fail.
+
+`GRPO_FAULT` arms them: entries `POINT:ACTION[=VALUE][@CONDITION,...]` with `;` between them, for example
+`actor.update.mid_backward:kill9@step=3,rank=1;ckpt.before_rename:enospc@n=2`. Every process of a run reads it.
+Conditions, all of which must hold: `KEY=VALUE` on what the point tells (see `POINTS`; `worker` and `step` are known
+everywhere), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
+processes and restarts, which needs the folder `GRPO_FAULT_STATE` to remember it in. What was done is noted there too,
+one line of JSON each in `fired.jsonl`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.errors import ConfigError
+
+POINTS = {
+    "driver.step": "the controller begins a training step",
+    "driver.phase": "a phase of the step begins (phase)",
+    "driver.response": "a response has come in while others are still sampled (count)",
+    "driver.log": "the step is done, and its metrics are about to be written",
+    "actor.update.start": "an actor rank begins an update (rank)",
+    "actor.update.mid_backward": "an actor rank has run the backward pass of a micro-batch (rank, micro_batch)",
+    "actor.update.loss": "an actor rank has the loss of a micro-batch (rank, micro_batch); takes `nan`",
+    "actor.update.before_optimizer": "an actor rank has its gradients (rank)",
+    "actor.update.after_optimizer": "an actor rank has taken the optimizer step (rank)",
+    "critic.update.loss": "a critic rank has the loss of a micro-batch (rank, micro_batch); takes `nan`",
+    "actor.weights.bucket": "an actor rank is about to hand out a bucket of weights (rank)",
+    "reference.logprobs": "a reference rank is asked for log-probs",
+    "rollout.submitted": "a replica has taken requests, and is about to read the prompts",
+    "rollout.step": "a replica is about to take one step of its engine",
+    "rollout.weights.begun": "a replica has begun to receive weights",
+    "rollout.weights.bucket": "a replica is about to load a bucket of weights",
+    "rollout.weights.before_finish": "a replica has all weights, and they are not live yet",
+    "ckpt.before_write": "a checkpoint's temporary folder is there, and empty",
+    "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
+    "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
+}
+"""Every point: when it is passed, and what it tells beside `worker` and `step`."""
+
+_COOPERATIVE = ("nan", "drop", "duplicate")
+_ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
+_FOREVER_S = 10**6
+_DIRECT: dict[str, Callable[[float], None]] = {
+    "kill9": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "segv": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    # Called through PyDLL the C function keeps the interpreter's lock: no other thread of this process runs.
+    "hold_gil": lambda value: ctypes.PyDLL(None).sleep(int(value)),
+    "loop": lambda value: _spin(value),
+    "delay": time.sleep,
+    "exit": lambda value: os._exit(int(value)),
+}
+_DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S, "exit": 1}
+ACTIONS = (*_DIRECT, "raise", *_ERRNO, *_COOPERATIVE)
+
+
+class InjectedFault(RuntimeError):
+    """What the action `raise` raises."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One armed fault."""
+
+    text: str
+    point: str
+    action: str
+    value: float
+    conditions: dict[str, str]
+    nth: int | None = None
+    once: bool = False
+    hits: int = field(default=0)
+
+
+class _Armed:
+    def __init__(self, entries: list[_Entry], state: Path | None) -> None:
+        self.entries = entries
+        self.state = state
+        self.context: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def hit(self, point: str, told: dict[str, Any]) -> str | None:
+        context = self.context | told
+        for entry in self.entries:
+            if entry.point == point and self._due(entry, context):
+                self._note(entry, context)
+                if entry.action in _COOPERATIVE:
+                    return entry.action
+                _act(entry)
+        return None
+
+    def _due(self, entry: _Entry, context: dict[str, Any]) -> bool:
+        if any(str(context.get(key)) != value for key, value in entry.conditions.items()):
+            return False
+        with self._lock:
+            entry.hits += 1
+            if entry.nth is not None and entry.hits != entry.nth:
+                return False
+        return not entry.once or self._is_first(entry)
+
+    def _is_first(self, entry: _Entry) -> bool:
+        """Whether no process has done this before; remembered before it is done, since it may be this process's end."""
+        assert self.state is not None
+        try:
+            os.close(os.open(self.state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    def _note(self, entry: _Entry, context: dict[str, Any]) -> None:
+        if self.state is None:
+            return
+        told = {key: str(value) for key, value in context.items()}
+        line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **told}) + "\n"
+        descriptor = os.open(self.state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+_armed: _Armed | None = None
+_unread = bool(os.environ.get("GRPO_FAULT"))
+
+
+def fault_point(name: str, **told: Any) -> str | None:
+    """Do what is armed here. `nan`, `drop` or `duplicate` are returned for the caller to do; mostly there is nothing: None.
+
+    Raises InjectedFault or OSError where those are the armed action.
+    """
+    if _armed is None and not _unread:
+        return None
+    return _hit(name, told)
+
+
+def tell(**context: Any) -> None:
+    """Facts that conditions can name at every point of this process from now on, such as the step."""
+    if _unread:
+        arm()
+    if _armed is not None:
+        _armed.context.update(context)
+
+
+def told() -> dict[str, Any] | None:
+    """The facts told to this process, to be told to another one; None where nothing is armed."""
+    if _unread:
+        arm()
+    return None if _armed is None else dict(_armed.context)
+
+
+def environment() -> dict[str, str]:
+    """What a process of this run that does not inherit this one's environment needs, to have the same faults armed."""
+    return {name: os.environ[name] for name in ("GRPO_FAULT", "GRPO_FAULT_STATE") if os.environ.get(name)}
+
+
+def arm(spec: str | None = None, state: str | None = None) -> None:
+    """Arm what `spec` says, and nothing else; the environment's GRPO_FAULT and GRPO_FAULT_STATE if it is None.
+
+    Raises ConfigError with everything that is wrong with it.
+    """
+    global _armed, _unread
+    if spec is None:
+        spec, state = os.environ.get("GRPO_FAULT", ""), os.environ.get("GRPO_FAULT_STATE")
+    _unread = False
+    _armed = None
+    problems: list[str] = []
+    entries = [entry for text in spec.split(";") if text.strip() and (entry := _parse(text.strip(), state, problems))]
+    if state and not Path(state).is_dir():
+        problems.append(f"GRPO_FAULT_STATE={state}: not a folder; make it")
+    if problems:
+        raise ConfigError(problems)
+    if entries:
+        _armed = _Armed(entries, Path(state) if state else None)
+
+
+def _hit(name: str, told: dict[str, Any]) -> str | None:
+    if _unread:
+        arm()
+    return None if _armed is None else _armed.hit(name, told)
+
+
+def _parse(text: str, state: str | None, problems: list[str]) -> _Entry | None:
+    """One entry; None, with the reason among `problems`, where it is not one."""
+    rest, _, conditions = text.partition("@")
+    point, _, action = rest.partition(":")
+    action, has_value, value = action.partition("=")
+    found = _Entry(text, point, action, float(_DEFAULTS.get(action, 0)), {})
+    before = len(problems)
+    if point not in POINTS:
+        problems.append(f"GRPO_FAULT: no fault point {point!r} in {text!r}; there are {', '.join(POINTS)}")
+    if action not in ACTIONS:
+        problems.append(f"GRPO_FAULT: no action {action!r} in {text!r}; there are {', '.join(ACTIONS)}")
+    takes_value = action == "delay" or action in _DEFAULTS
+    if has_value and not takes_value:
+        problems.append(f"GRPO_FAULT: {action} takes no value in {text!r}")
+    elif has_value or action == "delay":
+        number = _number(value)
+        if number is None:
+            problems.append(f"GRPO_FAULT: {text!r} needs a number >= 0, as in {action}=1")
+        found.value = number or 0.0
+    for word in filter(None, conditions.split(",")):
+        _condition(word, found, state, problems)
+    return found if len(problems) == before else None
+
+
+def _condition(word: str, entry: _Entry, state: str | None, problems: list[str]) -> None:
+    key, equals, value = word.partition("=")
+    if word == "once":
+        entry.once = True
+        if not state:
+            problems.append(f"GRPO_FAULT: `once` in {entry.text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
+    elif not equals or not key or not value:
+        problems.append(f"GRPO_FAULT: condition {word!r} in {entry.text!r} is not KEY=VALUE, n=N or once")
+    elif key == "n":
+        entry.nth = int(value) if value.isdecimal() and int(value) > 0 else None
+        if entry.nth is None:
+            problems.append(f"GRPO_FAULT: {word!r} in {entry.text!r}: n counts from 1")
+    else:
+        entry.conditions[key] = value
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < float("inf") else None
+
+
+def _act(entry: _Entry) -> None:
+    if entry.action == "raise":
+        raise InjectedFault(f"injected at {entry.point}")
+    if entry.action in _ERRNO:
+        code = _ERRNO[entry.action]
+        raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)
+    _DIRECT[entry.action](entry.value)
+
+
+def _spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass

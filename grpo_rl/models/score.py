@@ -1,0 +1,88 @@
+"""A reward model: a decoder with a classification head of one label, and its score at chosen tokens of packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.models import attention
+from grpo_rl.models.attention import Packing
+from grpo_rl.models.forward import PackedModel, Sequences
+from grpo_rl.models.linear import linear
+from grpo_rl.models.load import load_config, read_weights
+
+KEY = "reward.reward_model.model_path"
+
+
+class ScoreModel(PackedModel):
+    """The float32 score at chosen tokens, in one causal pass: what the classification head says of the sequence up to there.
+
+    At a sequence's last token this is the output of transformers' `...ForSequenceClassification`.
+    """
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """One score per entry of `sequences.predict_T`, the flat positions to score."""
+        head = self.lm.score
+        bias = None if head.bias is None else head.bias.float()
+        # A copy, not a view: FSDP hooks the outputs and cannot hook views.
+        return linear(self.hidden_TD(sequences).float(), head.weight.float(), bias)[:, 0].clone()
+
+
+def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device) -> Sequences:
+    """Whole sequences, laid back to back, with the flat positions whose scores are wanted."""
+    return Sequences(
+        token_ids_S=token_ids_S.to(device),
+        packing=Packing.of(lengths_N, device),
+        predict_T=positions_P.to(device),
+        target_T=torch.empty(0, dtype=torch.long, device=device),
+    )
+
+
+def load_score_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a reward model. Raises ConfigError for one that does not give one score, or cannot be read."""
+    config = load_config(path, trust_remote_code=trust_remote_code, key=KEY)
+    architectures = list(getattr(config, "architectures", None) or ["none"])
+    if not any(_is_classifier(name) for name in architectures):
+        raise ConfigError(
+            f"{KEY}={path}: its architecture is {', '.join(architectures)}; a reward model is a "
+            "...ForSequenceClassification or ...ForTokenClassification"
+        )
+    if config.num_labels != 1:
+        raise ConfigError(f"{KEY}={path}: its head has {config.num_labels} labels; a reward model's has one, the score")
+    return config
+
+
+def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
+    """The classification model with float32 weights and packed attention; `on_meta` without storage.
+
+    Raises ConfigError for weights that are missing, and for a model that is no causal decoder.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    by_token = any(name.endswith("ForTokenClassification") for name in config.architectures)
+    auto_class = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
+    attention.register()
+    if on_meta:
+        config._attn_implementation = attention.ATTENTION_NAME
+        with torch.device("meta"):
+            lm = auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    else:
+        lm = read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=KEY)
+    has_layers = isinstance(getattr(lm.base_model, "layers", None), nn.ModuleList)
+    if (
+        not has_layers
+        or not isinstance(getattr(lm, "score", None), nn.Linear)
+        or not getattr(lm, "_supports_attention_backend", True)
+    ):
+        raise ConfigError(f"{KEY}={path}: {type(lm).__name__}: {_NO_DECODER}")
+    return lm
+
+
+_NO_DECODER = "only causal decoders with a linear head called `score` can be reward models, such as Qwen, Llama or Mistral"
+
+
+def _is_classifier(name: str) -> bool:
+    return name.endswith(("ForSequenceClassification", "ForTokenClassification"))

@@ -1,0 +1,185 @@
+"""The reward of a run whose summands are rules and models: a reward model, a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from grpo_rl.config import derived
+from grpo_rl.config.schema import Config, RewardConfig
+from grpo_rl.errors import RewardError
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.failures import shortened, summary
+from grpo_rl.rewards.steps import Step
+from grpo_rl.types import GREEDY, Rollout
+
+if TYPE_CHECKING:
+    from grpo_rl.roles import Rewarder
+
+REWARD_MODEL, JUDGE = "reward_model", "judge"
+"""What the scores of models are called among the parts of the reward."""
+
+
+class ModelScore(NamedTuple):
+    """What a model says of a rollout, before its factor."""
+
+    score: float
+    steps: tuple[Step, ...] | None = None
+    extras: Mapping[str, float] = MappingProxyType({})
+    """Further numbers, logged as `name/key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model gave no score."""
+
+    kind: str
+    """One word that ends in _timeout, _error or _invalid, such as judge_timeout."""
+    detail: str = field(default="", compare=False)
+
+
+class ModelReward(Protocol):
+    """A model that scores rollouts beside the sampling."""
+
+    name: str
+    weight: float
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start scoring; returns at once. A rollout given again while it is pending is scored once."""
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+        """The score of each rollout, or why there is none. Submits those that were not."""
+
+    def close(self) -> None:
+        """Stop working."""
+
+
+class CombinedRewarder:
+    """Rules and models together; implements `roles.Rewarder`.
+
+    reward = what the rules give + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
+    model that scores steps gives `steps`, times its weight.
+    """
+
+    def __init__(self, rules: Rewarder | None, models: Sequence[ModelReward], config: RewardConfig) -> None:
+        self.rules = rules
+        self.config = config
+        self.models = list(models)
+        self.factors = dict(rules.factors if rules is not None else {}) | {model.name: model.weight for model in models}
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start scoring one rollout by everything there is; returns at once."""
+        if self.rules is not None:
+            self.rules.submit(rollout)
+        for model in self.models:
+            model.submit(rollout)
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not.
+
+        What a failed one has for a reward says `reward.on_failure`, of models as of rules. Raises RewardError, with counts by
+        kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        """
+        for rollout in rollouts:
+            for model in self.models:
+                model.submit(rollout)
+        scored = list(rollouts) if self.rules is None else self.rules.wait(rollouts)
+        if self.rules is None:
+            for rollout in scored:
+                rollout.reward, rollout.reward_parts, rollout.failure, rollout.failure_cause = 0.0, {}, None, None
+        for model in self.models:
+            for rollout, result in zip(scored, model.wait(scored), strict=True):
+                if rollout.failure is not None:
+                    continue
+                if isinstance(result, Failure):
+                    self._fail(rollout, model, result)
+                else:
+                    _add(rollout, model, result)
+        self._stop_if_due(scored)
+        return scored
+
+    def _fail(self, rollout: Rollout, model: ModelReward, failure: Failure) -> None:
+        place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+        rollout.failure, rollout.failure_cause = failure.kind, shortened(f"{place}: {failure.detail}")
+        rollout.reward = self.config.failure_value if self.config.on_failure == "value" else None
+        rollout.reward_parts, rollout.steps = {}, None
+
+    def _stop_if_due(self, rollouts: Sequence[Rollout]) -> None:
+        failures = [(r.failure, r.failure_cause or "") for r in rollouts if r.failure is not None]
+        if failures and self.config.on_failure == "stop":
+            raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
+        if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
+            raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
+
+    def close(self) -> None:
+        """Stop the models; the rules are closed by whoever made them."""
+        for model in self.models:
+            model.close()
+
+
+def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
+    assert rollout.reward is not None
+    rollout.reward += model.weight * result.score
+    extras = {f"{model.name}/{key}": value for key, value in result.extras.items()}
+    rollout.reward_parts = {**rollout.reward_parts, model.name: result.score, **extras}
+    if result.steps is not None:
+        rollout.steps = tuple((end, model.weight * reward) for end, reward in result.steps)
+
+
+def factors_of(config: Config) -> dict[str, float]:
+    """The factor of each part of the reward. Raises ConfigError for functions that cannot be found."""
+    rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
+    return rules | model_factors(config)
+
+
+def model_factors(config: Config) -> dict[str, float]:
+    """The factors of the scores that models give."""
+    factors: dict[str, float] = {}
+    if derived.has_reward_model(config):
+        factors[REWARD_MODEL] = config.reward.reward_model.weight
+    if derived.has_judge(config):
+        factors[JUDGE] = config.reward.judge.weight
+    return factors
+
+
+def may_score_steps(config: Config) -> bool:
+    """Whether some part of the reward may give the rewards of reasoning steps."""
+    if derived.scores_steps_by_model(config):
+        return True
+    return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
+
+
+def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """Who scores beside the rules, and where: lines of the plan."""
+    if derived.has_reward_model(config):
+        model = config.reward.reward_model
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        place = (
+            f"in a pool of {'its' if num_ranks == 1 else 'their'} own"
+            if model.enable_resource_pool
+            else "on the actor's devices"
+        )
+        what = (
+            "one score per response" if model.step_separator is None else f"a score per step, cut at {model.step_separator!r}"
+        )
+        yield (
+            "model score",
+            f"{ranks} {place}, FSDP2, {model.model_path}; {what}, in passes of <= {model.max_token_len_per_gpu:,} tokens",
+        )
+    if derived.has_judge(config):
+        judge = config.reward.judge
+        rate = "" if judge.requests_per_minute is None else f", {judge.requests_per_minute:,} a minute"
+        yield (
+            "judge",
+            (
+                f"{judge.model} at {judge.base_url}, {judge.max_concurrency} requests at a time{rate}, at most {judge.timeout_s:g} s and "
+                f"{1 + judge.retries} tries each, {judge.deadline_s:g} s in all; answers read by {judge.parser}"
+            ),
+        )
+
+
+def describe_models(config: Config) -> list[str]:
+    """The models' summands as the plan writes those of the rules: `0.5*reward_model`."""
+    return [name if weight == 1 else f"{weight:g}*{name}" for name, weight in model_factors(config).items()]

@@ -1,0 +1,117 @@
+"""status.json in the run's folder: what the run is doing, for whoever looks from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import Preempted, exit_code_of, headline
+from grpo_rl.telemetry.metrics_file import jsonable
+
+FINAL_WAIT_S = 5.0
+
+
+class Status:
+    """One JSON object, replaced as a whole, so that a reader never sees half of it.
+
+    A thread writes the newest version; `update` only hands it over, and costs microseconds however slow the disk
+    is. A disk that fails costs nothing but the file.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._fields: dict[str, Any] = {
+            "state": "running",
+            "phase": "start",
+            "step": 0,
+            "total": None,
+            "last_commit": None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "restarts": {},
+            "error": None,
+        }
+        self._changed = threading.Condition()
+        self._version = self._written = 0
+        self._thread: threading.Thread | None = None
+        if path is not None:
+            self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+            self._thread.start()
+            self.update()
+
+    def update(self, **fields: Any) -> None:
+        """Change these fields."""
+        with self._changed:
+            self._fields |= fields
+            self._fields["time"] = round(time.time(), 3)
+            self._version += 1
+            self._changed.notify_all()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a training step has begun."""
+        return bool(self._fields["step"])
+
+    def where(self) -> str:
+        """Step and phase, once there are any."""
+        return f"step {self._fields['step']}, {self._fields['phase']}" if self._fields["step"] else str(self._fields["phase"])
+
+    def going_on(self) -> str:
+        """Where the same command would go on after a failure."""
+        commit = self._fields["last_commit"]
+        if commit is None:
+            return "no step is saved yet (trainer.save_freq): the same command begins anew"
+        return f"the same command goes on from step {commit}, the last commit"
+
+    def count_restart(self, worker: str) -> None:
+        """Note that a worker was replaced by a new one."""
+        restarts = dict(self._fields["restarts"])
+        restarts[worker] = restarts.get(worker, 0) + 1
+        self.update(restarts=restarts)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The run's last word: done, preempted or failed. On disk when this returns, unless that takes FINAL_WAIT_S."""
+        if error is None:
+            self.update(state="done", phase="end")
+        else:
+            found = {"type": type(error).__name__, "message": headline(error), "exit_code": exit_code_of(error)}
+            self.update(state="preempted" if isinstance(error, Preempted) else "failed", error=found)
+        if self._thread is None:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._written >= self._version, timeout=FINAL_WAIT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._written >= self._version:
+                    self._changed.wait(60.0)
+                version, text = self._version, json.dumps(jsonable(self._fields), indent=1)
+            self._write(text)
+            with self._changed:
+                self._written = version
+                self._changed.notify_all()
+
+    def _write(self, text: str) -> None:
+        assert self.path is not None
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            temporary.write_text(redact(text) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError:
+            return  # the next change tries again; what the run does must not hang on who watches it
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The status of the run in `folder`; empty where it has none."""
+    try:
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,207 @@
+"""What must be true after a run, whatever happened to it: bounded time, exit code, status, state, ledger, nothing left.
+
+A library for tests that break running trainings. Victims are picked by ids that the run itself recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.cluster import watch
+from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts import read_rollouts
+from grpo_rl.telemetry.status import read_status
+
+ORPHANS_S = 5.0
+"""Longest time after the controller's end in which something of the run may still be there."""
+STATE_FILES = (".safetensors",)
+
+
+@dataclass
+class Training:
+    """One command, and what it leaves in its run folder."""
+
+    folder: Path
+    name: str
+    words: Sequence[str]
+    faults: str = ""
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return read_status(self.path)
+
+    def start(self) -> Training:
+        """Start the command in a process of its own."""
+        command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={self.folder / 'runs'}"]
+        command += [f"trainer.experiment_name={self.name}", "trainer.logger=[console]", *self.words]
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "GRPO_FAULT_STATE": str(self._state_folder()),
+            "GRPO_FAULT": self.faults,
+        }
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / f"{self.name}.out").open("ab") as out, (self.folder / f"{self.name}.err").open("wb") as err:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
+        return self
+
+    def wait(self, seconds: float) -> int:
+        """The exit code. Past `seconds` the test fails with everything that is known of the run."""
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            raise AssertionError(f"{self.name} did not end within {seconds:g} s\n{self.describe()}") from None
+
+    def until(self, reached: Callable[[dict[str, Any]], bool], seconds: float) -> dict[str, Any]:
+        """The first status of which `reached` is true. Fails when the run ends before, or after `seconds`."""
+        assert self.process is not None
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._note_session()
+            status = self.status
+            if status.get("pid") == self.process.pid and reached(status):
+                return status
+            assert self.process.poll() is None, f"{self.name} ended before\n{self.describe()}"
+            time.sleep(0.02)  # polling: the status is a file
+        raise AssertionError(f"{self.name} was never there within {seconds:g} s\n{self.describe()}")
+
+    def kill(self) -> None:
+        """kill -9 of the controller alone."""
+        assert self.process is not None
+        self._note_session()
+        self.process.kill()
+        self.process.wait(10)
+
+    def error_lines(self) -> list[str]:
+        return (self.folder / f"{self.name}.err").read_text(errors="replace").strip().splitlines()
+
+    def fired(self) -> list[dict[str, Any]]:
+        """The faults that happened, in order."""
+        path = self._state_folder() / "fired.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def describe(self) -> str:
+        """Status, screen and the ends of all logs."""
+        texts = [json.dumps(self.status)]
+        for path in [self.folder / f"{self.name}.out", self.folder / f"{self.name}.err", *sorted(self.path.glob("logs/*.log"))]:
+            with contextlib.suppress(OSError):
+                texts.append(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}")
+        return "\n".join(texts)
+
+    def _state_folder(self) -> Path:
+        folder = self.folder / f"{self.name}.faults"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _note_session(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            session = json.loads((self.path / "session.json").read_text())
+            if session not in self.sessions:
+                self.sessions.append(session)
+
+
+def state_hash(run: Path, step: int) -> str:
+    """SHA-256 over every tensor file of the checkpoint of `step`: weights, optimizer and random state."""
+    digest = hashlib.sha256()
+    folder = run / "checkpoints" / f"step_{step}"
+    files = sorted(path for path in folder.rglob("*") if path.suffix in STATE_FILES)
+    assert files, f"no checkpoint in {folder}"
+    for path in files:
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def learnt(run: Path) -> list[str]:
+    """The lines of metrics.jsonl without what depends on the clock, as text: so a NaN is equal to itself."""
+    clock = ("time", "perf/tokens_per_s")
+    rows = read_metrics(run / "metrics.jsonl")
+    kept = [{k: v for k, v in row.items() if k not in clock and not k.startswith("timing_s/")} for row in rows]
+    return [json.dumps(row, sort_keys=True) for row in kept]
+
+
+def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int) -> None:
+    """The rollouts of every step are there, each prompt's samples 0 to n - 1 once, and no prompt in two steps of an epoch."""
+    uids: Counter[str] = Counter()
+    for step in range(1, steps + 1):
+        rows = read_rollouts(run / "rollouts" / f"step_{step}.jsonl")
+        ledger = Counter((row["uid"], row["sample"]) for row in rows)
+        prompts = {row["uid"] for row in rows}
+        assert ledger == Counter((uid, sample) for uid in prompts for sample in range(n)), f"step {step}"
+        assert len(prompts) == batch_size, f"step {step}"
+        assert {row["weight_version"] for row in rows} == {step - 1}, f"step {step}"
+        uids.update(prompts)
+    assert set(uids.values()) == {1}
+    assert not (run / "rollouts" / f"step_{steps + 1}.jsonl").exists()
+
+
+def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> float:
+    """Within so many seconds no process, temporary folder, or port of these is left of the run; after how many it was."""
+    assert training.sessions, "the run was never seen with a session"
+    began = time.monotonic()
+    left: list[str] = ["not looked yet"]
+    while left and time.monotonic() < began + seconds:
+        left = [line for session in training.sessions for line in leftovers(session)]
+        # A process that is ending shows no environment any more, and its sockets are still there for an instant.
+        left += [f"port {address}" for address, _ in ports & listening()]
+        time.sleep(0.02)
+    assert not left, f"left after {seconds:g} s: {left}"
+    return time.monotonic() - began
+
+
+def leftovers(session: dict[str, Any]) -> Iterator[str]:
+    """Processes and folder of a session."""
+    for pid in watch.processes(session["token"]):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield f"process {pid}: {command[:80]}"
+    if Path(session["folder"]).exists():
+        yield f"folder {session['folder']}"
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+
+
+def listening() -> set[tuple[str, str]]:
+    """Listening TCP sockets: local address and inode."""
+    found = set()
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(name).read_text().splitlines()[1:]:
+                parts = line.split()
+                if parts[3] == "0A":
+                    found.add((parts[1], parts[9]))
+    return found
+
+
+def ports_of(pids: Sequence[int]) -> set[tuple[str, str]]:
+    """The listening sockets that these processes hold."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(entry.path))
+    return {(address, inode) for address, inode in listening() if f"socket:[{inode}]" in inodes}

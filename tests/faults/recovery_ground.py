@@ -1,0 +1,132 @@
+"""A real Ray session with a pool of tiny replicas and a tiny actor, supervised as in a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster.groups import Worker, wait_all
+from grpo_rl.cluster.placement import Pool
+from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.recovery import Supervisor
+from grpo_rl.cluster.replicas import Replicas
+from grpo_rl.cluster.session import ray_session
+from grpo_rl.cluster.supervised import SupervisedGroup
+from grpo_rl.cluster.transfer import Transfer
+from grpo_rl.config.schema import RayInitConfig, TrainerConfig
+from grpo_rl.telemetry.console import Console
+
+HEARTBEAT_S = 1.0
+START_S = 120.0
+STEP_S = 120.0
+
+
+@contextmanager
+def ray_with_slots(count: int) -> Iterator[Pool]:
+    """A local Ray whose processes find the modules beside this file."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        stack.enter_context(ray_session(RayInitConfig(), 2))
+        pool = Pool(1, count, use_gpu=False, timeout_s=START_S)
+        yield pool
+        pool.release()
+
+
+class Lines(Console):
+    """A console that keeps what it warns of, with the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[tuple[float, str]] = []
+
+    def warn(self, message: str) -> None:
+        self.warnings.append((time.monotonic(), message))
+
+
+@dataclass
+class Ground:
+    """What the tests of one module share."""
+
+    slots: Pool
+    logs: Path
+    lines: Lines = field(default_factory=Lines)
+    groups: list[SupervisedGroup] = field(default_factory=list)
+    supervisors: list[Supervisor] = field(default_factory=list)
+
+    def supervisor(self, **trainer: Any) -> Supervisor:
+        settings = {"heartbeat_s": HEARTBEAT_S, "max_restarts": 100, "start_timeout_s": START_S} | trainer
+        made = Supervisor(TrainerConfig(**settings), self.lines)
+        self.supervisors.append(made)
+        return made
+
+    def group(self, role: str, size: int, supervisor: Supervisor, threads: int = 1, stateful: bool = False) -> SupervisedGroup:
+        made = SupervisedGroup(
+            role,
+            self.slots.slots()[:size],
+            log_dir=self.logs,
+            environment={"OMP_NUM_THREADS": "1"},
+            call_timeout_s=STEP_S,
+            threads_per_worker=threads,
+            supervisor=supervisor,
+            stateful=stateful,
+        )
+        self.groups.append(made)
+        return made
+
+    def ranks(
+        self, role: str, size: int, factory: Callable[..., Any], supervisor: Supervisor, stateful: bool
+    ) -> SupervisedGroup:
+        """A built group, whose recipe gives each rank its number."""
+        group = self.group(role, size, supervisor, stateful=stateful)
+
+        def recipe() -> list[Any]:
+            group.where(START_S)
+            return group.start_build(factory, [(rank,) for rank in range(size)])
+
+        wait_all(group.workers, group.begin(recipe), START_S, f"start {role}")
+        group.built()
+        return group
+
+    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedGroup) -> ReplicaPool:
+        """A pool of so many replicas that get their weights from these actors."""
+        supervisor = actors.supervisor
+        assert supervisor is not None
+        group = self.group("rollout", size, supervisor, threads=3)
+        group.where(START_S)
+        wait_all(group.workers, group.start_build(factory, [(argument,)] * size), START_S, "start rollout")
+
+        def build(worker: Worker) -> Any:
+            return worker.actor.build.remote(factory, argument)
+
+        options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S)
+        transfer = Transfer("object_store", actors, group, 1)
+        return ReplicaPool(Replicas(group, build, supervisor), transfer, str, options)
+
+    def close(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.close()
+        for group in self.groups:
+            group.shutdown()
+
+
+def is_alive(pid: int | None) -> bool:
+    """Whether a process with this id runs or is stopped; one that has ended and was not waited for does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for something that other processes do."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)

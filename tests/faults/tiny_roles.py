@@ -1,0 +1,132 @@
+"""Small stand-ins for an engine and an actor in real processes, whose every answer can be worked out in the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from grpo_rl import faults
+from grpo_rl.faults import fault_point
+from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.update import WeightUpdate
+from grpo_rl.rollout.weights import WeightBucket, pack
+from grpo_rl.types import Completion, Request
+from grpo_rl.workers.rollout import RolloutWorker
+
+NAMES = ("first", "second", "third")
+"""The tensors of the model, one bucket each."""
+
+
+def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
+    """What the engine samples: it depends on the request's seed and on all the weights."""
+    return (prompt * 31 + seed % 9973 + position * 7 + sum(weights) * 1009) % 100_003
+
+
+class TinyEngine:
+    """Samples one token per request and step."""
+
+    def __init__(self, seconds_per_step: float) -> None:
+        self.seconds = seconds_per_step
+        self.weights = dict.fromkeys(NAMES, 0)
+        self.running: dict[str, tuple[Request, list[int]]] = {}
+        self.update = WeightUpdate(dict.fromkeys(NAMES, ()))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    @property
+    def weight_version(self) -> int:
+        return self.update.version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.update.check_can_sample()
+        self.running |= {request.request_id: (request, []) for request in requests}
+
+    def step(self) -> list[Completion]:
+        time.sleep(self.seconds)
+        ended = []
+        for request, tokens in list(self.running.values()):
+            seed = request.sampling.seed or 0
+            tokens.append(token(request.prompt_ids[0], seed, len(tokens), list(self.weights.values())))
+            if len(tokens) == request.sampling.max_tokens:
+                del self.running[request.request_id]
+                logprobs = tuple(-0.5 for _ in tokens)
+                ended.append(Completion(request.request_id, tuple(tokens), logprobs, "length", self.weight_version))
+        return ended
+
+    def abort_all(self) -> None:
+        self.running.clear()
+
+    def start_weight_update(self, version: int) -> None:
+        self.update.start(version, self.num_unfinished)
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        self.update.receive(bucket)
+        self.weights |= {name: int(tensor) for name, tensor in bucket.tensors()}
+
+    def finish_weight_update(self) -> None:
+        self.update.finish()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TinyRollout(RolloutWorker):
+    """A rollout worker, with faults that can be armed while it runs."""
+
+    def arm(self, spec: str) -> None:
+        faults.arm(spec)
+
+
+class TinyActor:
+    """One number per tensor; an update adds to all of them. It remembers its updates as an optimizer does: in its state."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.weights = dict.fromkeys(NAMES, 0)
+        self.history: list[int] = []
+        self._buckets: Iterator[WeightBucket] = iter(())
+
+    def arm(self, spec: str) -> None:
+        faults.arm(spec)
+
+    def update(self, amount: int) -> int:
+        fault_point("actor.update.start", rank=self.rank)
+        self.weights = {name: value + amount * (1 + len(self.history)) for name, value in self.weights.items()}
+        self.history.append(amount)
+        fault_point("actor.update.after_optimizer", rank=self.rank)
+        return sum(self.weights.values())
+
+    def state_bytes(self) -> int:
+        return 100
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"weights": self.weights, "history": list(self.history)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.weights, self.history = dict(state["weights"]), list(state["history"])
+
+    def begin_weight_sync(self) -> int:
+        self._buckets = iter([pack([(name, torch.tensor(value))]) for name, value in self.weights.items()])
+        return 24
+
+    def next_bucket(self) -> WeightBucket | None:
+        fault_point("actor.weights.bucket", rank=self.rank)
+        return next(self._buckets, None)
+
+    def end_weight_sync(self) -> None:
+        self._buckets = iter(())
+
+
+def make_actor(rank: int) -> TinyActor:
+    return TinyActor(rank)
+
+
+def make_rollout(seconds_per_step: float) -> TinyRollout:
+    if "tiny" not in ENGINES:
+        ENGINES.register("tiny")(lambda spec: TinyEngine(seconds_per_step))
+    return TinyRollout(EngineSpec(model_path="", max_model_len=64, name="tiny"))

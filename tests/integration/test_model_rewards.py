@@ -1,0 +1,221 @@
+"""Rewards by models: scores at any layout, whole runs with a reward model, and a judge behind a real vLLM server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from rank_processes import DEADLINE_S, RankProcesses
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+from whole_runs import train
+
+from grpo_rl.cluster.reward_model import RewardModelGroup
+from grpo_rl.config.schema import JudgeConfig
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.rewards.combined import ModelScore
+from grpo_rl.rewards.judge import JudgeSetup
+from grpo_rl.rewards.rendering import Renderer, split_steps
+from grpo_rl.types import Prompt, Rollout
+from grpo_rl.workers.reward_model import RewardModelSpec
+
+pytestmark = pytest.mark.timeout(1080)
+SERVER_START_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy and a reward model of the embedded tokenizer, both random."""
+    root, tokenizer = tmp_path_factory.mktemp("models"), build_tokenizer(128)
+    config = Qwen3Config(
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        # vLLM's attention on CPUs has no kernel for smaller ones.
+        head_dim=32,
+        vocab_size=128,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        num_labels=1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(4)
+    for name, kind in (("policy", Qwen3ForCausalLM), ("scorer", Qwen3ForSequenceClassification)):
+        kind(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {"policy": root / "policy", "scorer": root / "scorer"}
+
+
+def rollouts(texts: list[str]) -> list[Rollout]:
+    tokenizer = build_tokenizer(128)
+    prompt = Prompt("p", tuple(tokenizer("12+3")["input_ids"]), "12+3", "test")
+    ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
+    return [
+        Rollout(prompt, i, row, (0.0,) * len(row), "length", 0, text=text)
+        for i, (row, text) in enumerate(zip(ids, texts, strict=True))
+    ]
+
+
+def decode(ids: object) -> str:
+    return build_tokenizer(128).decode(list(ids), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("separator", [None, "."])
+def test_scores_do_not_depend_on_ranks_and_passes(
+    folders: dict[str, Path], ranks: dict[int, RankProcesses], separator: str | None
+) -> None:
+    items = rollouts(["1", "3.4.5", "", "98 x. y", "7777", "a.b.c.d.e.f.g.", "x" * 40])
+    found: list[list[float]] = []
+    for size, pass_tokens in ((1, 1000), (1, 44), (2, 44)):
+        ranks[size].build(RewardModelSpec(str(folders["scorer"]), "float32"))
+        ranks[size].call_timeout_s = DEADLINE_S
+        group = RewardModelGroup(
+            ranks[size], Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=44
+        )
+        results = group.score(items)
+        group.close()
+        assert all(isinstance(result, ModelScore) for result in results)
+        found.append([value for result in results for value in ([r for _, r in result.steps] if separator else [result.score])])
+    assert len(found[0]) == (7 if separator is None else 15) and max(found[0]) - min(found[0]) > 0.1
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
+
+
+def words(folders: dict[str, Path]) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={folders['policy']}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "data.train_files=task:arithmetic?split=train&num_rows=64",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "reward.functions=[]",
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={folders['scorer']}",
+    ]
+
+
+@torch.no_grad()
+def plain_scores(folder: Path, texts: list[str]) -> list[float]:
+    """What transformers says of each text alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]
+
+
+def test_a_run_trains_on_what_the_reward_model_says_of_each_response(folders: dict[str, Path], tmp_path: Path) -> None:
+    own_pool = [
+        "reward.reward_model.enable_resource_pool=true",
+        "reward.reward_model.nnodes=1",
+        "reward.reward_model.n_gpus_per_node=2",
+    ]
+    run = train(tmp_path, "outcome", *words(folders), *own_pool, "data.max_response_length=4", "reward.reward_model.weight=0.5")
+    assert "model score 2 ranks in a pool of their own" in run.output and "0.5*reward_model" in run.output
+    assert sorted(run.steps) == [1, 2] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
+    records = run.rollouts(1)
+    assert len(records) == 16
+    # One token a character: what has as many of both has no special token, which its text would not show.
+    whole = [r for r in records if r["finish_reason"] == "length" and len(r["response"]) == r["response_length"]]
+    expected = plain_scores(folders["scorer"], [record["prompt"] + record["response"] for record in whole])
+    assert len(whole) >= 2
+    assert [record["reward_parts"]["reward_model"] for record in whole] == pytest.approx(expected, abs=1e-4)
+    assert [record["reward"] for record in whole] == pytest.approx([0.5 * score for score in expected], abs=1e-4)
+
+
+def test_a_run_trains_on_the_rewards_of_steps_that_the_model_gives(folders: dict[str, Path], tmp_path: Path) -> None:
+    run = train(
+        tmp_path,
+        "process",
+        *words(folders),
+        "data.max_response_length=24",
+        "algorithm.adv_estimator=grpo_process",
+        "reward.reward_model.step_separator='1'",
+    )
+    assert "on the actor's devices" in run.output and "a score per step, cut at '1'" in run.output
+    assert sorted(run.steps) == [1, 2] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
+    records = run.rollouts(1)
+    for record in records:
+        assert record["reward_parts"].get("reward_model/num_steps", 0) == len(split_steps(record["response"], "1"))
+        assert record["reward"] == pytest.approx(record["reward_parts"]["reward_model"])
+    assert run.steps[1]["reward/reward_model/num_steps"] > 1
+
+
+@pytest.fixture(scope="module")
+def vllm_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a vLLM server of the random policy, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folders["policy"]),
+        "--served-model-name",
+        "tiny",
+    ]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, "--api-key", "k-1"], env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + SERVER_START_S
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=1.0).status_code == 200
+    except httpx.HTTPError:
+        time.sleep(0.2)  # the pace of asking, not a wait for the answer
+        return False
+
+
+def test_a_judge_behind_a_real_server_is_asked_and_its_words_are_read(
+    vllm_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_JUDGE_KEY", "k-1")
+    (tmp_path / "length.py").write_text("def of(text):\n    return len(text) or 1 / 0\n")
+    settings = {"base_url": vllm_server, "model": "tiny", "max_tokens": 16, "template": "{prompt} {response}", "backoff_s": 0.1}
+    judge = JudgeSetup.from_config(
+        JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY")
+    ).start()
+    items = rollouts(["1", "3.4.5", "98 x. y", "7777"])
+    scores = judge.wait(items)
+    judge.close()
+    # Greedy: the same question gets the same answer, however many are asked at once.
+    again = JudgeSetup.from_config(
+        JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY", max_concurrency=1)
+    ).start()
+    assert again.wait(items) == scores and all(isinstance(score, ModelScore) and score.score > 0 for score in scores)
+    again.close()
+    keyless = JudgeSetup.from_config(JudgeConfig(**settings)).start()
+    (refused,) = keyless.wait(items[:1])
+    keyless.close()
+    assert refused.kind == "judge_error" and "HTTP 401" in refused.detail

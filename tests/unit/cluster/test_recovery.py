@@ -1,0 +1,146 @@
+"""The rules of recovery without a process: who answers for what, how often, and when a worker is beyond hope."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.cluster.health import verdict
+from grpo_rl.cluster.ledger import Ledger
+from grpo_rl.cluster.processes import kill_tree
+from grpo_rl.cluster.recovery import Budget, RecoveryLog
+from grpo_rl.errors import ClusterError
+from grpo_rl.types import Request, Sampling
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(f"r{i}", (1,), Sampling(max_tokens=1)) for i in range(count)]
+
+
+# ---- the ledger ---------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_every_request_is_answered_once_whatever_comes_late_twice_or_never(data):
+    """Any order of answers, repeated and late answers, losses and arrivals."""
+    ledger: Ledger[int] = Ledger(requests(8))
+    ledger.join(0)
+    asked: list[tuple[int, str]] = []
+    counted: list[str] = []
+    newest = 0
+    while ledger.open:
+        asked += [(worker, r.request_id) for worker, share in ledger.shares(3).items() for r in share]
+        event = data.draw(st.sampled_from(["answer", "answer", "lose", "join"])) if newest < 6 else "answer"
+        if event == "join" or not ledger.in_flight:
+            newest += 1
+            ledger.join(newest)
+        elif event == "lose":
+            ledger.leave(data.draw(st.sampled_from(sorted(ledger.in_flight))))
+        else:
+            # Of all that was ever asked of anybody: also what was answered, and what was taken away again.
+            worker, name = data.draw(st.sampled_from(asked)) if data.draw(st.booleans()) else _waited_for(ledger, asked)
+            if ledger.answered(worker, name):
+                counted.append(name)
+    assert sorted(counted) == [f"r{i}" for i in range(8)]
+
+
+def _waited_for(ledger: Ledger[int], asked: list[tuple[int, str]]) -> tuple[int, str]:
+    return next((w, name) for w, name in asked if name in ledger.in_flight.get(w, {}))
+
+
+def test_what_a_lost_one_was_at_is_asked_first_and_in_its_order():
+    ledger: Ledger[str] = Ledger(requests(5))
+    ledger.join("a")
+    ledger.join("b")
+    assert {w: [r.request_id for r in share] for w, share in ledger.shares(2).items()} == {"a": ["r0", "r2"], "b": ["r1", "r3"]}
+    assert ledger.leave("a") == 2
+    assert [r.request_id for r in ledger.waiting] == ["r0", "r2", "r4"]
+    assert not ledger.answered("a", "r0"), "a late answer of one that was given up"
+    assert ledger.leave("a") == 0
+
+
+# ---- the budget ---------------------------------------------------------------------------------------
+
+
+def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_cause():
+    now = [0.0]
+    budget = Budget(2, 100.0, clock=lambda: now[0])
+    budget.spend("rollout0", "first")
+    budget.spend("rollout1", "of another")
+    now[0] = 50.0
+    budget.spend("rollout0", "second")
+    now[0] = 101.0
+    budget.spend("rollout0", "third: the first is forgotten")
+    now[0] = 110.0
+    with pytest.raises(ClusterError) as caught:
+        budget.spend("rollout0", "fourth")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("rollout0 failed and is not started again: it was 2 times (trainer.max_restarts=2 within")
+    assert [line.strip() for line in lines[1:]] == [
+        "60 s ago, rollout0: second",
+        "9 s ago, rollout0: third: the first is forgotten",
+        "0 s ago, rollout0: fourth",
+    ]
+
+
+def test_no_restarts_allowed_means_the_first_failure_is_the_last():
+    with pytest.raises(ClusterError, match="max_restarts=0"):
+        Budget(0, 100.0).spend("actor", "gone")
+
+
+def test_what_happened_is_told_in_lines_and_counted_until_it_is_asked_for():
+    lines: list[str] = []
+    log = RecoveryLog(lines.append)
+    assert log.metrics() == {}
+    log.failed("rollout0", "the process died\n  log: x", "another is started in its place")
+    log.recovered("rollout0", "rollout", 2.5, "it serves weights of version 3")
+    log.count("resampled", 4.0)
+    assert lines == [
+        "recovery: rollout0 failed: the process died; another is started in its place",
+        "recovery: rollout0 is back after 2.5 s: it serves weights of version 3",
+    ]
+    expected = {"rollout_restarts": 1.0, "seconds": 2.5, "resampled": 4.0, "restarts_total": 1.0}
+    assert log.metrics() == {f"recovery/{name}": number for name, number in expected.items()}
+    assert log.metrics() == {}
+
+
+# ---- health -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "activity", "expected"),
+    [
+        (2.9, None, None),
+        (3.1, None, "the process froze: no heartbeat for 3.1 s"),
+        (0.1, ("an engine step", 7.9, 0.5), None),  # 3 heartbeats and ten times the longest: 8 s
+        (0.1, ("an engine step", 8.1, 0.5), "the worker hangs: an engine step for 8.1 s"),
+        (0.1, ("an engine step", 59.0, None), None),  # what was never done may take as long as a start
+        (0.1, ("an engine step", 61.0, None), "the worker hangs: an engine step for 61.0 s"),
+    ],
+)
+def test_a_worker_is_given_up_after_three_missed_beats_or_when_it_is_far_slower_than_ever(silent_s, activity, expected):
+    assert verdict(silent_s, activity, heartbeat_s=1.0, first_s=60.0) == expected
+
+
+def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    subprocess.run(["kill", "-STOP", str(parent.pid)], check=True)
+    kill_tree(parent.pid)
+    assert parent.poll() is None, "a process of another name is left alone: the number was given to somebody else"
+    kill_tree(parent.pid, title=sys.executable.encode())
+    assert parent.wait(5.0) == -9
+    assert subprocess.run(["kill", "-0", str(grandchild)], stderr=subprocess.DEVNULL, timeout=5.0).returncode or _is_zombie(
+        grandchild
+    )
+
+
+def _is_zombie(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,95 @@
+"""Nothing of a session outlives its controller: with real processes, and without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_rl.cluster import watch
+from grpo_rl.cluster.session import clean_earlier, watched
+
+SLEEPER = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+"""A process that has left its parent's session, as an engine's core does."""
+CONTROLLER = f"""
+import subprocess, sys, time
+from pathlib import Path
+from grpo_rl.cluster.session import watched
+with watched(Path(sys.argv[1])) as folder:
+    child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline().strip(), folder, flush=True)
+    time.sleep(600 if sys.argv[2] == "stay" else 0)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def becomes_true(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def controller(record: Path, word: str) -> tuple[subprocess.Popen[str], int, Path]:
+    process = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(record), word], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid, folder = process.stdout.readline().split()
+    return process, int(pid), Path(folder)
+
+
+def test_a_killed_controller_takes_a_child_in_a_session_of_its_own_with_it(tmp_path: Path) -> None:
+    process, child, folder = controller(tmp_path / "session.json", "stay")
+    assert alive(child) and folder.is_dir()
+    process.kill()
+    process.wait(10)
+    assert becomes_true(lambda: not alive(child) and not folder.exists())
+
+
+def test_a_controller_that_ends_well_leaves_nothing_either(tmp_path: Path) -> None:
+    process, child, folder = controller(tmp_path / "session.json", "end")
+    assert process.wait(30) == 0
+    assert not alive(child) and not folder.exists() and not (tmp_path / "session.json").exists()
+
+
+def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Path) -> None:
+    record = tmp_path / "session.json"
+    stranger = subprocess.Popen([sys.executable, "-c", SLEEPER], env={**os.environ, watch.TOKEN: "f" * 32})
+    with watched() as folder:
+        # As after the death of the watching process: the record is there, and so is the child.
+        token = (folder / watch.MARKER).read_text()
+        child = subprocess.Popen([sys.executable, "-c", SLEEPER])
+        assert becomes_true(lambda: child.pid in watch.processes(token))
+        found = {"token": token, "folder": str(folder), "host": os.uname().nodename}
+        record.write_text(json.dumps(found | {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}))
+        # The process that watches does not carry the token of what it watches.
+        assert clean_earlier(record) == [child.pid]
+        assert child.wait(10) == -signal.SIGKILL
+        assert not folder.exists() and not record.exists()
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait(10)
+
+
+def test_a_folder_without_the_session_s_marker_is_never_removed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    watch.clean("0" * 32, tmp_path)
+    (tmp_path / watch.MARKER).write_text("somebody else's")
+    watch.clean("0" * 32, tmp_path)
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_broken_record_is_nothing_to_clean(tmp_path: Path) -> None:
+    for text in ("", "{", "[]", '{"token": "x"}'):
+        (tmp_path / "session.json").write_text(text)
+        assert clean_earlier(tmp_path / "session.json") == []

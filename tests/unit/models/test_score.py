@@ -1,0 +1,127 @@
+"""Scores of a reward model: transformers' own, at any layout, at the end of sequences and of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCAB
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.models.score import ScoreModel, load_score_config, load_scorer, scored_sequences
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+def scorer(folder: Path) -> ScoreModel:
+    return ScoreModel(load_scorer(str(folder), load_score_config(str(folder)))).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("score")
+    Qwen3ForSequenceClassification(Qwen3Config(**SIZES, head_dim=8, num_labels=1)).save_pretrained(path)
+    return path
+
+
+def sequences(lengths: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def last_scores(model: ScoreModel, ids: list[Tensor]) -> Tensor:
+    lengths_N = torch.tensor([len(row) for row in ids])
+    return model(scored_sequences(torch.cat(ids), lengths_N, lengths_N.cumsum(0) - 1, CPU))
+
+
+@torch.no_grad()
+def test_the_score_of_a_sequence_is_that_of_transformers(folder):
+    ids = sequences([7, 1, 30, 12])
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = torch.cat([plain(row[None]).logits[:, 0] for row in ids])
+    assert float(expected.std()) > 0.1
+    torch.testing.assert_close(last_scores(scorer(folder), ids), expected, rtol=0, atol=1e-5)
+
+
+def test_a_score_does_not_depend_on_what_lies_beside_it_nor_on_the_order(folder):
+    model, ids = scorer(folder), sequences([7, 1, 30, 12, 28, 5])
+    together = last_scores(model, ids)
+    alone = torch.cat([last_scores(model, [row]) for row in ids])
+    order = [3, 5, 0, 2, 4, 1]
+    mixed = last_scores(model, [ids[i] for i in order])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mixed, together[order], rtol=0, atol=1e-5)
+    assert torch.equal(together, last_scores(model, ids)) and together.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_scores_at_the_ends_of_steps_are_those_of_the_text_up_to_there(folder):
+    model = scorer(folder)
+    first, second = sequences([20, 9])
+    ends = [3, 11, 19]
+    positions_P = torch.tensor([*ends, 20 + 8])
+    scores = model(scored_sequences(torch.cat([first, second]), torch.tensor([20, 9]), positions_P, CPU))
+    expected = last_scores(model, [*(first[: end + 1] for end in ends), second])
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_token_classification_head_with_a_bias_scores_tokens(tmp_path):
+    torch.manual_seed(2)
+    whole = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
+    whole.score.bias.data.fill_(0.5)
+    whole.save_pretrained(tmp_path)
+    (ids,) = sequences([9])
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    scores = scorer(tmp_path)(scored_sequences(ids, torch.tensor([9]), torch.tensor([2, 8]), CPU))
+    torch.testing.assert_close(scores, plain(ids[None]).logits[0, [2, 8], 0], rtol=0, atol=1e-5)
+
+
+def test_a_model_that_gives_no_single_score_is_refused_with_the_key_and_what_it_has(tmp_path):
+    language_model, two_labels, encoder = tmp_path / "lm", tmp_path / "two", tmp_path / "bert"
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).save_pretrained(language_model)
+    Qwen3ForSequenceClassification(Qwen3Config(**SIZES, head_dim=8, num_labels=2)).save_pretrained(two_labels)
+    small = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9, num_labels=1
+    )
+    BertForSequenceClassification(small).save_pretrained(encoder)
+    for path, said in ((language_model, "Qwen3ForCausalLM"), (two_labels, "2 labels"), (tmp_path / "none", "no such folder")):
+        with pytest.raises(ConfigError, match=said) as refused:
+            load_score_config(str(path))
+        assert str(refused.value).startswith("reward.reward_model.model_path=")
+    with pytest.raises(ConfigError, match="causal decoders"):
+        load_scorer(str(encoder), load_score_config(str(encoder)))
+
+
+def test_a_folder_without_the_head_is_refused_and_not_scored_by_noise(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
+    (tmp_path / "config.json").write_text(text.replace("{", '{"num_labels": 1,', 1))
+    with pytest.raises(ConfigError, match=r"score\.weight is not there"):
+        scorer(tmp_path)

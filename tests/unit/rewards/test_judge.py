@@ -1,0 +1,293 @@
+"""A judge behind real HTTP: tries again, limits, deadlines, and a kind for every failure."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.schema import JudgeConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.combined import Failure, ModelScore
+from grpo_rl.rewards.judge import Judge, JudgeSetup
+from grpo_rl.types import Prompt, Rollout
+
+Answer = tuple[int, bytes, dict[str, str]]
+
+
+def completion(text: str) -> Answer:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(), {}
+
+
+def state(code: int, text: str = "", **headers: str) -> Answer:
+    return code, text.encode(), headers
+
+
+@dataclass
+class Server:
+    """Answers by `reply`, which sees the request's number and body; keeps what it was sent."""
+
+    url: str = ""
+    reply: Callable[[int, dict[str, Any]], Answer] = lambda number, body: completion("score: 5")
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    release: threading.Event = field(default_factory=threading.Event)
+    at_once: int = 0
+    most_at_once: int = 0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with state.lock:
+                number = len(state.bodies)
+                state.bodies.append(body)
+                state.times.append(time.monotonic())
+                state.keys.append(self.headers.get("Authorization"))
+                state.at_once += 1
+                state.most_at_once = max(state.most_at_once, state.at_once)
+            assert self.path == "/v1/chat/completions"
+            code, content, headers = state.reply(number, body)
+            with state.lock:
+                state.at_once -= 1
+            try:
+                self.send_response(code)
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+            except OSError:
+                pass  # whoever asked has given up
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    state.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
+    yield state
+    state.release.set()
+    http.shutdown()
+    thread.join(10)
+    http.server_close()
+
+
+@pytest.fixture
+def judge(server: Server) -> Iterator[Callable[..., Judge]]:
+    made: list[Judge] = []
+
+    def make(**settings: Any) -> Judge:
+        config = JudgeConfig(base_url=server.url, model="m", **({"backoff_s": 0.01, "timeout_s": 5.0} | settings))
+        made.append(JudgeSetup.from_config(config).start())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) -> Rollout:
+    return Rollout(Prompt("p", (1,), "ask", "test", "4"), sample, response_ids, (0.0,), "stop", 0, text=text)
+
+
+def one(judge: Judge) -> ModelScore | Failure:
+    (result,) = judge.wait([rollout(0)])
+    return result
+
+
+def test_each_response_is_asked_about_once_and_scored_in_order(server, judge):
+    server.reply = lambda number, body: completion(f"score: {len(body['messages'][-1]['content'])}")
+    asked = judge(template="{response}", system="be strict", max_tokens=7, extra_body={"seed": 3})
+    rollouts = [rollout(i, "x" * (i + 1)) for i in range(12)]
+    for item in rollouts[:6]:
+        asked.submit(item)
+        asked.submit(item)
+    assert [result.score for result in asked.wait(rollouts)] == [float(i + 1) for i in range(12)]
+    assert len(server.bodies) == 12
+    first = next(body for body in server.bodies if body["messages"][-1]["content"] == "x")
+    assert first == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "be strict"}, {"role": "user", "content": "x"}],
+        "max_tokens": 7,
+        "temperature": 0.0,
+        "seed": 3,
+    }
+
+
+def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_judged_anew(server, judge):
+    asked_about = threading.Event()
+
+    def reply(number: int, body: dict[str, Any]) -> Answer:
+        asked_about.set()
+        return completion(f"score: {number}")
+
+    server.reply = reply
+    asked = judge()
+    asked.submit(rollout(0))
+    assert asked_about.wait(10)
+    assert asked.wait([rollout(0)]) == [ModelScore(0.0)]
+    assert asked.wait([rollout(0, response_ids=(2, 3))]) == [ModelScore(1.0)]
+
+
+@pytest.mark.parametrize(
+    "trouble", [state(429), state(500, "oops"), state(503), state(408), state(200, "{broken"), state(200, "[]")]
+)
+def test_what_may_be_over_soon_is_tried_again(server, judge, trouble):
+    server.reply = lambda number, body: trouble if number < 2 else completion("score: 9")
+    assert one(judge()) == ModelScore(9.0)
+    assert len(server.bodies) == 3
+
+
+def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_asks_for(server, judge):
+    answers = [state(429, retry_after="0.3"), state(500), state(500), completion("score: 1")]
+    server.reply = lambda number, body: answers[number]
+    assert one(judge(backoff_s=0.05)) == ModelScore(1.0)
+    waits = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    # backoff_s * 2^k, of which half to all is waited; never less.
+    assert waits[0] >= 0.3 and waits[1] >= 0.05 and waits[2] >= 0.1
+
+
+def test_the_last_try_says_what_failed(server, judge):
+    server.reply = lambda number, body: state(503, "busy")
+    failed = one(judge(retries=2))
+    assert failed == Failure("judge_error") and failed.detail == "HTTP 503: busy, at the last of 3 tries"
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 302])
+def test_a_refusal_is_not_tried_again(server, judge, code):
+    server.reply = lambda number, body: state(code, "no such model")
+    failed = one(judge())
+    assert failed == Failure("judge_error") and failed.detail == f"HTTP {code}: no such model"
+    assert len(server.bodies) == 1
+
+
+def test_an_endpoint_that_is_not_there_is_an_error_that_names_itself(server, judge):
+    closed = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    closed.server_close()
+    asked = JudgeSetup.from_config(
+        JudgeConfig(base_url=f"http://127.0.0.1:{closed.server_address[1]}/v1", model="m", retries=1, backoff_s=0.01)
+    ).start()
+    failed = one(asked)
+    asked.close()
+    assert failed == Failure("judge_error") and "ConnectError" in failed.detail and "2 tries" in failed.detail
+
+
+def test_a_slow_request_is_a_timeout_and_the_next_try_may_be_quick(server, judge):
+    def reply(number: int, body: dict[str, Any]) -> Answer:
+        if number == 0:
+            server.release.wait(10)
+        return completion("score: 2")
+
+    server.reply = reply
+    assert one(judge(timeout_s=0.2)) == ModelScore(2.0)
+
+
+def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
+    def reply(number: int, body: dict[str, Any]) -> Answer:
+        server.release.wait(10)
+        return completion("score: 2")
+
+    server.reply = reply
+    started = time.monotonic()
+    failed = one(judge(timeout_s=0.2, retries=1000, deadline_s=0.5))
+    assert failed == Failure("judge_timeout") and "deadline_s=0.5" in failed.detail
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_failure_leaves_its_neighbours_alone(server, judge):
+    server.reply = lambda number, body: state(400) if "bad" in body["messages"][-1]["content"] else completion("score: 3")
+    results = judge().wait([rollout(0), rollout(1, "bad"), rollout(2)])
+    assert results == [ModelScore(3.0), Failure("judge_error"), ModelScore(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("no idea", "no `score: x`"), ("score: 11", "11 is not within 0 to 10"), ("score: -1", "-1 is not within 0 to 10")],
+)
+def test_an_answer_without_a_valid_score_is_invalid_and_never_0(server, judge, answer, said):
+    server.reply = lambda number, body: completion(answer)
+    failed = one(judge(min_score=0.0, max_score=10.0))
+    assert failed == Failure("judge_invalid") and said in failed.detail and answer in failed.detail
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("returned", ["None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"])
+def test_whatever_a_parser_of_ones_own_returns_or_raises_is_checked(server, judge, tmp_path, returned):
+    (tmp_path / "mine.py").write_text(f"def read(text):\n    return {returned}\n")
+    assert one(judge(parser=f"{tmp_path / 'mine.py'}:read")) == Failure("judge_invalid")
+
+
+def test_no_more_requests_run_at_a_time_than_allowed(server, judge):
+    both = threading.Barrier(2)
+
+    def reply(number: int, body: dict[str, Any]) -> Answer:
+        both.wait(10)
+        return completion("score: 1")
+
+    server.reply = reply
+    judge(max_concurrency=2).wait([rollout(i) for i in range(8)])
+    assert server.most_at_once == 2
+
+
+def test_requests_and_tries_again_keep_to_the_rate(server, judge):
+    server.reply = lambda number, body: state(500) if number == 1 else completion("score: 1")
+    # 600 a minute is one in 0.1 s.
+    judge(requests_per_minute=600).wait([rollout(i) for i in range(4)])
+    gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    assert len(gaps) == 4 and server.times[-1] - server.times[0] >= 0.38
+
+
+def test_the_key_is_sent_and_shown_nowhere_not_even_when_the_endpoint_repeats_it(server, judge, monkeypatch):
+    monkeypatch.setenv("MY_JUDGE_KEY", "sk-canary-123")
+    server.reply = lambda number, body: state(401, "wrong key sk-canary-123")
+    asked = judge(api_key_env="MY_JUDGE_KEY")
+    failed = one(asked)
+    assert server.keys == ["Bearer sk-canary-123"]
+    assert failed.detail == "HTTP 401: wrong key <hidden>"
+    server.reply = lambda number, body: completion("x" * 195 + " sk-canary-123")
+    assert "canary" not in asked.wait([rollout(1)])[0].detail and "sk-" not in asked.wait([rollout(2)])[0].detail
+
+
+def test_a_key_that_is_not_in_the_environment_is_refused_before_anything_is_asked(server):
+    with pytest.raises(ConfigError, match="NOT_THERE"):
+        JudgeSetup.from_config(JudgeConfig(base_url=server.url, model="m", api_key_env="NOT_THERE"))
+
+
+def test_an_answer_of_many_megabytes_is_not_read_to_its_end(server, judge):
+    server.reply = lambda number, body: state(200, "x" * 5_000_000)
+    failed = one(judge())
+    assert failed == Failure("judge_error") and "4,000,000 bytes" in failed.detail
+
+
+def test_closing_gives_up_what_is_pending_and_ends_the_thread(server, judge):
+    begun = threading.Event()
+
+    def reply(number: int, body: dict[str, Any]) -> Answer:
+        begun.set()
+        server.release.wait(10)
+        return completion("score: 1")
+
+    server.reply = reply
+    asked = judge()
+    asked.submit(rollout(0))
+    assert begun.wait(10)
+    asked.close()
+    assert not asked._thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        asked.submit(rollout(1))

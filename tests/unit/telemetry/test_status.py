@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.errors import ClusterError, Preempted
+from grpo_rl.telemetry.status import Status, read_status
+
+
+def test_the_newest_fields_are_on_disk_when_a_run_has_ended(tmp_path: Path) -> None:
+    status = Status(tmp_path / "status.json")
+    for step in range(1, 50):
+        status.update(step=step, phase="gen", last_commit=step - 1)
+    status.count_restart("rollout0")
+    status.count_restart("rollout0")
+    status.end()
+    found = read_status(tmp_path)
+    assert (found["state"], found["step"], found["last_commit"], found["restarts"]) == ("done", 49, 48, {"rollout0": 2})
+    assert found["error"] is None and not (tmp_path / "status.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [
+        (ClusterError("actor1 died\n  log: actor1.log"), "failed", 6),
+        (Preempted("stopped by SIGTERM"), "preempted", 75),
+        (ZeroDivisionError("by nought"), "failed", 70),
+    ],
+)
+def test_how_a_run_ended_is_told_with_its_exit_code(tmp_path: Path, error: BaseException, state: str, code: int) -> None:
+    status = Status(tmp_path / "status.json")
+    status.update(step=3, phase="update_actor")
+    if isinstance(error, ClusterError):
+        error.where, error.advice = status.where(), status.going_on()
+    status.end(error)
+    found = read_status(tmp_path)
+    assert (found["state"], found["error"]["exit_code"], found["error"]["type"]) == (state, code, type(error).__name__)
+    if isinstance(error, ClusterError):
+        assert found["error"]["message"] == (
+            "step 3, update_actor: actor1 died; no step is saved yet (trainer.save_freq): the same command begins anew"
+        )
+
+
+def test_an_update_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(Status, "_write", lambda self, text: let_go.wait(10))
+    status = Status(tmp_path / "status.json")
+    began = time.perf_counter()
+    for step in range(1000):
+        status.update(step=step)
+    assert time.perf_counter() - began < 0.5
+    let_go.set()
+
+
+def test_a_disk_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
+    status = Status(tmp_path / "gone" / "status.json")
+    status.update(step=1)
+    status.end()
+    assert read_status(tmp_path / "gone") == {}

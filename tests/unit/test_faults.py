@@ -1,0 +1,115 @@
+import ast
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_rl import faults
+from grpo_rl.errors import ConfigError
+from grpo_rl.faults import InjectedFault, arm, fault_point, tell, told
+
+PACKAGE = Path(faults.__file__).parent
+POINT = "actor.update.mid_backward"
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def test_every_point_in_the_code_is_in_the_table_and_every_row_of_the_table_is_in_the_code() -> None:
+    found = {
+        node.args[0].value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fault_point")
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert found == set(faults.POINTS)
+
+
+def test_an_unarmed_point_costs_less_than_a_microsecond() -> None:
+    assert min(timeit.repeat(lambda: fault_point(POINT, step=3, rank=1), number=10_000, repeat=5)) < 0.01
+
+
+def test_a_fault_happens_where_all_its_conditions_hold_and_nowhere_else() -> None:
+    arm(f"{POINT}:raise@step=3,rank=1")
+    tell(step=3)
+    assert fault_point(POINT, rank=0) is None
+    assert fault_point("actor.update.start", rank=1) is None
+    with pytest.raises(InjectedFault, match=POINT):
+        fault_point(POINT, rank=1)
+    tell(step=4)
+    assert fault_point(POINT, rank=1) is None
+
+
+def test_n_counts_the_times_that_the_other_conditions_hold() -> None:
+    arm(f"{POINT}:nan@rank=1,n=2")
+    ranks = (1, 0, 0, 1, 1)
+    assert [fault_point(POINT, rank=rank) for rank in ranks] == [None, None, None, "nan", None]
+
+
+def test_a_fault_that_happens_once_does_not_come_back_in_another_process(tmp_path: Path) -> None:
+    for expected in ("drop", None):
+        arm(f"{POINT}:drop@once", str(tmp_path))  # arming anew forgets what this process remembers
+        assert fault_point(POINT, rank=0) == expected
+    noted = [json.loads(line) for line in (tmp_path / "fired.jsonl").read_text().splitlines()]
+    assert [(note["fault"], note["pid"], note["rank"]) for note in noted] == [(f"{POINT}:drop@once", os.getpid(), "0")]
+
+
+@pytest.mark.parametrize(("action", "code"), [("enospc", errno.ENOSPC), ("eio", errno.EIO), ("erofs", errno.EROFS)])
+def test_a_disk_s_errors_are_raised_as_the_system_raises_them(action: str, code: int) -> None:
+    arm(f"ckpt.before_write:{action}")
+    with pytest.raises(OSError) as caught:
+        fault_point("ckpt.before_write")
+    assert caught.value.errno == code
+
+
+@pytest.mark.parametrize(
+    ("action", "code"), [("kill9", -signal.SIGKILL), ("segv", -signal.SIGSEGV), ("exit=7", 7), ("delay=0", 0), ("loop=0", 0)]
+)
+def test_a_process_ends_as_the_action_says(action: str, code: int) -> None:
+    program = "from grpo_rl.faults import fault_point; fault_point('driver.step')"
+    environment = {**os.environ, "GRPO_FAULT": f"driver.step:{action}"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=30).returncode == code
+
+
+def test_what_is_told_travels_only_where_something_is_armed() -> None:
+    tell(step=1)
+    assert told() is None
+    arm("driver.step:raise@step=9")
+    tell(step=2)
+    assert told() == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("actor.update:kill9", "no fault point 'actor.update'"),
+        ("driver.step:kill", "no action 'kill'"),
+        ("driver.step", "no action ''"),
+        ("driver.step:delay", "needs a number"),
+        ("driver.step:delay=soon", "needs a number"),
+        ("driver.step:kill9=3", "takes no value"),
+        ("driver.step:raise@step", "is not KEY=VALUE"),
+        ("driver.step:raise@n=0", "n counts from 1"),
+        ("driver.step:raise@once", "GRPO_FAULT_STATE"),
+    ],
+)
+def test_what_cannot_be_armed_is_refused_with_the_rule(spec: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        arm(spec)
+
+
+def test_all_problems_of_a_spec_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        arm("driver.step:kill;nowhere:raise")
+    assert len(caught.value.problems) == 2

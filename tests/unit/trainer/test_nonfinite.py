@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.errors import DivergedError
+from grpo_rl.telemetry.rollouts import read_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.nonfinite import NonFiniteUpdates
+from grpo_rl.types import Counts, Prompt, Rollout
+from grpo_rl.workers.policy import step_optimizer
+
+BAD, GOOD = {"actor/nonfinite": 0.5}, {"actor/nonfinite": 0.0}
+
+
+def rollouts() -> list[Rollout]:
+    prompt = Prompt("u1", (1,), "1+1=", "arithmetic", "2")
+    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", 0, text="2") for sample in range(2)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, "run")
+
+
+def test_so_many_bad_steps_in_a_row_pass_and_the_next_one_stops_the_run(run_dir: RunDir) -> None:
+    updates = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=2), run_dir)
+    for step, metrics in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1):
+        updates.check(step, metrics, rollouts())
+    with pytest.raises(DivergedError, match=r"actor not finite in 3 steps in a row \(trainer.max_nonfinite_steps\)"):
+        updates.check(6, BAD, rollouts())
+    assert not (run_dir.path / "nonfinite_step_3.jsonl").exists()
+    assert [row["sample"] for row in read_rollouts(run_dir.path / "nonfinite_step_6.jsonl")] == [0, 1]
+
+
+def test_with_stop_the_first_one_ends_the_run_and_its_rollouts_are_kept(run_dir: RunDir) -> None:
+    updates = NonFiniteUpdates(TrainerConfig(on_nonfinite="stop"), run_dir)
+    with pytest.raises(DivergedError, match="critic not finite"):
+        updates.check(1, {"critic/nonfinite": 1.0, **GOOD}, rollouts())
+    assert len(read_rollouts(run_dir.path / "nonfinite_step_1.jsonl")) == 2
+
+
+def test_a_resumed_run_goes_on_counting(run_dir: RunDir) -> None:
+    before = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=1), run_dir)
+    before.check(1, BAD, rollouts())
+    after = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=1), run_dir)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(DivergedError):
+        after.check(2, BAD, rollouts())
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "tokens", "nonfinite", "moves"),
+    [
+        (1.0, 2.0, 5, 0.0, True),
+        (math.nan, 2.0, 5, 1.0, False),
+        (1.0, math.inf, 5, 1.0, False),
+        (0.0, 0.0, 0, 0.0, False),
+    ],
+)
+def test_weights_and_moments_move_only_by_a_finite_step_on_trained_tokens(
+    loss: float, grad_norm: float, tokens: int, nonfinite: float, moves: bool
+) -> None:
+    weight_D = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight_D], lr=0.1, weight_decay=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    weight_D.grad = torch.full((2,), grad_norm)
+    counts = Counts(num_tokens=tokens, num_sequences=1, num_groups=1)
+    assert step_optimizer(optimizer, scheduler, counts, loss, grad_norm) == {"same/nonfinite": nonfinite}
+    assert (weight_D.tolist() != [1.0, 1.0]) == moves
+    assert bool(optimizer.state) == moves
+    assert optimizer.param_groups[0]["lr"] == (0.05 if moves else 0.1)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_rl.errors import Preempted
+from grpo_rl.trainer.stopping import Stop
+
+
+@pytest.fixture
+def stop() -> Iterator[Stop]:
+    stop = Stop(grace_s=60.0)
+    stop.listen()
+    yield stop
+    stop.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_sampling_is_left_at_once_when_the_step_has_no_known_end(stop: Stop, number: signal.Signals) -> None:
+    stop.step_begins()
+    stop.phase("gen")
+    with pytest.raises(Preempted, match=number.name):
+        signal.raise_signal(number)
+
+
+def test_an_update_is_never_left_and_the_run_stops_before_the_next_step(stop: Stop) -> None:
+    stop.step_begins()
+    stop.phase("update_actor")
+    signal.raise_signal(signal.SIGTERM)
+    stop.step_ends()
+    with pytest.raises(Preempted):
+        stop.step_begins()
+
+
+def test_a_step_that_will_end_in_time_is_finished(stop: Stop) -> None:
+    stop._step_s, stop._save_s = 20.0, 10.0
+    stop.step_begins()
+    stop.phase("gen")
+    signal.raise_signal(signal.SIGTERM)  # 1.5 x 20 s + 1.5 x 10 s are less than a minute
+    stop.phase("reward")
+
+
+@pytest.mark.parametrize(("step_s", "save_s"), [(20.0, 21.0), (31.0, 10.0), (0.0, 10.0)])
+def test_a_step_that_will_not_end_in_time_or_has_taken_too_long_already_is_left(
+    stop: Stop, step_s: float, save_s: float
+) -> None:
+    stop._step_s, stop._save_s = step_s, save_s
+    stop.step_begins()
+    stop.phase("gen")
+    with pytest.raises(Preempted):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_second_sigterm_changes_nothing(stop: Stop) -> None:
+    stop.phase("update_actor")
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.signal == "SIGTERM"
+
+
+def test_who_had_the_signals_before_gets_them_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = Stop()
+    stop.listen()
+    stop.listen()
+    stop.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def ending(program: str) -> tuple[int, str]:
+    """Exit code and standard error of a process that listens, and then runs `program`."""
+    code = f"import signal, sys, time\nfrom grpo_rl.trainer.stopping import Stop\n{program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    return done.returncode, done.stderr
+
+
+def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    code, err = ending(
+        "stop = Stop(60.0); stop.listen(); stop.phase('save')\n"
+        "signal.raise_signal(signal.SIGINT); signal.raise_signal(signal.SIGINT); time.sleep(60)"
+    )
+    assert code == 130 and "ended at once" in err
+
+
+def test_when_the_grace_period_is_over_the_process_ends_whatever_it_is_doing() -> None:
+    began = time.monotonic()
+    code, err = ending(
+        "stop = Stop(0.3, lambda: print('last words', file=sys.stderr, flush=True)); stop.listen(); stop.phase('save')\n"
+        "signal.raise_signal(signal.SIGTERM); time.sleep(60)"
+    )
+    assert code == 75 and "last words" in err and time.monotonic() - began < 30
