@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from grpo_rl.errors import ClusterError
 
 ALLOW_KEY = "ray_kwargs.ray_init.allow_insecure"
 _PROBE_TIMEOUT_S = 5.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-
-
-def require_token() -> None:
-    """Make a Ray that is started from this process ask everybody for a token, which it writes into the user's home."""
-    os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def answers_without_token(address: str) -> bool:
