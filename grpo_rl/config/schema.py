@@ -671,6 +671,8 @@ class RayInitConfig:
     """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
     num_cpus: Count | None = None
     """CPUs of a local cluster; null: all."""
+    allow_insecure: bool = False
+    """Use the cluster at `address` though it asks nobody for a token; whoever reaches its ports can run code there."""
 
 
 @dataclass(frozen=True, slots=True)
