@@ -13,6 +13,7 @@ import grpo_rl
 from grpo_rl import faults
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.recipes import known_recipes
+from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return exit_code_of(KeyboardInterrupt())
     except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
-        print(f"unexpected {headline(error)}", file=sys.stderr)
+        print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
         print(f"  the traceback is in {_traceback_file(error)}", file=sys.stderr)
         return exit_code_of(error)
 
@@ -84,7 +85,7 @@ def _run(words: list[str]) -> int:
         return 0
     plan = _plan(composed)
     if composed.config.trainer.dry_run:
-        print(plan.render())
+        print(redact(plan.render()))
         return 0
     from grpo_rl.cluster.launch import run
 
@@ -113,15 +114,15 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
 def _explain(error: GrpoRlError | Preempted) -> None:
     if not isinstance(error, ConfigError):
         kind = "stopped" if isinstance(error, Preempted) else "error"
-        print(f"{kind}: {headline(error)}", file=sys.stderr)
+        print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
         # A worker's last words are in its log; the traceback of this process in its own.
         for line in [*log_lines(error), *getattr(error, "__notes__", [])]:
-            print(f"  {line}", file=sys.stderr)
+            print(redact(f"  {line}"), file=sys.stderr)
         return
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
     print(f"this configuration cannot be run, {count}:", file=sys.stderr)
     for problem in error.problems:
-        print(f"  • {problem}", file=sys.stderr)
+        print(redact(f"  • {problem}"), file=sys.stderr)
 
 
 def _traceback_file(error: Exception) -> str:
@@ -131,7 +132,7 @@ def _traceback_file(error: Exception) -> str:
             return str(note.removeprefix("log: "))
     descriptor, path = tempfile.mkstemp(prefix="grpo_rl-", suffix=".traceback.txt")
     with os.fdopen(descriptor, "w") as file:
-        file.write(traceback.format_exc())
+        file.write(redact(traceback.format_exc()))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,22 +11,17 @@ import torch
 from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
-from grpo_rl.config import derived
-from grpo_rl.config.convert import show
-from grpo_rl.config.fields import leaves
-from grpo_rl.config.schema import ActorConfig, Config
-from grpo_rl.config.switch_checks import value_of
+from grpo_rl.config import algorithm_checks, derived
+from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
 
 _A = "actor_rollout_ref.actor"
-_DEFAULT_ACTOR = ActorConfig()
 _WITHOUT_RATIO = ("reinforce", "gpg")
 
 
@@ -33,7 +29,6 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each rule: what its messages begin with, and the check that raises ConfigError."""
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_options(config)
-    yield "", lambda: _check_critic(config)
     actor = config.actor_rollout_ref.actor
     yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
@@ -49,28 +44,6 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
 def needs_critic(config: Config) -> bool:
     """Whether the estimator reads a critic's values."""
     return needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).values
-
-
-def _check_critic(config: Config) -> None:
-    """Raise ConfigError for settings of a critic that is not there, and for one that is switched off and needed."""
-    name = config.algorithm.adv_estimator
-    try:
-        needed = needs_critic(config)
-    except ConfigError:
-        return  # reported by itself
-    if needed:
-        if config.critic.enable is False:
-            raise ConfigError(f"critic.enable=false: algorithm.adv_estimator={name} learns from a critic; leave it out")
-        return
-    settings = [leaf for key, leaf in leaves().items() if key.startswith("critic.") or key == "trainer.critic_warmup"]
-    unused = [(leaf.key, value_of(config, leaf.key)) for leaf in settings if value_of(config, leaf.key) != leaf.default]
-    problems = [
-        f"{key}={show(value)}: algorithm.adv_estimator={name} needs no critic; leave it out, or algorithm.adv_estimator=gae"
-        for key, value in unused
-        if not (key == "critic.enable" and value is False)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
@@ -98,30 +71,11 @@ def _check_objective(config: Config) -> None:
     low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
     if low is not None and high is not None and low >= high:
         raise ConfigError(f"policy_loss.clip_cov_lb={low:g} must be below policy_loss.clip_cov_ub={high:g}")
-    if actor.policy_loss.loss_mode in POLICY_LOSSES and (problems := _idle_bounds(actor)):
-        raise ConfigError(problems)
-
-
-def _idle_bounds(actor: ActorConfig) -> list[str]:
-    """Clip bounds that were set and that the policy loss does not have; its formula names those it has."""
-    formula = formula_of(POLICY_LOSSES.get(actor.policy_loss.loss_mode))
-    reads = {
-        "clip_ratio": ("clip_low", "clip_high"),
-        "clip_ratio_low": ("clip_low",),
-        "clip_ratio_high": ("clip_high",),
-        "clip_ratio_c": ("clip_c",),
-    }
-    return [
-        f"{key}={getattr(actor, key):g}: has no effect with policy_loss.loss_mode={actor.policy_loss.loss_mode}, "
-        "which has no such bound; leave it out"
-        for key, bounds in reads.items()
-        if getattr(actor, key) != getattr(_DEFAULT_ACTOR, key) and not any(bound in formula for bound in bounds)
-    ]
 
 
 def _check_estimator(config: Config) -> None:
     """Raise ConfigError for an unknown estimator, and for one that asks for what the run does not have."""
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    algorithm = config.algorithm
     wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
     problems = []
     if wanted.steps and not _may_score_steps(config):
@@ -129,11 +83,6 @@ def _check_estimator(config: Config) -> None:
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
-        )
-    if wanted.group and n == 1:
-        problems.append(
-            f"{algorithm.adv_estimator} compares the responses to one prompt, so it needs at least 2, and "
-            "actor_rollout_ref.rollout.n=1; usual is 5 to 16"
         )
     if algorithm.use_kl_in_reward and not wanted.reads_token_rewards:
         problems.append(
@@ -173,25 +122,12 @@ def _check_options(config: Config) -> None:
         estimate = ADVANTAGES.get(name)
     except ConfigError:
         return  # reported by itself
-    taken = options_of(estimate)
-    problems = []
-    if name != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        problems.append(
-            f"algorithm.norm_adv_by_std_in_grpo=false: only algorithm.adv_estimator=grpo reads it, and it is {name}; leave it out"
-        )
-    elif not algorithm.norm_adv_by_std_in_grpo and "std" in algorithm.adv_options:
-        problems.append("algorithm.adv_options: std says the same as algorithm.norm_adv_by_std_in_grpo=false; give one of them")
-    for key in ("gamma", "lam"):
-        if getattr(algorithm, key) != 1.0 and key not in taken:
-            problems.append(
-                f"algorithm.{key}={getattr(algorithm, key):g}: algorithm.adv_estimator={name} has none; leave it out"
-            )
-        if key in algorithm.adv_options:
-            problems.append(f"algorithm.adv_options: {key} is set by algorithm.{key}")
-    if "weights" in algorithm.adv_options and needs_of(estimate).parts:
-        problems.append("algorithm.adv_options: weights are the factors in reward.functions, such as 0.2*format")
-    if problems:
-        raise ConfigError(problems)
+    if name not in ADVANTAGES:  # for registered ones these rules were checked before torch was loaded
+        wanted = needs_of(estimate)
+        needs = tuple(field.name for field in dataclasses.fields(wanted) if getattr(wanted, field.name))
+        own = algorithm_checks.Estimator(name, needs, tuple(options_of(estimate)))
+        if problems := list(algorithm_checks.estimator_problems(config, own)):
+            raise ConfigError(problems)
     check_options(f"algorithm.adv_options: {name}", [estimate], algorithm.adv_options)
     if name in ADVANTAGES:
         _try_out(config)

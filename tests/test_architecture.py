@@ -53,7 +53,6 @@ NEIGHBOURS = {
     ("roles", "checkpoint"),
 }
 LONGEST_FILE = 300
-LONGER_FILES = {"config/schema.py": "the one table of all options"}
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm_"),
@@ -168,8 +167,7 @@ def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("file", names())
 def test_files_are_short(file: str) -> None:
-    if file not in LONGER_FILES:
-        assert len((PACKAGE / file).read_text().splitlines()) <= LONGEST_FILE
+    assert len((PACKAGE / file).read_text().splitlines()) <= LONGEST_FILE
 
 
 @pytest.mark.parametrize("file", [file for file in names() if file.endswith("/__init__.py")])
@@ -185,8 +183,11 @@ def test_nothing_runs_what_it_reads(file: str) -> None:
             continue
         called = ast.unparse(node.func)
         assert called not in ("eval", "exec", "compile"), f"{file}:{node.lineno}: {called}"
+        assert called not in ("os.system", "os.popen", "yaml.load", "yaml.unsafe_load"), f"{file}:{node.lineno}: {called}"
         assert called not in ("pickle.load", "pickle.loads", "cloudpickle.loads", "cloudpickle.load"), f"{file}:{node.lineno}"
         options = {keyword.arg: keyword.value for keyword in node.keywords}
+        shell = options.get("shell")
+        assert not (isinstance(shell, ast.Constant) and shell.value is True), f"{file}:{node.lineno}: shell=True"
         trusting = options.get("weights_only")
         assert not (isinstance(trusting, ast.Constant) and trusting.value is False), f"{file}:{node.lineno}: weights_only=False"
         if called == "torch.load":
@@ -261,8 +262,8 @@ def test_no_except_is_bare(file: str) -> None:
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
-    talk = ("config/schema.py", "config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
-    readers = [file for file in names() if file not in talk and not file.endswith("_checks.py")]
+    talk = ("config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
+    readers = [file for file in names() if file not in talk and not file.endswith("_checks.py") and "config/schema" not in file]
     read = {node.attr for file in readers for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
     # Options of registered functions are handed over by name: the keywords of these functions read them.
     read |= {

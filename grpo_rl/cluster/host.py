@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
+from grpo_rl.config.secrets import redact, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
@@ -41,6 +42,7 @@ class Host:
 
     def __init__(self, name: str, log_file: str | None, environment: dict[str, str]) -> None:
         os.environ.update(environment)
+        remember_environment()
         self.name = name
         self._worker: Any = None
         faults.arm()
@@ -91,9 +93,9 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        trace = traceback.format_exc()
+        trace = redact(traceback.format_exc())
         print(trace, file=sys.stderr, flush=True)
-        raise RemoteError(type(error).__name__, str(error), trace, isinstance(error, GrpoRlError)) from None
+        raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
 def _redirect_output(log_file: Path) -> None:

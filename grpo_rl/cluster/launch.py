@@ -19,6 +19,7 @@ from grpo_rl.cluster.session import clean_earlier, ray_session
 from grpo_rl.cluster.start import Cluster, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema import Config
+from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError
 from grpo_rl.models import builtin
 from grpo_rl.plan import Plan
@@ -83,7 +84,7 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
         if not isinstance(error, Preempted):
-            log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+            log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
         status.end(error)
         raise

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.cluster import watch
+from grpo_rl.cluster import auth, watch
 from grpo_rl.config.schema import RayInitConfig
 from grpo_rl.errors import ClusterError
 
@@ -57,6 +57,8 @@ def ray_session(config: RayInitConfig, num_cpus: int, record: Path | None = None
             where = f"the cluster at {address}" if address else "a local Ray"
             raise ClusterError(f"cannot connect to {where}: {type(error).__name__}: {error}") from error
         try:
+            # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
+            auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=config.allow_insecure)
             yield
         finally:
             ray.shutdown()

@@ -7,7 +7,6 @@ the command line.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import compat, overrides, recipes
-from grpo_rl.config.convert import convert_or_explain, unknown_key
+from grpo_rl.config import checks, compat, overrides, recipes, secrets, security_checks
+from grpo_rl.config.convert import convert_or_explain, show, unknown_key
 from grpo_rl.config.fields import free_mapping, leaves, sections
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
 
-_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGNORECASE)
-_HIDDEN = "<hidden>"
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 
 
@@ -54,6 +51,8 @@ def compose(argv: Sequence[str]) -> Composed:
     Raises ConfigError with one line per problem, all that were found: misspelt keys with the nearest ones,
     values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
     """
+    secrets.remember_environment()
+    secrets.remember(_typed_secrets(argv))
     line = overrides.read(list(argv))
     problems = list(line.problems)
     recipe_name = line.recipe
@@ -65,9 +64,12 @@ def compose(argv: Sequence[str]) -> Composed:
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
     config, value_problems = convert_or_explain(raw)
-    problems += value_problems
-    if problems or config is None:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    problems += _without_environment(value_problems, raw, safe)
+    problems += security_checks.targets(raw)
+    problems += _own_code_in_recipe(config, line)
+    if problems:
+        problems += checks.between_sound_keys(config, problems)
+        raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
     return Composed(
         config=config,
         resolved=_shareable(config, raw, safe),
@@ -107,6 +109,8 @@ def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix
         elif key in sections() or key in leaves():
             if "." in str(name):
                 problems.append(f"{key}: dots do not nest in a YAML file{where}; write each part on its own, indented line")
+            elif unknown := overrides.unknown_resolvers(str(value)):
+                problems.append(f"{key}: {unknown}{where}")
             else:
                 kept[name] = value
         else:
@@ -192,8 +196,9 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
                 name: merge(entry, raw_value.get(name), safe_value.get(name), f"{key}.{name}" if key else name)
                 for name, entry in value.items()
             }
-        if free_mapping(key) and isinstance(value, str) and _SECRET.search(key.rpartition(".")[2]):
-            return _HIDDEN
+        if free_mapping(key) and isinstance(value, str) and secrets.is_secret_name(key.rpartition(".")[2]):
+            secrets.remember([value])
+            return secrets.HIDDEN
         return _escaped(value)
 
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
@@ -204,14 +209,45 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 def _escaped(value: Any) -> Any:
     """Text that happens to hold `${` is written so that it is read as text again."""
     if isinstance(value, str):
-        return value.replace("${", "\\${")
+        return secrets.redact(value).replace("${", "\\${")
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _hide_secret(word: str) -> str:
     key, equals, _ = word.partition("=")
-    hidden = equals and free_mapping(key.lstrip("+~")) and _SECRET.search(key.rpartition(".")[2])
-    return f"{key}={_HIDDEN}" if hidden else word
+    hidden = equals and free_mapping(key.lstrip("+~")) and secrets.is_secret_name(key.rpartition(".")[2])
+    return f"{key}={secrets.HIDDEN}" if hidden else secrets.redact(word)
+
+
+def _typed_secrets(words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and "${" not in value and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+") not in leaves():
+            yield value.strip("'\"")
+
+
+def _without_environment(problems: list[str], raw: dict[str, Any], safe: dict[str, Any]) -> list[str]:
+    """The lines with the expression in place of each value that came from the environment."""
+    shown = []
+    for problem in problems:
+        key, _, rest = problem.partition("=")
+        before, after = (_at(tree, key) for tree in (raw, safe))
+        rest = rest.removeprefix(show(before)) if before != after else rest
+        shown.append(problem if before == after else f"{key}={show(after)}{rest}")
+    return shown
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
+    """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
+    key = security_checks.OWN_CODE
+    if config.actor_rollout_ref.model.trust_remote_code and key not in line.keys:
+        yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
 
 
 def _one_line(error: Exception) -> str:

@@ -17,7 +17,9 @@ from grpo_rl.config.fields import Kind, annotations_of, describe_range, kind_of,
 from grpo_rl.config.schema import Config, Range
 from grpo_rl.errors import ConfigError
 
-_WHOLE = re.compile(r"[+-]?\d+")
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+_LARGEST_INT = 2**63 - 1
+"""What torch, numpy and files hold as one number."""
 
 
 class _Wrong(Exception):
@@ -33,15 +35,24 @@ def convert(raw: Mapping[str, Any]) -> Config:
     config, problems = convert_or_explain(raw)
     if problems:
         raise ConfigError(problems)
-    assert config is not None
     return config
 
 
-def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
-    """The Config and no problems, or no Config and all problems."""
+def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """The Config, with defaults where a value cannot be used, and a line for each of these."""
     problems: list[str] = []
-    config = _section(Config, raw, "", problems)
-    return (None if problems else config), problems
+    config: Config = _section(Config, raw, "", problems)
+    return config, problems
+
+
+def value_problem(key: str, value: Any) -> str | None:
+    """The line for a value that the key does not take, None for one that it does."""
+    kind = leaves()[key].kind
+    try:
+        _value(kind, value)
+    except _Wrong as wrong:
+        return _problem(key, value, kind, str(wrong))
+    return None
 
 
 def unknown_key(key: str, where: str = "") -> str:
@@ -144,14 +155,16 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return os.path.expanduser(value) if value.startswith("~/") else value
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+        return show(value)
     raise _Wrong("is not text; put it in quotes")
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
-        return int(value)
+    if isinstance(value, str) and len(value) <= 40 and _WHOLE.fullmatch(value.strip()):
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _LARGEST_INT:
+            raise _Wrong(f"is too large; at most {_LARGEST_INT}")
         return value
     if isinstance(value, float) and math.isfinite(value):
         if value == int(value):
@@ -198,8 +211,9 @@ def show(value: Any) -> str:
     elif isinstance(value, Mapping):
         text = "{" + ",".join(f"{name}: {show(entry)}" for name, entry in value.items()) + "}"
     else:
-        text = str(value)
-    text = text.replace("\n", "\\n")
+        # Python refuses to write down a number of more than 4,300 digits.
+        text = f"{value:#x}" if isinstance(value, int) and value.bit_length() > 1000 else str(value)
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape", "replace").decode() for char in text)
     return text if len(text) <= 120 else text[:100] + f"... ({len(text)} characters)"
 
 

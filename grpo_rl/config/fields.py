@@ -123,8 +123,13 @@ def free_mapping(key: str) -> str | None:
     return None
 
 
+_LONGEST_GUESS = 200
+"""Comparing is quadratic in the length, and nobody meant a key of 10,000 characters."""
+
+
 def nearest(key: str, limit: int = 3) -> list[str]:
     """Keys that somebody who typed `key` may have meant, the likeliest first."""
+    key = key[:_LONGEST_GUESS]
     last = key.rpartition(".")[2]
     alike = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in leaves()}
     same_name = [name for name in leaves() if name.rpartition(".")[2] == last]

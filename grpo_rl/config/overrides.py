@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,12 +13,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
-from grpo_rl.config import compat
-from grpo_rl.config.convert import show, unknown_key
+from grpo_rl.config import compat, security_checks
+from grpo_rl.config.convert import show, unknown_key, value_problem
 from grpo_rl.config.fields import Kind, Leaf, free_mapping, leaves, sections
 
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
-_NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+_NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
+_LONGEST_KEY = 200
+_AMBIGUOUS = re.compile(r"[+-]?(0\d[\d_]*|\d[\d_]*_[\d_]*)")
+_RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
+_RESOLVERS = ("oc.env", "oc.select")
 
 
 @dataclass(slots=True)
@@ -57,12 +62,20 @@ def read(words: list[str]) -> CommandLine:
 def _form(word: str, sign: str, key: str, value: str | None) -> str | None:
     if not key or (value is None and sign != "~"):
         start = "options are --help, --cfg and --version" if word.startswith("-") else "settings are written key=value"
-        return f"{word}: not understood; {start}"
+        return f"{show(word)}: not understood; {start}"
     if "@" in key or ":" in key:
-        return f"{word}: packages (@) cannot be chosen here; settings are written key=value"
+        return f"{show(word)}: packages (@) cannot be chosen here; settings are written key=value"
+    if len(key) > _LONGEST_KEY:
+        return f"{show(key)}: is not a key; the longest one has {max(map(len, leaves()))} characters"
     if not _NAME.fullmatch(key):
-        return f"{word}: {key!r} is not a key; keys are words with dots between them, like trainer.save_freq=10"
+        foreign = [character for character in key if not character.isascii()]
+        hint = f"; it holds {_name_of(foreign[0])}, which only looks like a letter of a key" if foreign else ""
+        return f"{show(word)}: {key!r} is not a key; keys are words with dots between them, like trainer.save_freq=10{hint}"
     return None
+
+
+def _name_of(character: str) -> str:
+    return f"{character!r} ({unicodedata.name(character, 'without a name')})"
 
 
 def _take_recipe(line: CommandLine, word: str, sign: str, value: str | None) -> None:
@@ -97,6 +110,10 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
         line.problems.append(parsed)
         return
     content = parsed.value()
+    if refusal := _refused_value(key, value, content, leaf):
+        line.keys.add(key)
+        line.problems += refusal
+        return
     if leaf is None and key not in sections() and free_mapping(key) is None:
         above = next((name for name in leaves() if key.startswith(name + ".")), None)
         answers = compat.refusals(key, content)
@@ -120,6 +137,33 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
     line.overrides.append(text)
 
 
+def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> list[str]:
+    """What is wrong with a value by itself, so that it never reaches Hydra; empty where only composing it will tell."""
+    unknown = unknown_resolvers(value)
+    if unknown:
+        return [f"{key}={show(value)}: {unknown}"]
+    if hidden := list(security_checks.targets({key.rpartition(".")[2]: content}, f"{key.rpartition('.')[0]}.".lstrip("."))):
+        return hidden
+    if leaf is None or "${" in value:
+        return []
+    if leaf.kind.base in (int, float) and leaf.kind.item is None and _AMBIGUOUS.fullmatch(value.strip()):
+        digits = value.strip().replace("_", "")
+        return [
+            f"{key}={show(value)}: is read differently by different programs (leading zeros are octal in YAML, _ is text); "
+            f"write {show(digits.lstrip('0') or '0')}"
+        ]
+    problem = value_problem(leaf.key, content)
+    return [] if problem is None else [problem]
+
+
+def unknown_resolvers(text: str) -> str | None:
+    """Why an expression cannot be used: only other keys and the environment may be referred to. None where all is well."""
+    names = [name for name in _RESOLVER.findall(text) if name not in _RESOLVERS]
+    if not names:
+        return None
+    return f"${{{names[0][:60]}:...}} cannot be used; an expression is ${{another.key}} or ${{oc.env:NAME}}, anything else is written as it is"
+
+
 def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str]:
     """Hydra's reading of the override and its text, or the problem. Where text is wanted, `001` and `a=b` are text."""
     text = f"++{key}={value}"
@@ -129,7 +173,7 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str
         text = f"++{key}={_quoted(value)}"
         parsed = _try(text)
     if isinstance(parsed, str):
-        return f"{key}={value}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'", text
+        return f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'", text
     if parsed.is_sweep_override():
         wants_list = leaf is not None and leaf.kind.item is not None
         hint = (
@@ -137,7 +181,7 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str
             if wants_list
             else "a run takes one value for each key; quote a comma that belongs to it"
         )
-        return f"{key}={value}: several values; {hint}", text
+        return f"{key}={show(value)}: several values; {hint}", text
     assert parsed.type is OverrideType.FORCE_ADD
     return parsed, text
 
@@ -145,8 +189,9 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str
 def _try(text: str) -> Override | str:
     try:
         return _parser().parse_override(text)
-    except HydraException as error:
-        return str(error).splitlines()[0]
+    except (HydraException, ValueError) as error:
+        # ValueError: a number with so many digits that Python does not read it.
+        return "is too large" if isinstance(error, ValueError) else str(error).splitlines()[0]
 
 
 @cache

@@ -21,6 +21,7 @@ OWN_FILE = "own_file"
 """Name under which Hydra knows a recipe that lies outside recipes/."""
 
 _PARENT = "/recipe/"
+_LARGEST = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +92,34 @@ def with_parents(recipe: Recipe) -> list[Recipe]:
 
 def _read(path: Path, name: str, option: str) -> Recipe:
     try:
+        _check_aliases(path, name)
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())[:500]
         raise ConfigError(f"recipe={name}: {path} cannot be read as YAML: {reason}") from None
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"recipe={name}: {path} holds no keys; a recipe is a mapping such as trainer: {{save_freq: 10}}")
     entries: dict[str, Any] = {str(key): value for key, value in content.items()}
     parents = _parents(entries.pop("defaults", None), name)
     return Recipe(name, option, _without_empty_sections(entries), parents)
+
+
+def _check_aliases(path: Path, name: str) -> None:
+    """Raise ConfigError for aliases that unfold into a tree too large for any recipe ("billion laughs")."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            # An alias to something that it lies in would never end.
+            sizes[id(node)] = _LARGEST + 1
+            parts = (part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,)))
+            sizes[id(node)] = 1 + sum(size(part) for part in parts)
+        return sizes[id(node)]
+
+    if size(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)) > _LARGEST:
+        raise ConfigError(f"recipe={name}: {path}: its aliases unfold into more than {_LARGEST:,} entries")
 
 
 def _parents(entries: Any, name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -16,7 +17,7 @@ from grpo_rl.config.schema import Config
 _INTRODUCTION = """\
 # Configuration
 
-Generated from `grpo_rl/config/schema.py` by `python -m grpo_rl.config.reference > docs/configuration.md`.
+Generated from `grpo_rl/config/schema*.py` by `python -m grpo_rl.config.reference > docs/configuration.md`.
 
 A key is set on the command line (`trainer.save_freq=10`) or in a recipe, which is a YAML file with the same
 keys (`recipe=arithmetic/grpo`, or `recipe=path/to/my.yaml`). Later ones win: defaults, `conf/config.yaml`, the
@@ -64,7 +65,10 @@ def _table(prefix: str, section: type) -> str:
 def meanings() -> dict[str, dict[str, str]]:
     """The doc string under each field, by class and field, on one line."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    modules = {sys.modules[vars(schema)[name].__module__] for name in schema.__all__ if name.endswith("Config")}
+    nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
+    # What a class inherits has to be found before it.
+    for node in sorted(nodes, key=lambda node: isinstance(node, ast.ClassDef) and bool(node.bases)):
         if isinstance(node, ast.ClassDef):
             inherited = [found[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in found]
             found[node.name] = {name: text for group in (*inherited, dict(_documented(node))) for name, text in group.items()}

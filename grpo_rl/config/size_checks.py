@@ -8,17 +8,23 @@ from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 
+_NEAR = 100_000
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Sizes that do not fit, each with the nearest that do."""
+    yield from problems_without_machine(config)
+    yield from _devices(config, machine)
+    yield from _placement(config, machine)
+
+
+def problems_without_machine(config: Config) -> Iterator[str]:
+    """Sizes that fit nowhere."""
     yield from _batches(config)
     yield from _micro_batches(config)
     yield from _critic(config)
     yield from _lengths(config)
-    yield from _devices(config, machine)
-    yield from _placement(config, machine)
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -70,10 +76,11 @@ def _critic(config: Config) -> Iterator[str]:
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` just below and above `wanted`."""
-    divisors = [value for value in range(1, number + 1) if number % value == 0]
-    below = [value for value in divisors if value < wanted][-1:]
-    above = [value for value in divisors if value > wanted][:1]
-    return " or ".join(str(value) for value in below + above)
+    # A mistyped size may have nineteen digits: look near the wanted one only.
+    above_it = range(wanted + 1, min(number, wanted + _NEAR) + 1)
+    below = next((value for value in range(wanted - 1, max(0, wanted - _NEAR), -1) if number % value == 0), None)
+    above = next((value for value in above_it if number % value == 0), None)
+    return " or ".join(str(value) for value in (below, above) if value is not None) or str(number)
 
 
 def _micro_batches(config: Config) -> Iterator[str]:
@@ -196,7 +203,7 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
     per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
     if per_node % parallel:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else "actor_rollout_ref.rollout"
-        fits = ", ".join(str(size) for size in range(1, per_node + 1) if per_node % size == 0)
+        fits = ", ".join(str(size) for size in range(1, min(per_node, _NEAR) + 1) if per_node % size == 0)
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
             f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"

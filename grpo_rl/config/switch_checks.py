@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from grpo_rl.config import data_checks
@@ -180,6 +181,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,
             "is of a local cluster, not of ray_init.address",
+        ),
+        "ray_kwargs.ray_init.allow_insecure": (
+            bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+            "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
         ),
     }
 

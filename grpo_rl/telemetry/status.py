@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.secrets import redact
 from grpo_rl.errors import Preempted, exit_code_of, headline
 from grpo_rl.telemetry.metrics_file import jsonable
 
@@ -102,7 +103,7 @@ class Status:
         assert self.path is not None
         temporary = self.path.with_suffix(".tmp")
         try:
-            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.write_text(redact(text) + "\n", encoding="utf-8")
             os.replace(temporary, self.path)
         except OSError:
             return  # the next change tries again; what the run does must not hang on who watches it

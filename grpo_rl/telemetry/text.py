@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import unicodedata
 
+from grpo_rl.config.secrets import redact
+
 # Controls, bidirectional and zero-width marks, lone surrogates, line separators: everything that can
 # move a cursor, reorder a line or break an encoder.
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -14,8 +16,9 @@ def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) 
     """`text` with every character escaped that a terminal would obey instead of show.
 
     What a model wrote is not to be trusted: it may hold ANSI sequences, carriage returns or
-    right-to-left overrides. With `limit`, the middle is cut out of a longer text.
+    right-to-left overrides. With `limit`, the middle is cut out of a longer text. Secrets are hidden.
     """
+    text = redact(text)
     if limit is not None and len(text) > limit:
         head = (limit - 5) * 2 // 3
         text = text[:head] + " ... " + text[len(text) - (limit - 5 - head) :]

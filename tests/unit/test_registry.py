@@ -121,3 +121,27 @@ def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_pa
     path = write(tmp_path, "def score():\n    return 1\n\ndef _hidden():\n    return 2\n")
     with pytest.raises(ConfigError, match=r"has no function 'scores'; it has score$"):
         load_function(f"{path}:scores", "reward")
+
+
+def test_the_table_of_names_says_what_the_registries_hold() -> None:
+    from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+    from grpo_rl.algos.aggregate import AGGREGATIONS
+    from grpo_rl.algos.formula import formula_of
+    from grpo_rl.algos.options import options_of
+    from grpo_rl.algos.policy_losses import POLICY_LOSSES
+    from grpo_rl.config import algorithm_table as table
+    from grpo_rl.data.tasks.registry import TASKS
+    from grpo_rl.rollout.engine import ENGINES
+
+    estimators = {name: (ADVANTAGES.get(name), facts) for name, facts in table.ESTIMATORS.items()}
+    assert set(estimators) == set(ADVANTAGES) and set(table.LOSS_BOUNDS) == set(POLICY_LOSSES)
+    assert (set(table.AGGREGATIONS), set(table.ENGINES), set(table.TASKS)) == (set(AGGREGATIONS), set(ENGINES), set(TASKS))
+    for function, facts in estimators.values():
+        wanted = needs_of(function)
+        assert facts["needs"] == tuple(
+            name for name in ("group", "values", "baselines", "steps", "parts") if getattr(wanted, name)
+        )
+        assert facts["options"] == tuple(options_of(function))
+    for name, bounds in table.LOSS_BOUNDS.items():
+        formula = formula_of(POLICY_LOSSES.get(name))
+        assert bounds == tuple(bound for bound in ("clip_low", "clip_high", "clip_c") if bound in formula)

@@ -87,7 +87,7 @@ def numbers_of(kind: Kind) -> st.SearchStrategy[Any]:
         high = bounds.lt if exclude_high else bounds.le
     if kind.base is int:
         assert not exclude_low and not exclude_high
-        return st.integers(None if low is None else int(low), None if high is None else int(high))
+        return st.integers(-(2**63) + 1 if low is None else int(low), 2**63 - 1 if high is None else int(high))
     low = None if low == -math.inf else low
     high = None if high == math.inf else high
     return st.floats(

@@ -86,12 +86,12 @@ def test_bad_words_of_all_kinds_are_refused_together() -> None:
     problems = problems_of(*words, "data.seed=${data.sed}")
     starts = [
         "trainer.save_frq",
+        "trainer.save_freq=1.5",
         "reward_model.model.path",
         "foo",
         f"{R}.n=1,2",
         "recipe=nonsense",
         "data.seed",
-        "trainer.save_freq=1.5",
     ]
     assert len(problems) == len(starts)
     for problem, start in zip(problems, starts, strict=True):

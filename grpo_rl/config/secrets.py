@@ -1,0 +1,54 @@
+"""What must never be written down: values that look like secrets, hidden in every file and line of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+HIDDEN = "<hidden>"
+_SHORTEST = 8
+"""A shorter value is no secret worth the name, and hiding it would eat words out of ordinary text."""
+
+# A whole part of a name: HF_TOKEN and apiKey are secrets, max_tokens and TOKENIZERS_PARALLELISM are not.
+_NAME = re.compile(
+    r"(^|[_\-.])(token|secret|secrets|password|passwd|passphrase|credential|credentials|apikey|key|auth)($|[_\-.])"
+)
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+# Credentials inside an address, parameters of a query, and tokens that can be told by their beginning.
+_IN_TEXT = (
+    (re.compile(r"(\w+://)[^\s/@:]*:[^\s/@]+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"([?&](?:[\w-]*(?:token|secret|password|key))=)[^&\s\"',\]]{4,}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b"), HIDDEN),
+    (re.compile(r"(Bearer )[A-Za-z0-9._~+/-]{8,}=*"), rf"\1{HIDDEN}"),
+)
+_known: set[str] = set()
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or an environment variable of this name holds a secret, by its look."""
+    return bool(_NAME.search(_CAMEL.sub("_", name).lower()))
+
+
+def remember(values: Iterable[object]) -> None:
+    """Hide these values from now on, wherever they appear in a text."""
+    _known.update(str(value) for value in values if _worth_hiding(value))
+
+
+def remember_environment(environment: Mapping[str, str] | None = None) -> None:
+    """Hide the values of all environment variables whose names say that they are secrets."""
+    remember(value for name, value in (os.environ if environment is None else environment).items() if is_secret_name(name))
+
+
+def redact(text: str) -> str:
+    """`text` without remembered values, credentials in addresses, and tokens that can be told by their look."""
+    for value in sorted(_known, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    for pattern, replacement in _IN_TEXT:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _worth_hiding(value: object) -> bool:
+    text = str(value)
+    return isinstance(value, str) and len(text) >= _SHORTEST and not text.isdigit() and not text.startswith(("/", "<", "${"))
