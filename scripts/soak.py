@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -303,6 +304,8 @@ def main() -> int:
     parser.add_argument("--nan-step", type=int, help="a gradient of this step is not finite, in both trainings")
     parser.add_argument("--folder", type=Path, help="where both runs are kept (default: a temporary folder)")
     given = parser.parse_args()
+    # Whoever ends this script ends the training with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     folder = (given.folder or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
