@@ -48,7 +48,8 @@ def test_every_armed_fault_can_be_armed_and_the_same_seed_draws_the_same(soak_fa
 def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_faults: Any) -> None:
     sleeping = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
     ours, theirs = (
-        subprocess.Popen(sleeping, env=os.environ | {watch.TOKEN: token}, stdout=subprocess.PIPE) for token in ("ours", "theirs")
+        subprocess.Popen(sleeping, env=os.environ | {watch.TOKEN: token}, stdout=subprocess.PIPE)
+        for token in ("ours", "theirs")
     )
     try:
         for process in (ours, theirs):
