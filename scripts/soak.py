@@ -98,7 +98,7 @@ class Soak:
 
     def run(self, longest_s: float) -> None:
         """Until the training is done. Raises AssertionError when it takes too long or gets nowhere."""
-        began = time.monotonic()
+        began = self._died = time.monotonic()
         self._start()
         while not self._ended():
             assert time.monotonic() - began < longest_s, f"not done after {longest_s:.0f} s\n{self.training.describe()}"
@@ -256,6 +256,7 @@ def report(soak: Soak, undisturbed: Training, undisturbed_s: float) -> bool:
     left = max(soak.left_s, default=0.0)
     total = sum(soak.faults.values())
     rows = [("wall clock", f"{soak.wall_s:.0f} s for {steps} steps; undisturbed {undisturbed_s:.0f} s", None)]
+    rows += [("first start", f"{soak.to_first_step[0]:.1f} s", None)]
     rows += [("faults", f"{total}, one every {soak.wall_s / max(1, total):.1f} s", None)]
     rows += [(f"  {kind}", str(number), None) for kind, number in sorted(soak.faults.items())]
     rows += [(f"{role} back after", spread(seconds), None) for role, seconds in sorted(recoveries(run).items())]
