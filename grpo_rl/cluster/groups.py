@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,8 +96,8 @@ class Worker:
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        return f"{reason} ({first_line})\n  log: {self.log_file}\n{self.log_tail()}"
+        words = headline(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
+        return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
         """The last lines of the worker's log, indented."""
@@ -167,6 +168,12 @@ class WorkerGroup:
         """End all processes of the group."""
         for worker in self.workers:
             worker.kill()
+
+
+def headline(text: str, *, at_end: bool) -> str:
+    """The line of an error's text that says what happened, without colours: the first, or the last of a traceback."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
+    return lines[-1 if at_end else 0].strip() if lines else ""
 
 
 def wait_all(
