@@ -122,9 +122,9 @@ def _checkpoints(config: Config) -> Iterator[str]:
 def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     """Keys that need another setting: whether it is there, and what to say where it is not."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    algorithm, trainer = config.algorithm, config.trainer
+    algorithm = config.algorithm
     adaptive = algorithm.kl_ctrl.type == "adaptive"
-    saves = trainer.save_freq > 0
+    saves = config.trainer.save_freq > 0
     rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
     by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
     both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
@@ -135,6 +135,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         **data_checks.switches(config),
+        **_run_switches(config),
         "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
@@ -151,7 +152,6 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         ),
         f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
         f"{a}.checkpoint.async_save": (saves, "needs trainer.save_freq"),
-        "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         f"{a}.adaptive_entropy.target": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
         f"{a}.adaptive_entropy.delta": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
         "algorithm.filter_groups.metric": (groups.enable, needs_filter),
@@ -163,6 +163,15 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
+    }
+
+
+def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """The same for rewards, the run and Ray."""
+    trainer = config.trainer
+    saves = trainer.save_freq > 0
+    return {
+        "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (
             config.reward.custom_reward_function.path is not None,
