@@ -49,8 +49,8 @@ integration() {
 }
 
 faults() {
-    # Each test breaks running trainings, two at a time already.
-    "$PYTHON" -m pytest tests/faults --durations=5 "$@"
+    # Whole files in turn: a file's tests share their processes.
+    "$PYTHON" -m pytest tests/faults -n 2 --dist loadfile --durations=5 "$@"
 }
 
 gpu() {

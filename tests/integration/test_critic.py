@@ -142,7 +142,7 @@ def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tm
     resumed = train(tmp_path, "resumed", *words)
     assert "at step 2" in resumed.output
     assert without_times(_rows(resumed.path)[3]) == pytest.approx(without_times(rows[3]), rel=1e-6, abs=1e-9)
-    for part in ("weights", "critic/weights", "critic/optimizer"):
+    for part in ("weights_rank0", "critic/weights_rank0", "critic/optimizer_rank0"):
         name = f"checkpoints/step_3/{part}.safetensors"
         ours, theirs = load_file(whole.path / name), load_file(resumed.path / name)
         assert all(torch.equal(value, theirs[key]) for key, value in ours.items()), part

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,12 +29,18 @@ def rule(request: pytest.FixtureRequest) -> Iterator[tuple[str, RewardRunner]]:
     runner.close()
 
 
+def peak_mib(pid: int) -> float:
+    """The most memory that the process has had. What getrusage says of children counts what they were forked from, too."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
 def test_each_is_scored_0_or_fails_within_its_deadline_and_its_neighbour_is_right(rule: tuple[str, RewardRunner]) -> None:
     name, runner = rule
     CANARY.unlink(missing_ok=True)
     cases = hostile_responses()
     assert len(cases) >= 150
-    late, scored, neighbours = [], [], []
+    late, scored, neighbours, peaks = [], [], [], []
     for case, text in cases:
         hostile, good = (
             Rollout(Prompt(uid, (1,), "", "any", TRUTHS[name]), 0, (1,), (0.0,), "stop", 1, text=response)
@@ -54,6 +60,7 @@ def test_each_is_scored_0_or_fails_within_its_deadline_and_its_neighbour_is_righ
         runner.wait([good])
         if good.reward != 1.0:
             neighbours.append(case)
+        peaks.append(peak_mib(runner.pids[0]))
     assert (late, scored, neighbours) == ([], [], [])
     assert not CANARY.exists()
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 512 * 1024
+    assert 0 < max(peaks) < 512

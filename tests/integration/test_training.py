@@ -87,7 +87,8 @@ def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
     assert validated == [0, 2]
     expected = ["config.yaml", "overrides.txt", "plots/curves.png", "report.txt", "val/step_0.jsonl", "val/step_2.jsonl"]
     assert [name for name in expected if not (run.path / name).is_file()] == []
-    assert {log.name for log in run.path.glob("logs/*.log")} == {"actor0.log", "console.log", "reference0.log", "rollout0.log"}
+    workers = {"actor0.log", "reference0.log", "rollout0.log", "reward-0.log", "reward-1.log"}
+    assert {log.name for log in run.path.glob("logs/*.log")} == {"console.log"} | workers
 
 
 def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini_batches(model, tmp_path):
@@ -115,7 +116,7 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
         assert row["actor/ratio_max"] > 1.001, "later mini-batches are off-policy"
         assert row["actor/kl_loss"] > 0
     assert_group_advantages(run.rollouts(2))
-    roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log"}
+    roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log", "reward-0.log", "reward-1.log"}
     assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
 
 
