@@ -174,7 +174,7 @@ def start_roles(
     spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
     ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
     ranked = [(actors, actor_factory, (spec,), ())]
-    references = critics = None
+    references = critics = scorers = None
     if derived.needs_reference(config):
         references = cluster.group("reference", slots, threads)
         fsdp = config.actor_rollout_ref.ref.fsdp_config
@@ -183,7 +183,6 @@ def start_roles(
     if needs_critic(config):
         critics = cluster.group("critic", slots, threads, stateful=True)
         ranked.append((critics, critic_factory, (critic_spec(config, spec.policy, total_steps),), ()))
-    scorers = None
     if derived.has_reward_model(config):
         places = cluster.reward_model_slots()
         scorers = cluster.group("reward_model", places, cluster.cores_for(len(places)))
