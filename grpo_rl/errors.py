@@ -66,6 +66,10 @@ class ClusterError(GrpoRlError):
     exit_code = 6
 
 
+class OutOfMemory(ClusterError):
+    """A worker's process asked for more memory than there is. It is alive, and a smaller piece of work may do."""
+
+
 class Preempted(BaseException):
     """A signal asked the run to stop, and what it had learnt is kept.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
+from grpo_rl.cluster.memory import out_of_memory
 from grpo_rl.config.secrets import redact, remember_environment
 
 BEATS = "beats"
@@ -92,9 +93,10 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     try:
         return function(*args, **kwargs)
-    except Exception as error:
+    except Exception as found:
         trace = redact(traceback.format_exc())
         print(trace, file=sys.stderr, flush=True)
+        error = out_of_memory(found) or found
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
