@@ -43,7 +43,7 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
     began = time.monotonic()
     while time.monotonic() < began + CLEAN_S:
         left = [pid for pid in processes(token) if pid != but_not]
-        trackers = [pid for pid in left if _is_tracker(pid)]
+        trackers = [pid for pid in left if is_tracker(pid)]
         victims = [pid for pid in left if pid not in trackers]
         if time.monotonic() > began + TRACKER_S:
             victims = left
@@ -60,7 +60,8 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
     return sorted(set(ended))
 
 
-def _is_tracker(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
+    """Whether this is one of Python's trackers: it removes the shared memory of a process that was killed, and then ends."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

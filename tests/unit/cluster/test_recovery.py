@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -144,3 +146,30 @@ def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
 def _is_zombie(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("dead_already", [True, False])
+def test_shared_memory_of_a_killed_family_is_removed_by_its_tracker(dead_already: bool) -> None:
+    program = (
+        "import time; from multiprocessing.shared_memory import SharedMemory\n"
+        "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert parent.stdout is not None
+        segment = Path("/dev/shm") / parent.stdout.readline().decode().strip()
+        assert segment.exists()
+        if dead_already:
+            parent.kill()
+            parent.wait(10)
+        kill_tree(parent.pid, title=sys.executable.encode())
+        parent.wait(10)
+        deadline = time.monotonic() + 5.0
+        while segment.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not segment.exists()
+    finally:
+        parent.kill()
+        parent.wait(10)
+        assert parent.stdout is not None
+        parent.stdout.close()
