@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from grpo_rl.cluster.health import verdict
 from grpo_rl.cluster.ledger import Ledger
-from grpo_rl.cluster.processes import kill_tree
+from grpo_rl.cluster.processes import descendants, kill_tree
 from grpo_rl.cluster.recovery import Budget, RecoveryLog
+from grpo_rl.cluster.watch import is_tracker
 from grpo_rl.errors import ClusterError
 from grpo_rl.types import Request, Sampling
 
@@ -159,6 +160,9 @@ def test_shared_memory_of_a_killed_family_is_removed_by_its_tracker(dead_already
         assert parent.stdout is not None
         segment = Path("/dev/shm") / parent.stdout.readline().decode().strip()
         assert segment.exists()
+        # A tracker that has just been forked is not known as one yet.
+        while not any(map(is_tracker, descendants(parent.pid))):
+            time.sleep(0.01)
         if dead_already:
             parent.kill()
             parent.wait(10)
