@@ -32,6 +32,8 @@ from grpo_rl.workers.critic import CriticSpec
 from grpo_rl.workers.policy import PolicySpec, Rank
 
 VOCAB = 32
+RANK_HEARTBEAT_S = 2.0
+"""Niced processes that start beside others are silent for seconds."""
 ONE_BY_ONE, BY_TWO = MicroBatchRule(None, 1), MicroBatchRule(None, 2)
 
 
@@ -153,7 +155,7 @@ def _group(
 ) -> Iterator[tuple[Ground, SupervisedGroup]]:
     ground = Ground(slots, folders.mktemp("logs"))
     try:
-        group = ground.group(role, 2, ground.supervisor(max_restarts=50), stateful=True)
+        group = ground.group(role, 2, ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S), stateful=True)
 
         def recipe() -> list[ray.ObjectRef]:
             places = group.where(START_S)

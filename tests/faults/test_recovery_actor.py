@@ -10,7 +10,7 @@ from recovery_ground import is_alive
 
 from grpo_rl.errors import ClusterError
 
-# The goal is 30 s, most of it imports; Ray's processes are niced, and beside other work they take several times as long.
+# The goal is 30 s; beside other work the processes, which Ray has niced, take several times as long to start.
 BACK_IN_TRAINING_S = 60.0
 
 PLACES = [
