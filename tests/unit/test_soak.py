@@ -74,7 +74,7 @@ def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_f
 def test_damage_takes_the_newest_checkpoint_and_never_the_only_one(soak_faults: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for seed in range(12):
-        source = soak_faults.Source(seed, 1, 2)
+        source = soak_faults.Source(seed, 1, 2, 10.0)
         for step in (2, 4):
             store.save(step, lambda folder: (folder / "weights.bin").write_bytes(bytes(100)) and None, {"step": step})
         damaged = source.damage(store.folder)
