@@ -22,6 +22,8 @@ BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
 # Ray starts its workers with a niceness of 15.
 PRELOAD_NICENESS = 19
+# A new process has more right to the processor than a spare that imports, and is soon further.
+PRELOADED_S = 2.0
 
 
 class RemoteError(Exception):
@@ -50,11 +52,20 @@ class Host:
         os.environ.update(environment)
         remember_environment()
         self._worker: Any = None
+        self._preloading: threading.Thread | None = None
         faults.arm()
         self.become(name, log_file)
 
     def become(self, name: str, log_file: str | None) -> None:
-        """Go by this name from now on, and print to this log."""
+        """Go by this name from now on, and print to this log.
+
+        Raises RuntimeError for a process that is still importing: who imports the same from another thread may get half
+        of a module.
+        """
+        if self._preloading is not None:
+            self._preloading.join(PRELOADED_S)
+            if self._preloading.is_alive():
+                raise RuntimeError("still importing")
         self.name = name
         faults.tell(worker=name)
         if log_file is not None:
@@ -66,7 +77,8 @@ class Host:
 
     def preload(self, modules: list[str]) -> None:
         """Import all of these, beside whatever else happens and with less right to the processor."""
-        threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True).start()
+        self._preloading = threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True)
+        self._preloading.start()
 
     def where(self) -> tuple[str, int, int]:
         """This process's node address, its id, and a port that is free there now."""

@@ -17,6 +17,7 @@ from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.batches import combine_stats, forward, gather, mini_batches, per_token, train, trained_lengths
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.cluster.memory import Cut
+from grpo_rl.cluster.processes import track_apart
 from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
@@ -194,4 +195,6 @@ def rollout_factory(spec: Any) -> Any:
     """A RolloutWorker, imported in the process that will run it."""
     from grpo_rl.workers.rollout import RolloutWorker
 
+    if spec.tensor_parallel_size > 1:
+        track_apart()
     return RolloutWorker(spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -149,10 +151,11 @@ def _is_zombie(pid: int) -> bool:
         return file.read().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("dead_already", [True, False])
-def test_shared_memory_of_a_killed_family_is_removed_by_its_tracker(dead_already: bool) -> None:
+@pytest.mark.parametrize("how", ["its family, when it has died", "its family", "its group, as Ray does"])
+def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
     program = (
         "import time; from multiprocessing.shared_memory import SharedMemory\n"
+        "from grpo_rl.cluster.processes import track_apart; track_apart()\n"
         "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
@@ -160,10 +163,11 @@ def test_shared_memory_of_a_killed_family_is_removed_by_its_tracker(dead_already
         assert parent.stdout is not None
         segment = Path("/dev/shm") / parent.stdout.readline().decode().strip()
         assert segment.exists()
-        # A tracker that has just been forked is not known as one yet.
-        while not any(map(is_tracker, descendants(parent.pid))):
-            time.sleep(0.01)
-        if dead_already:
+        [tracker] = descendants(parent.pid)
+        assert is_tracker(tracker)
+        if how == "its group, as Ray does":
+            os.killpg(parent.pid, signal.SIGKILL)
+        elif how == "its family, when it has died":
             parent.kill()
             parent.wait(10)
         kill_tree(parent.pid, title=sys.executable.encode())
