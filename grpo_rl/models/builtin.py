@@ -104,7 +104,10 @@ _COUNTDOWN = dataclasses.replace(
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
-        task="task:countdown?num_numbers=3&max_number=20&min_target=1&max_target=60&operations=+-&template=short&slips=0.6&num_rows=32768",
+        task=(
+            "task:countdown?num_numbers=2,3&max_number=9&min_target=1&max_target=27&operations=+-&template=short"
+            "&slips=0.6&num_rows=32768"
+        ),
     ),
 )
 BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in (_ARITHMETIC, _COUNTDOWN)}
