@@ -171,7 +171,11 @@ class Selection:
     def _data_metrics(self) -> Metrics:
         """What the next prompts depend on: retired ones, shares of sources, pass rates."""
         metrics = self.sampler.metrics()
-        return metrics if self.pass_rates is None else metrics | {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+        return (
+            metrics
+            if self.pass_rates is None
+            else metrics | {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+        )
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:

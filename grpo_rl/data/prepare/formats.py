@@ -98,7 +98,9 @@ def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any])
 
 def _text(record: Record, key: str) -> str:
     if key not in record:
-        ready = "; it is in verl's format already: data.train_files takes the file as it is" if VERL_KEYS <= record.keys() else ""
+        ready = (
+            "; it is in verl's format already: data.train_files takes the file as it is" if record.keys() >= VERL_KEYS else ""
+        )
         raise ValueError(f"there is no {key!r}; the record has {', '.join(sorted(map(str, record))) or 'nothing'}{ready}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():

@@ -105,7 +105,9 @@ def test_every_field_of_a_spec_is_a_plain_value() -> None:
 
 def test_on_cpu_a_prompt_is_never_read_in_parts(tmp_path: Path) -> None:
     model = str(build("builtin:arithmetic", tmp_path / "model"))
-    spec = dataclasses.replace(EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu"), model_path=model)
+    spec = dataclasses.replace(
+        EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu"), model_path=model
+    )
     spec = dataclasses.replace(spec, override_config={})
     arguments = engine_arguments(spec)
     assert arguments["enable_chunked_prefill"] is False and arguments["max_num_batched_tokens"] == spec.max_model_len == 128

@@ -50,7 +50,13 @@ def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_t
 
 
 def test_each_kind_of_failure_is_told_with_its_first_cause() -> None:
-    failures = [("reward_error", "e1"), ("reward_error", "e2"), ("reward_error", "e3"), ("reward_timeout", "t1"), ("reward_timeout", "t2")]
+    failures = [
+        ("reward_error", "e1"),
+        ("reward_error", "e2"),
+        ("reward_error", "e3"),
+        ("reward_timeout", "t1"),
+        ("reward_timeout", "t2"),
+    ]
     told = summary(failures, 8)
     assert told == "5 of 8 rewards failed (3 reward_error, 2 reward_timeout), first: e1; t1; e2"
 
