@@ -104,6 +104,7 @@ _COUNTDOWN = dataclasses.replace(
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
+        num_steps=300,
         task=(
             "task:countdown?num_numbers=2,3&max_number=9&min_target=1&max_target=27&operations=+-&template=short"
             "&slips=0.6&num_rows=32768"
