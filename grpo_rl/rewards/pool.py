@@ -53,6 +53,8 @@ def setup_of(config: RewardConfig, data_sources: list[str]) -> dict[str, Any]:
             "custom_reward_function": {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs},
             "batched": config.batched,
             "function_kwargs": config.function_kwargs,
+            # Options are checked against it.
+            "timeout_s": config.timeout_s,
         },
         "data_sources": data_sources,
         "memory_limit": None if limit is None else int(limit * 2**30),

@@ -186,7 +186,7 @@ class RewardRunner:
         if trouble is not None:
             limit = self._config.memory_limit_gb
             hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
-            raise RewardError(f"the process of the reward functions cannot start{hint}: {trouble}")
+            raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
         with self._changed:
             self._ready.add(number)
             self._last_news = time.monotonic()

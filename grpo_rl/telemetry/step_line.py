@@ -59,9 +59,11 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
     if len(names) > 1:
         shown = "".join(f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:4])
         cells.append(Cell(f"  |{shown}", "dim"))
-    failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in ("timeouts", "errors", "invalid"))
-    if failed > 0:
-        cells.append(Cell(f"  {failed:g} scores failed", "bold red"))
+    told = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
+    failures = {text: metrics.get(f"reward/{kind}", 0.0) for text, kind in told.items()}
+    if failed := sum(failures.values()):
+        kinds = ", ".join(f"{count:g} {text}" for text, count in failures.items() if count)
+        cells.append(Cell(f"  {failed:g} scores failed ({kinds})", "bold red"))
     return cells
 
 

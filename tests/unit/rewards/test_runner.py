@@ -244,8 +244,23 @@ def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monke
     monkeypatch.setenv("BROKEN", "1")
     runner = RewardRunner(function, config)
     try:
-        with pytest.raises(RewardError, match=r"cannot start .*once\.py failed: KeyError: 'a setting'"):
+        with pytest.raises(RewardError, match=r"cannot start: .*once\.py failed: KeyError: 'a setting'"):
             runner.wait([rollout("a")])
+    finally:
+        runner.close()
+
+
+def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
+    config = RewardConfig(functions=["code"], timeout_s=60, num_workers=1)
+    runner = RewardRunner(RewardFunction.from_config(config), config, data_sources=["code"])
+    truth = {"inputs": ["1 2", "5 5"], "outputs": ["3", "10"]}
+    right, half = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"
+    rollouts = [
+        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", 1, text=text)
+        for uid, text in (("a", right), ("b", half))
+    ]
+    try:
+        assert [scored.reward for scored in runner.wait(rollouts)] == [1.0, 0.5]
     finally:
         runner.close()
 

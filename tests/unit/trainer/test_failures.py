@@ -11,6 +11,7 @@ import torch
 from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.config.schema import AlgorithmConfig, OverlongBufferConfig
 from grpo_rl.data.collate import collate
+from grpo_rl.rewards.failures import summary
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
 from grpo_rl.trainer.failures import scored, with_reward
@@ -46,6 +47,18 @@ def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_t
     assert told == ["2 of 3 rewards failed (1 reward_error, 1 reward_timeout), first: a is too hard; b is too hard"]
     scored(Rewarder(), given[:1], told.append)
     assert len(told) == 1
+
+
+def test_each_kind_of_failure_is_told_with_its_first_cause() -> None:
+    failures = [
+        ("reward_error", "e1"),
+        ("reward_error", "e2"),
+        ("reward_error", "e3"),
+        ("reward_timeout", "t1"),
+        ("reward_timeout", "t2"),
+    ]
+    told = summary(failures, 8)
+    assert told == "5 of 8 rewards failed (3 reward_error, 2 reward_timeout), first: e1; t1; e2"
 
 
 def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
