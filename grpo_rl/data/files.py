@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.data.jsonl import first_line, open_json
-from grpo_rl.data.source import Joined, Rows, Source
+from grpo_rl.data.source import HubRows, Joined, Rows, Source
 from grpo_rl.data.tables import Table
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
@@ -131,7 +131,7 @@ def _from_hub(name: str) -> Source:
         ) from error
     if len(rows) == 0:
         raise DataError(f"{name}: the data set has no rows")
-    return Rows(name, rows)
+    return HubRows(name, rows)
 
 
 def _neighbours(path: Path) -> str:
