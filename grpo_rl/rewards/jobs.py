@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.rewards.calls import Component
 from grpo_rl.rewards.compose import place, sample_of
@@ -12,8 +12,12 @@ from grpo_rl.rewards.failures import ERROR, INVALID, KINDS, TIMEOUT, RewardFailu
 from grpo_rl.rewards.pool import Reply
 from grpo_rl.rewards.results import Result, read_result
 from grpo_rl.rewards.wire import encode, frame
-from grpo_rl.types import Rollout
 
+if TYPE_CHECKING:  # types imports torch, which trying a function out does without
+    from grpo_rl.types import Rollout
+
+Item = TypeVar("Item")
+UNSENDABLE = "ground_truth or extra_info cannot be sent to a reward function"
 Outcome = Result | RewardFailure
 
 
@@ -39,7 +43,8 @@ class Job:
         for component, answer in zip(self.components, reply.answers, strict=False):
             column = self._column(component, answer)
             for row, rollout, one in zip(rows, self.rollouts, column, strict=True):
-                row.append(_read_answer(one, place(component.name, rollout)))
+                outcome = read_answer(one)
+                row.append(outcome.at(place(component.name, rollout)) if isinstance(outcome, RewardFailure) else outcome)
         if reply.ended is not None:
             self.failed_as_whole = True
             name = self.components[len(reply.answers)].name
@@ -71,12 +76,32 @@ def request_for(jobs: Sequence[Job]) -> tuple[bytes, list[Job]]:
         try:
             calls.append(encode([sample_of(rollout) for rollout in job.rollouts]))
         except (TypeError, ValueError) as error:
-            job.fail(RewardFailure(ERROR, f"ground_truth or extra_info cannot be sent to a reward function: {error}"))
+            job.fail(RewardFailure(ERROR, f"{UNSENDABLE}: {error}"))
             job.done = True
         else:
             sent.append(job)
     functions = encode([component.name for component in jobs[0].components])
     return frame(b'{"functions": %b, "calls": [%b]}' % (functions, b", ".join(calls))), sent
+
+
+def spared(
+    items: Sequence[Item],
+    failed: Sequence[Outcome],
+    alone: Callable[[Sequence[Item]], Sequence[Outcome]],
+    together: Callable[[Sequence[Item]], Sequence[Outcome]],
+) -> list[Outcome]:
+    """What a function of lists says of each item after a call with all of them has `failed`.
+
+    It is called with each `alone`, and then with all that it did not fail for `together`: they get the scores that they would
+    have had if the others had never been written. Where it fails for none alone, all have failed.
+    """
+    single = alone(items)
+    good = [place for place, outcome in enumerate(single) if not isinstance(outcome, RewardFailure)]
+    if len(good) == len(single):
+        whole = [failure for failure in failed if isinstance(failure, RewardFailure)]
+        return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
+    found = dict(zip(good, together([items[place] for place in good]), strict=True)) if good else {}
+    return [found.get(place, outcome) for place, outcome in enumerate(single)]
 
 
 def _missing(reply: Reply, timeout_s: float, rollout: Rollout) -> RewardFailure:
@@ -86,7 +111,7 @@ def _missing(reply: Reply, timeout_s: float, rollout: Rollout) -> RewardFailure:
     return RewardFailure(ERROR, str(reply.ended))
 
 
-def _read_answer(answer: Any, where: str) -> Outcome:
+def read_answer(answer: Any) -> Outcome:
     """What a process says of one response; its word is checked like a function's, as that may be who wrote it."""
     try:
         if isinstance(answer, dict) and answer.get("failure") in KINDS:
@@ -95,4 +120,4 @@ def _read_answer(answer: Any, where: str) -> Outcome:
             raise RewardFailure(INVALID, "the process answered something else")
         return read_result(answer["result"])
     except RewardFailure as failure:
-        return failure.at(where)
+        return failure

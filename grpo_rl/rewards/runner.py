@@ -13,7 +13,7 @@ from grpo_rl.config.schema import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.failures import RewardFailure, summary
-from grpo_rl.rewards.jobs import Job, Outcome, request_for
+from grpo_rl.rewards.jobs import Job, Outcome, request_for, spared
 from grpo_rl.rewards.pool import KILL_S, START_TIMEOUT_S, Reply, Worker, setup_of
 from grpo_rl.rewards.pool_log import OutputLog
 from grpo_rl.types import GREEDY, Rollout
@@ -113,28 +113,23 @@ class RewardRunner:
     # ---- functions that take lists -------------------------------------------------------------------
 
     def _spared(self, job: Job) -> list[Outcome]:
-        """What the function says of each response, where those that make it fail take their scores from no others.
-
-        After a call that failed as a whole it is called with each response alone, and then with all that it did not fail
-        for: they get the scores that they would have had if the others had never been written.
-        """
+        """What the function says of each response; those that make the whole call fail take their scores from no others."""
         outcomes = [row[0] for row in job.outcomes]
         if not (job.failed_as_whole and job.is_joint):
             return outcomes
         components = list(job.components)
-        alone = [Job([rollout], components) for rollout in job.rollouts]
-        self._put(alone)
-        self._await(alone)
-        good = [place for place, one in enumerate(alone) if not isinstance(one.outcomes[0][0], RewardFailure)]
-        if len(good) == len(alone):
-            failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
-            return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in failures]
-        again = Job([job.rollouts[place] for place in good], job.components)
-        if good:
-            self._put([again])
-            self._await([again])
-        found = dict(zip(good, again.outcomes, strict=True)) if good else {}
-        return [found[place][0] if place in found else one.outcomes[0][0] for place, one in enumerate(alone)]
+
+        def called(jobs: Sequence[Job]) -> list[Outcome]:
+            self._put(jobs)
+            self._await(jobs)
+            return [row[0] for one in jobs for row in one.outcomes]
+
+        return spared(
+            job.rollouts,
+            outcomes,
+            alone=lambda rollouts: called([Job([rollout], components) for rollout in rollouts]),
+            together=lambda rollouts: called([Job(rollouts, job.components)]),
+        )
 
     # ---- what a rollout gets -------------------------------------------------------------------------
 
