@@ -91,16 +91,23 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
     """
     from transformers import AutoModelForCausalLM
 
-    attention.register()
-    if on_meta:
-        config._attn_implementation = attention.ATTENTION_NAME
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    else:
-        lm = read_weights(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, key=key)
+    lm = packed_model(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=key)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
+
+
+def packed_model(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str) -> Any:
+    """The model of this auto class in float32 with packed attention, with the folder's weights or, `on_meta`, without storage.
+
+    Raises ConfigError as `read_weights` does.
+    """
+    attention.register()
+    if not on_meta:
+        return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key)
+    config._attn_implementation = attention.ATTENTION_NAME
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
 
 def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY) -> Any:
