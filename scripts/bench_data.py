@@ -71,6 +71,9 @@ def load(path: Path, curriculum: str, cache_dir: str) -> None:
     )
     data = load_dataset([str(path)], config.data, tokenizer, max_samples=-1)
     loaded = time.perf_counter() - started
+    if curriculum == "difficulty":
+        data.difficulty()
+        print(f"{path.name}: the difficulty of every row read in {time.perf_counter() - started - loaded:.2f} s")
     sampler = make_sampler(config, data, None)
     for number in range(NUM_BATCHES):
         batch = [data.prompt(index, uid) for index, uid in sampler.next_batch()]

@@ -245,9 +245,9 @@ def _at(tree: Any, key: str) -> Any:
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
     """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
-    key = security_checks.OWN_CODE
-    if config.actor_rollout_ref.model.trust_remote_code and key not in line.keys:
-        yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
+    for key in security_checks.allows_code(config):
+        if key not in line.keys:
+            yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,34 @@
+"""What reward processes print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LOG_LIMIT = 4 * 2**20
+"""Bytes of what a process prints that are kept."""
+LAST_LINES = 500
+"""Characters of its log that an error quotes."""
+
+
+class OutputLog:
+    """What the processes in one place print, up to `LOG_LIMIT` bytes, in a file; without one it is only remembered for errors."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("ab")
+        self._room = LOG_LIMIT
+        self.last = b""
+
+    def write(self, data: bytes) -> None:
+        """Keep the data as far as there is room; the rest is dropped, which is noted once."""
+        self.last = (self.last + data)[-LAST_LINES:]
+        if self._file is None or self._room <= 0:
+            return
+        self._file.write(data[: self._room])
+        self._room -= len(data)
+        if self._room <= 0:
+            self._file.write(b"\n[all further output is dropped]\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
