@@ -22,6 +22,8 @@ BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
 # Ray starts its workers with a niceness of 15.
 PRELOAD_NICENESS = 19
+PRELOADED = "everything is imported"
+"""What a spare says in its log when it is ready."""
 # A new process has more right to the processor than a spare that imports, and is soon further.
 PRELOADED_S = 2.0
 
@@ -147,6 +149,7 @@ def _import_all(modules: list[str]) -> None:
             # Whoever needs it imports it again, and hears why that does not work.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    print(PRELOADED, flush=True)
 
 
 def _redirect_output(log_file: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_rl.cluster.watch import is_tracker
+from grpo_rl.cluster.watch import is_tracker, remove_segments
+from grpo_rl.rollout.environment import own_folder
 
 _trackers: list[subprocess.Popen[bytes]] = []
 _ROUNDS = 3
@@ -56,6 +57,9 @@ def kill_tree(pid: int, title: bytes = b"ray::") -> None:
         for victim in victims:
             _signal(victim)
         victims = []
+    folder = own_folder(pid)
+    if folder is not None:
+        remove_segments(folder)
 
 
 def track_apart() -> None:
