@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import Sequence
-from multiprocessing import resource_tracker, util
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_rl.cluster.watch import is_tracker
+from grpo_rl.cluster.watch import is_tracker, remove_segments
+from grpo_rl.rollout.environment import own_folder
 
-_trackers: list[subprocess.Popen[bytes]] = []
 _ROUNDS = 3
 """A group is looked through again: a member may have started another while it was."""
 
@@ -56,27 +52,9 @@ def kill_tree(pid: int, title: bytes = b"ray::") -> None:
         for victim in victims:
             _signal(victim)
         victims = []
-
-
-def track_apart() -> None:
-    """Start Python's tracker of shared memory for this process in a group of its own.
-
-    Ray ends the group of a worker that died, a second after it has asked: with the tracker in it, and children that take
-    longer to end, what they shared would stay in memory until the machine is started again.
-    """
-
-    def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
-        words = [os.fsdecode(word) for word in arguments]
-        # Kept, or its destructor would warn of a child that still runs.
-        _trackers.append(subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0))
-        return _trackers[-1].pid
-
-    before = util.spawnv_passfds
-    util.spawnv_passfds = spawn  # type: ignore[assignment]
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        util.spawnv_passfds = before
+    folder = own_folder(pid)
+    if folder is not None:
+        remove_segments(folder)
 
 
 def descendants(pid: int) -> list[int]:

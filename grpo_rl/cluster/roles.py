@@ -17,8 +17,8 @@ from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.batches import combine_stats, forward, gather, mini_batches, per_token, train, trained_lengths
 from grpo_rl.cluster.groups import WorkerGroup
 from grpo_rl.cluster.memory import Cut
-from grpo_rl.cluster.processes import track_apart
 from grpo_rl.cluster.supervised import SupervisedGroup
+from grpo_rl.cluster.trackers import track_apart
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
 from grpo_rl.types import Batch, Metrics

@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_rl.cluster import auth, presence, watch
 from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.rollout.environment import SESSION_FOLDER
 
 # Weights travel through shared memory two buckets at a time; batches are small beside them.
 OBJECT_STORE_BYTES = 2 * 2**30
@@ -108,15 +109,17 @@ def watched(record: Path | None = None) -> Iterator[Path]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C on the terminal is for the controller
     )
-    earlier = os.environ.get(watch.TOKEN)
-    os.environ[watch.TOKEN] = token
+    ours = {watch.TOKEN: token, SESSION_FOLDER: str(folder)}
+    earlier = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield folder
     finally:
-        if earlier is None:
-            del os.environ[watch.TOKEN]
-        else:
-            os.environ[watch.TOKEN] = earlier
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         assert watcher.stdin is not None
         watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -56,8 +56,17 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
         time.sleep(0.05)
     with contextlib.suppress(OSError):
         if (folder / MARKER).read_text() == token:
+            remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
     return sorted(set(ended))
+
+
+def remove_segments(folder: Path) -> None:
+    """Remove shared memory of vLLM's processes that no tracker knows: it is called after a file of theirs in this folder."""
+    for file in folder.glob("**/vllm_dist_*"):
+        for segment in Path("/dev/shm").glob(f"{file.name}-*"):
+            with contextlib.suppress(OSError):
+                segment.unlink()
 
 
 def is_tracker(pid: int) -> bool:

@@ -48,7 +48,9 @@ def segments(pids: Sequence[int]) -> set[str]:
     found = set()
     for pid in pids:
         try:
-            found |= set(re.findall(r" /dev/shm/(psm_\S+|sem\.\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+            found |= set(
+                re.findall(r" /dev/shm/(psm_\S+|sem\.\S+|vllm_dist_\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+            )
         except OSError:
             continue
     return found

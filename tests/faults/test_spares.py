@@ -12,6 +12,7 @@ import tiny_roles
 from recovery_ground import START_S, Ground, is_alive, until
 
 from grpo_rl.cluster import watch
+from grpo_rl.cluster.host import PRELOADED
 from grpo_rl.cluster.placement import Pool
 from grpo_rl.cluster.spares import NAME
 from grpo_rl.cluster.supervised import SupervisedGroup
@@ -65,6 +66,8 @@ def test_a_spare_takes_the_place_of_the_next_one_that_is_lost(actors):
     kill(actors.workers[0].pid)
     assert actors.call("update", 3) == [27]
     spare = one_spare(actors)
+    log = actors.workers[0].log_file.with_name(f"{NAME}.log")
+    until(lambda: PRELOADED in log.read_text(), START_S, "the spare has imported everything")
 
     kill(actors.workers[0].pid)
     began = time.monotonic()

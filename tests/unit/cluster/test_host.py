@@ -36,3 +36,12 @@ def test_a_spare_that_still_imports_takes_no_place(tmp_path: Path, monkeypatch: 
     spare.become("actor0", None)
     assert spare.name == "actor0" and "imported_slowly" in sys.modules
     del sys.modules["imported_slowly"]
+
+
+def test_a_list_that_comes_after_the_place_was_taken_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imported_late.py").write_text("")
+    spare = Host("spare", None, {})
+    spare.become("actor0", None)
+    spare.preload(["imported_late"])
+    assert spare._preloading is None and "imported_late" not in sys.modules

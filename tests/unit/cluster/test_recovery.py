@@ -155,7 +155,7 @@ def _is_zombie(pid: int) -> bool:
 def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
     program = (
         "import time; from multiprocessing.shared_memory import SharedMemory\n"
-        "from grpo_rl.cluster.processes import track_apart; track_apart()\n"
+        "from grpo_rl.cluster.trackers import track_apart; track_apart()\n"
         "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
