@@ -15,6 +15,7 @@ from grpo_rl import faults
 from grpo_rl.cluster.host import BEATS, Host, RemoteError
 from grpo_rl.cluster.placement import Slot
 from grpo_rl.cluster.processes import end_process
+from grpo_rl.config import secrets
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
 
 LOG_TAIL_LINES = 12
@@ -70,7 +71,7 @@ class Worker:
         self.actor: Any = (
             remote(concurrency_groups={BEATS: 1})(Host)
             .options(num_cpus=0, max_concurrency=threads, scheduling_strategy=strategy)
-            .remote(self.name, str(log_file), {**environment, **devices})
+            .remote(self.name, str(log_file), {**environment, **devices}, secrets.known())
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
