@@ -7,6 +7,7 @@ the command line.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ def compose(argv: Sequence[str]) -> Composed:
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
     config, value_problems = convert_or_explain(raw)
+    secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)
     problems += security_checks.targets(raw)
     problems += _own_code_in_recipe(config, line)

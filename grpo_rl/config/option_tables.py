@@ -9,7 +9,7 @@ TASK_OPTIONS: dict[str, str] = {
     "arithmetic": "num_rows:int forms:str carrying:float forgotten_carries:float split:train|val seed:int",
     "countdown": (
         "num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int "
-        "operations:str whole_steps:bool template:tags|short split:train|val seed:int"
+        "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
     ),
 }
 REWARD_OPTIONS: dict[str, str] = {

@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     finally:
         trial.close()
     show(outcomes, len(rows) - len(usable), console)
-    if printed := trial.log.last.decode(errors="replace").strip():
+    if printed := trial.log.last:
         console.print(Text(f"the end of what it printed: {_printable(printed)}"))
     if interrupted:
         return INTERRUPTED

@@ -109,7 +109,7 @@ class Worker:
         else:
             reason = str(answer.get("failed", answer)) if isinstance(answer, dict) else str(answer)
         self.kill()
-        said = self._log.last.decode(errors="replace").strip()
+        said = self._log.last
         return f"{reason}; its last output: {said}" if said else reason
 
     def ask(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.config.secrets import remember_environment
 from grpo_rl.rewards.calls import Component, Sample, call, call_batch
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.failures import INVALID, RewardFailure, shortened
@@ -32,6 +33,7 @@ WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\
 def main(arguments: Sequence[str]) -> None:
     """Serve until the parent is gone; never returns."""
     descriptor, permits, parent = map(int, arguments)
+    remember_environment()
     _die_with_parent()
     # Orphans come to this process, so that the one who ends it finds them.
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
