@@ -19,7 +19,7 @@ from grpo_rl.rewards.runner import RewardRunner
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 UNRULY = Path(__file__).with_name("unruly.py")
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.6
 GRACE_S = 0.5
 
 
