@@ -138,7 +138,7 @@ def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make
 
 def test_a_save_whose_process_is_gone_is_made_again_whatever_the_setting(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=1, on_save_error="stop"), total_steps=2, with_val=False)
-    answers = iter([SaveLost("gone")])
+    answers = iter([SaveLost()])
 
     def saved(wait_s: float) -> dict[str, tuple[int, str]]:
         for error in answers:
