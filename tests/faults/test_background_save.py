@@ -54,8 +54,11 @@ def test_a_rank_killed_while_it_saves_costs_that_save_alone(actor_ranks, tmp_pat
     assert {path.name: path.read_bytes() for path in (tmp_path / "step_1").iterdir()} == committed
     assert verify(tmp_path / "step_1").state["step"] == 1
 
+    # The last save of a run, for which there is no next one, is made again.
+    scene.arm(KILLED, 1)
     saving.settle(3, lambda: {"step": 3})
-    assert commits == [1, 3]
+    assert commits == [1, 3] and saving.num_failed == 1
+    assert lines.warnings[-1][1].endswith("gone, and the part with it: step 3 is saved once more")
     scene.role.update(make_batch(0))
     scene.role.load(verify(tmp_path / "step_3").folder)
     assert scene.digest() == undisturbed
