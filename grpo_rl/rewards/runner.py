@@ -242,13 +242,12 @@ class RewardRunner:
 
         if jobs:
             worker.ask(request, replies, len(jobs[0].components), self._config.timeout_s, settle)
+        settle()
         guilty = not worker.died_by_itself or worker.num_answered == 1
         left = list(jobs[num_done:])
         if left and guilty and replies[num_done].ended is not None:
             left[0].settle(replies[num_done], self._config.timeout_s)
             self._tell([left.pop(0)], number, worker)
-        else:
-            self._tell([], number, worker)
         return left
 
     def _tell(self, jobs: Sequence[Job], number: int, worker: Worker) -> None:
