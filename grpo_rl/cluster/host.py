@@ -112,4 +112,4 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
