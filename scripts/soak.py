@@ -284,15 +284,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def calibrated(folder: Path, model: Path, ranks: int, minutes: float) -> int:
-    """So many steps that the disturbed training takes about these minutes."""
+def seconds_per_step(folder: Path, model: Path, ranks: int) -> float:
+    """Of a short undisturbed training."""
     short = Training(folder, "calibration", words(model, CALIBRATION_STEPS, ranks)).start()
     assert short.wait(600) == 0, short.describe()
     times = [float(row["timing_s/step"]) for row in read_metrics(short.path / "metrics.jsonl")]
-    seconds = statistics.median(times[2:])
-    steps = max(CALIBRATION_STEPS, int(minutes * 60 * EXPECTED_SHARE / seconds))
-    say(f"a step takes {seconds:.2f} s: {steps} steps")
-    return steps
+    return statistics.median(times[2:])
 
 
 def main() -> int:
@@ -312,10 +309,14 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     model = builtin.build("builtin:arithmetic", folder / "random")
     say(f"everything is kept in {folder}")
-    steps = given.steps or calibrated(folder, model, given.ranks, given.minutes)
+    seconds = seconds_per_step(folder, model, given.ranks)
+    steps = given.steps or max(CALIBRATION_STEPS, int(given.minutes * 60 * EXPECTED_SHARE / seconds))
+    say(f"a step takes {seconds:.2f} s: {steps} steps")
     always = f"actor.update.loss:nan@step={given.nan_step}" if given.nan_step else ""
     disturbed = Training(folder, "disturbed", words(model, steps, given.ranks))
-    soak = Soak(disturbed, soak_faults.Source(given.seed, given.ranks, SAVE_FREQ), steps, given.rate, always)
+    soak = Soak(
+        disturbed, soak_faults.Source(given.seed, given.ranks, SAVE_FREQ, given.rate / seconds), steps, given.rate, always
+    )
     undisturbed = Training(folder, "undisturbed", words(model, steps, given.ranks), always)
     try:
         soak.run(longest_s=max(600.0, given.minutes * 60 * 4))

@@ -47,29 +47,35 @@ ARMED = (
     "driver.phase:kill9@phase=update_actor,step={step},once",
     "driver.log:kill9@step={step},once",
 )
-ARMED_AT_ONCE = 2
-AHEAD = (3, 20)
-"""An armed fault waits for a step so many steps after the newest commit."""
+AHEAD = ((0.5, 1.5), (1.5, 2.5))
+"""Two faults are armed at once; each waits for a step so far after the newest commit, in steps between two faults."""
+FEWEST_AHEAD = 3
 REWARD_PROCESS = b"grpo_rl.rewards.pool_worker"
 
 
 class Source:
     """Draws faults."""
 
-    def __init__(self, seed: int, num_ranks: int, save_freq: int) -> None:
+    def __init__(self, seed: int, num_ranks: int, save_freq: int, steps_between: float) -> None:
         self.random = random.Random(seed)
         self.num_ranks = num_ranks
         self.save_freq = save_freq
+        self.steps_between = steps_between
+        """Training steps between two faults, about."""
 
     def armed(self, commit: int, last_step: int) -> list[str]:
         """Fault points for a driver that goes on from `commit`: GRPO_FAULT entries."""
         entries = []
-        for template in self.random.sample(ARMED, ARMED_AT_ONCE):
-            step = commit + self.random.randint(*AHEAD)
+        for template, ahead in zip(self.random.sample(ARMED, len(AHEAD)), AHEAD, strict=True):
+            few = max(FEWEST_AHEAD, round(self.random.uniform(*ahead) * self.steps_between))
+            step = commit + few
             saved = -(-step // self.save_freq) * self.save_freq
-            few = self.random.randint(2, 8)
             if saved < last_step:  # the last save is not optional
-                entries.append(template.format(step=step, saved=saved, few=few, rank=self.random.randrange(self.num_ranks)))
+                entries.append(
+                    template.format(
+                        step=step, saved=saved, few=-(-few // self.save_freq), rank=self.random.randrange(self.num_ranks)
+                    )
+                )
         return entries
 
     def draw(self) -> str:

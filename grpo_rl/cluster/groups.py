@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl import faults
-from grpo_rl.cluster.host import BEATS, Host, RemoteError
+from grpo_rl.cluster.host import BEATS, RemoteError
 from grpo_rl.cluster.placement import Slot
 from grpo_rl.cluster.processes import end_process
-from grpo_rl.config import secrets
+from grpo_rl.cluster.spares import Place, Spares
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
 
 LOG_TAIL_LINES = 12
@@ -55,9 +54,9 @@ class NoAnswer(WorkerFailed):
 class Worker:
     """A handle to one process."""
 
-    def __init__(self, role: str, rank: int, slot: Slot, log_file: Path, environment: dict[str, str], threads: int) -> None:
-        self._recipe = (role, rank, slot, log_file, environment, threads)
-        self.name = f"{role}{rank}"
+    def __init__(self, name: str, place: Place, log_file: Path, spares: Spares | None = None) -> None:
+        self.name = name
+        self.place = place
         self.log_file = log_file
         self.pid: int | None = None
         self.address: str | None = None
@@ -65,14 +64,8 @@ class Worker:
         """Why the controller ended the process, if it did."""
         self.excused = False
         """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
-        strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundles[0])
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
-        remote: Any = ray.remote  # whose types do not know concurrency groups
-        self.actor: Any = (
-            remote(concurrency_groups={BEATS: 1})(Host)
-            .options(num_cpus=0, max_concurrency=threads, scheduling_strategy=strategy)
-            .remote(self.name, str(log_file), {**environment, **devices}, secrets.known())
-        )
+        spare = None if spares is None else spares.take(place, name, log_file)
+        self.actor: Any = place.start(name, log_file) if spare is None else spare
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
@@ -81,9 +74,9 @@ class Worker:
             return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
-    def again(self) -> Worker:
-        """A new process in the same place, with nothing in it yet."""
-        return Worker(*self._recipe)
+    def again(self, spares: Spares | None = None) -> Worker:
+        """Another process in the same place, with no worker in it yet."""
+        return Worker(self.name, self.place, self.log_file, spares)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
         """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
@@ -134,7 +127,7 @@ class WorkerGroup:
         self.role = role
         self.call_timeout_s = call_timeout_s
         self.workers = [
-            Worker(role, rank, slot, log_dir / f"{role}{rank}.log", environment, threads_per_worker)
+            Worker(f"{role}{rank}", Place(slot, environment, threads_per_worker), log_dir / f"{role}{rank}.log")
             for rank, slot in enumerate(slots)
         ]
 

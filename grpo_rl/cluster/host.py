@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +20,8 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
+# Ray starts its workers with a niceness of 15.
+PRELOAD_NICENESS = 19
 
 
 class RemoteError(Exception):
@@ -45,12 +50,24 @@ class Host:
         os.environ.update(environment)
         remember_environment()
         remember(secret)
-        self.name = name
         self._worker: Any = None
         faults.arm()
+        self.become(name, log_file)
+
+    def become(self, name: str, log_file: str | None) -> None:
+        """Go by this name from now on, and print to this log."""
+        self.name = name
         faults.tell(worker=name)
         if log_file is not None:
             _redirect_output(Path(log_file))
+
+    def modules(self) -> list[str]:
+        """All that is imported here, in the order in which it was."""
+        return list(sys.modules)
+
+    def preload(self, modules: list[str]) -> None:
+        """Import all of these, beside whatever else happens and with less right to the processor."""
+        threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True).start()
 
     def where(self) -> tuple[str, int, int]:
         """This process's node address, its id, and a port that is free there now."""
@@ -100,6 +117,17 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
+def _import_all(modules: list[str]) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        # On Linux each thread has a niceness of its own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRELOAD_NICENESS)
+    for name in modules:
+        if name not in sys.modules:
+            # Whoever needs it imports it again, and hears why that does not work.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
 def _redirect_output(log_file: Path) -> None:
     """Everything this process and its children print goes to its log, libraries written in C included.
 
@@ -112,4 +140,5 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
+    if not isinstance(sys.stdout, HidingStream):  # a process may get another name, and another log
+        sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)

@@ -105,10 +105,11 @@ class Replicas:
 
     def _replace(self, worker: Worker) -> None:
         assert self.supervisor is not None and self._build is not None
+        fresh = worker.again(self.supervisor.spares)
         with self._lock:
             if self.supervisor.closed:
+                fresh.kill()
                 return
-            fresh = worker.again()
             # Whoever ends the group ends the new process, too.
             self.group.workers[self.group.workers.index(worker)] = fresh
             self._ready = [other for other in self._ready if other is not worker]
@@ -124,6 +125,7 @@ class Replicas:
         except GrpoRlError as error:
             self._give_up(error)
             return
+        self.supervisor.spares.prepare([fresh])
         self.supervisor.log.on_restart(fresh.name, fresh.pid)
         with self._lock:
             self._ready.append(fresh)

@@ -66,6 +66,8 @@ class TrainerConfig:
     updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
     recover_memory_gib: Positive = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    keep_spares: bool = True
+    """Once a worker had to be started again: keep a process ready in its place that has everything imported, so that the next time takes a second or two. Costs the memory of its libraries, some hundred MB; nothing before the first failure."""
     heartbeat_s: Positive = 5.0
     """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
     max_restarts: CountOrZero = 5

@@ -34,7 +34,7 @@ def soak(monkeypatch: pytest.MonkeyPatch, soak_faults: Any) -> Any:
 def test_every_armed_fault_can_be_armed_and_the_same_seed_draws_the_same(soak_faults: Any, tmp_path: Path) -> None:
     seen = set()
     for seed in range(60):
-        first, second = (soak_faults.Source(seed, num_ranks=2, save_freq=2) for _ in range(2))
+        first, second = (soak_faults.Source(seed, num_ranks=2, save_freq=2, steps_between=10.0) for _ in range(2))
         entries = first.armed(10, 1000)
         assert entries == second.armed(10, 1000)
         assert [first.draw() for _ in range(5)] == [second.draw() for _ in range(5)]
@@ -42,7 +42,7 @@ def test_every_armed_fault_can_be_armed_and_the_same_seed_draws_the_same(soak_fa
         seen |= {entry.partition("@")[0] for entry in entries}
     faults.arm("")
     assert seen == {template.partition("@")[0] for template in soak_faults.ARMED}
-    assert soak_faults.Source(0, 1, 2).armed(10, last_step=10) == [], "nothing is armed for after the end"
+    assert soak_faults.Source(0, 1, 2, 10.0).armed(10, last_step=10) == [], "nothing is armed for after the end"
 
 
 def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_faults: Any) -> None:
@@ -54,7 +54,7 @@ def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_f
     try:
         for process in (ours, theirs):
             assert process.stdout is not None and process.stdout.readline() == b"\n"
-        source = soak_faults.Source(0, 1, 2)
+        source = soak_faults.Source(0, 1, 2, 10.0)
         status = {"pid": os.getpid(), "workers": {"rollout0": ours.pid, "rollout1": theirs.pid, "actor0": theirs.pid}}
         picked = {source.victim("kill -9 replica", status, {"token": "ours"}) for _ in range(20)}
         assert picked == {ours.pid}, "the number of a process that is gone may be anybody's by now"
@@ -74,7 +74,7 @@ def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_f
 def test_damage_takes_the_newest_checkpoint_and_never_the_only_one(soak_faults: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for seed in range(12):
-        source = soak_faults.Source(seed, 1, 2)
+        source = soak_faults.Source(seed, 1, 2, 10.0)
         for step in (2, 4):
             store.save(step, lambda folder: (folder / "weights.bin").write_bytes(bytes(100)) and None, {"step": step})
         damaged = source.damage(store.folder)
