@@ -166,5 +166,5 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    if not isinstance(sys.stdout, HidingStream):
+    if not isinstance(sys.stdout, HidingStream):  # a process may get another name, and another log
         sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
