@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
 from grpo_rl.cluster.memory import out_of_memory
-from grpo_rl.config.secrets import redact, remember_environment
+from grpo_rl.config.hiding import HidingStream
+from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
@@ -50,9 +51,10 @@ class Host:
     are read when torch is loaded.
     """
 
-    def __init__(self, name: str, log_file: str | None, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, log_file: str | None, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
         os.environ.update(environment)
         remember_environment()
+        remember(secret)
         self._worker: Any = None
         self._preloading: threading.Thread | None = None
         self._has_place = False
@@ -153,7 +155,10 @@ def _import_all(modules: list[str]) -> None:
 
 
 def _redirect_output(log_file: Path) -> None:
-    """Everything this process and its children print goes to its log, libraries written in C included."""
+    """Everything this process and its children print goes to its log, libraries written in C included.
+
+    Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
+    """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -161,3 +166,5 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    if not isinstance(sys.stdout, HidingStream):  # a process may get another name, and another log
+        sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)

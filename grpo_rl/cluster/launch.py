@@ -18,6 +18,7 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.session import clean_earlier, ray_session
 from grpo_rl.cluster.start import Cluster, start_roles
 from grpo_rl.config.compose import Composed
+from grpo_rl.config.hiding import scrub
 from grpo_rl.config.schema import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
@@ -49,6 +50,7 @@ def run(composed: Composed, plan: Plan) -> int:
     with ExitStack() as stack:
         run_dir = RunDir.create(config.trainer.default_local_dir, config.trainer.experiment_name)
         stack.callback(run_dir.release)
+        stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
         checkpoint = resume_folder(config, run_dir, console)
         earlier = run_dir.start_fresh() if checkpoint is None else None

@@ -205,8 +205,8 @@ _NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
 def _without_effect(config: Config) -> Iterator[str]:
     for key, (has_effect, reason) in _has_effect(config).items():
         value = value_of(config, key)
-        if not has_effect and value != leaves()[key].default:
-            yield f"{key}={show(value)}: {reason}; leave it out"
+        if not has_effect and value != (default := leaves()[key].default):
+            yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"
 
 
 def value_of(config: Config, key: str) -> object:
