@@ -59,7 +59,9 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
     names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
     cells = []
     if len(names) > 1:
-        shown = "".join(f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:MOST_COMPONENTS])
+        shown = "".join(
+            f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:MOST_COMPONENTS]
+        )
         more = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
         cells.append(Cell(f"  |{shown}{more}", "dim"))
     told = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
