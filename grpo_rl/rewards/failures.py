@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from grpo_rl.config.secrets import redact
 from grpo_rl.errors import RewardError
 
 TIMEOUT = "reward_timeout"
@@ -33,7 +34,8 @@ class RewardFailure(RewardError):
 
 
 def shortened(cause: str) -> str:
-    """The cause with its middle left out where it is too long to keep."""
+    """The cause without secrets, and with its middle left out where it is too long to keep."""
+    cause = redact(cause)
     half = LONGEST_CAUSE // 2
     return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
 

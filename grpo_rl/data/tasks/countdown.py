@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from grpo_rl.data.tasks.lazy import LazyRows, Row
+from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError
 
 Template = Literal["tags", "short"]
 Number = int | Fraction
 
-VALIDATION_SHARE = 5
-"""One set of numbers in so many belongs to the validation split."""
 TRIES = 10_000
 """Problems that are drawn for one row before the options are said to leave none."""
 FEWEST, MOST = 2, 6
@@ -114,8 +112,7 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
 
 def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
     """The split that these numbers belong to, in whatever order, by their hash."""
-    digest = hashlib.sha256(" ".join(map(str, sorted(numbers))).encode()).digest()
-    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+    return split_of_text(" ".join(map(str, sorted(numbers))))
 
 
 def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Part | None:
