@@ -55,12 +55,22 @@ class RewardModelGroup:
 
     name = REWARD_MODEL
 
-    def __init__(self, group: Ranks, renderer: Renderer, *, weight: float, pass_tokens: int, max_length: int) -> None:
+    def __init__(
+        self,
+        group: Ranks,
+        renderer: Renderer,
+        *,
+        weight: float,
+        pass_tokens: int,
+        max_length: int,
+        vocab_size: int | None = None,
+    ) -> None:
         self.group = group
         self.renderer = renderer
         self.weight = weight
         self.pass_tokens = pass_tokens
         self.max_length = max_length
+        self.vocab_size = vocab_size
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._queue: list[_Job] = []
         self._queued_tokens = 0
@@ -166,6 +176,11 @@ class RewardModelGroup:
         """What can be said without the model: too long for it, or without steps. None: it has to score."""
         if len(scorable.token_ids) > self.max_length:
             return Failure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
+        # A policy's embedding may have rows for tokens that no tokenizer has, and a random one samples them.
+        if self.vocab_size is not None and (largest := max(scorable.token_ids)) >= self.vocab_size:
+            return Failure(
+                ERROR, f"token {largest} is none of its {self.vocab_size}; rerender=always gives it the text instead"
+            )
         return None if scorable.positions else ModelScore(0.0, ())
 
 
@@ -198,12 +213,18 @@ class RewardModelSetup:
     config: RewardModelConfig
     renderer: Renderer
     max_length: int
+    vocab_size: int | None
 
     def over(self, group: Ranks) -> RewardModelGroup:
         """The model at work in its processes."""
         tokens = self.config.max_token_len_per_gpu
         return RewardModelGroup(
-            group, self.renderer, weight=self.config.weight, pass_tokens=tokens, max_length=min(self.max_length, tokens)
+            group,
+            self.renderer,
+            weight=self.config.weight,
+            pass_tokens=tokens,
+            max_length=min(self.max_length, tokens),
+            vocab_size=self.vocab_size,
         )
 
 
@@ -223,7 +244,7 @@ def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
         )
     # A shell hands on backslash and n where a line break was meant, and so does Hydra.
     separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
-    return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit)
+    return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None))
 
 
 def reward_model_spec(config: RewardModelConfig) -> RewardModelSpec:

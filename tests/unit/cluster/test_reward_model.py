@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Sequence
@@ -108,6 +109,22 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
     assert result.score == pytest.approx((1000 + end + three) / 2)
     assert result.extras == {"min_step": 400.0 + end, "num_steps": 2.0}
     assert empty == ModelScore(0.0, ())
+
+
+def test_a_token_that_the_model_does_not_have_fails_alone():
+    group = RewardModelGroup(
+        Ranks(),
+        Renderer(decode),
+        weight=1.0,
+        pass_tokens=20,
+        max_length=20,
+        vocab_size=max(*PROMPT, *TOKENIZER("12")["input_ids"]) + 1,
+    )
+    unknown = dataclasses.replace(rollout(1, "1"), response_ids=(group.vocab_size,))
+    fine, failed = group.wait([rollout(0, "12"), unknown])
+    group.close()
+    assert fine == ModelScore(expected("12"))
+    assert failed == Failure("reward_model_error") and f"token {group.vocab_size} is none of its" in failed.detail
 
 
 def test_a_score_that_is_no_number_and_a_rollout_that_is_too_long_fail_alone():
