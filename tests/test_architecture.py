@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from grpo_rl.config.fields import leaves
 
@@ -21,6 +20,7 @@ FLOORS = {
     "registry": 0,
     "errors": 0,
     "gym": 0,
+    "hub": 0,
     "faults": 0,
     "config": 0,
     "roles": 1,
@@ -70,8 +70,13 @@ def tree(file: str) -> ast.Module:
     return ast.parse((PACKAGE / file).read_text())
 
 
-def imports(file: str) -> Iterator[tuple[str, int, bool]]:
+@cache
+def imports(file: str) -> list[tuple[str, int, bool]]:
     """Modules that `file` imports: dotted name, line, and whether only for the type checker."""
+    return list(found_imports(file))
+
+
+def found_imports(file: str) -> Iterator[tuple[str, int, bool]]:
     only_types = {
         id(inner)
         for node in ast.walk(tree(file))
@@ -107,26 +112,35 @@ def test_every_file_is_on_a_floor() -> None:
     assert {room_of(file) for file in names()} - {"__init__"} <= set(FLOORS)
 
 
-@pytest.mark.parametrize("file", names())
-def test_imports_go_down_only(file: str) -> None:
-    here = room_of(file)
-    if here == "__init__":
-        assert not list(imports(file))
-        return
-    for module, line, only_types in imports(file):
-        there = room(module)
-        if module.split(".")[0] != "grpo_rl" or there in ("", "errors", here) or only_types:
-            continue
-        allowed = FLOORS[there] < FLOORS[here] or (here, there) in NEIGHBOURS
-        assert allowed, f"{file}:{line}: {here} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+def every_file(broken: Callable[[str], Iterator[str]]) -> None:
+    """Fails with every place in the package where a rule is broken."""
+    places = [f"{file}:{place}" for file in names() for place in broken(file)]
+    assert not places, "\n" + "\n".join(places)
 
 
-@pytest.mark.parametrize("file", names())
-def test_heavy_libraries_stay_in_their_rooms(file: str) -> None:
-    for module, line, only_types in imports(file):
-        library = module.split(".")[0]
-        if library in LIBRARIES and not only_types:
-            assert LIBRARIES[library](file), f"{file}:{line} imports {library}"
+def test_imports_go_down_only() -> None:
+    def broken(file: str) -> Iterator[str]:
+        here = room_of(file)
+        for module, line, only_types in imports(file):
+            there = room(module)
+            if here == "__init__":
+                yield f"{line}: imports {module}"
+            elif module.split(".")[0] != "grpo_rl" or there in ("", "errors", here) or only_types:
+                continue
+            elif FLOORS[there] >= FLOORS[here] and (here, there) not in NEIGHBOURS:
+                yield f"{line}: {here} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+
+    every_file(broken)
+
+
+def test_heavy_libraries_stay_in_their_rooms() -> None:
+    def broken(file: str) -> Iterator[str]:
+        for module, line, only_types in imports(file):
+            library = module.split(".")[0]
+            if library in LIBRARIES and not only_types and not LIBRARIES[library](file):
+                yield f"{line}: imports {library}"
+
+    every_file(broken)
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -165,33 +179,44 @@ def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("file", names())
-def test_files_are_short(file: str) -> None:
-    assert len((PACKAGE / file).read_text().splitlines()) <= LONGEST_FILE
+def test_files_are_short() -> None:
+    lines = {file: len((PACKAGE / file).read_text().splitlines()) for file in names()}
+    assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}
 
 
-@pytest.mark.parametrize("file", [file for file in names() if file.endswith("/__init__.py")])
-def test_package_files_are_empty(file: str) -> None:
-    assert (PACKAGE / file).read_text() == ""
+def test_package_files_are_empty() -> None:
+    packages = [file for file in names() if file.endswith("/__init__.py")]
+    assert packages and [file for file in packages if (PACKAGE / file).read_text()] == []
 
 
-@pytest.mark.parametrize("file", names())
-def test_nothing_runs_what_it_reads(file: str) -> None:
+RUNS_WHAT_IT_READS = {
+    *("eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"),
+    *("pickle.load", "pickle.loads", "cloudpickle.loads", "cloudpickle.load"),
+}
+
+
+def test_nothing_runs_what_it_reads() -> None:
     """No eval, no exec, no pickle.load, no torch.load that would run code from a file."""
-    for node in ast.walk(tree(file)):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        assert called not in ("eval", "exec", "compile"), f"{file}:{node.lineno}: {called}"
-        assert called not in ("os.system", "os.popen", "yaml.load", "yaml.unsafe_load"), f"{file}:{node.lineno}: {called}"
-        assert called not in ("pickle.load", "pickle.loads", "cloudpickle.loads", "cloudpickle.load"), f"{file}:{node.lineno}"
-        options = {keyword.arg: keyword.value for keyword in node.keywords}
-        shell = options.get("shell")
-        assert not (isinstance(shell, ast.Constant) and shell.value is True), f"{file}:{node.lineno}: shell=True"
-        trusting = options.get("weights_only")
-        assert not (isinstance(trusting, ast.Constant) and trusting.value is False), f"{file}:{node.lineno}: weights_only=False"
-        if called == "torch.load":
-            assert trusting is not None, f"{file}:{node.lineno}: torch.load says weights_only=True"
+
+    def broken(file: str) -> Iterator[str]:
+        for node in calls(file):
+            called = ast.unparse(node.func)
+            options = {keyword.arg: keyword.value for keyword in node.keywords}
+            shell, trusting = options.get("shell"), options.get("weights_only")
+            if called in RUNS_WHAT_IT_READS:
+                yield f"{node.lineno}: {called}"
+            if isinstance(shell, ast.Constant) and shell.value is True:
+                yield f"{node.lineno}: shell=True"
+            if isinstance(trusting, ast.Constant) and trusting.value is False:
+                yield f"{node.lineno}: weights_only=False"
+            if called == "torch.load" and trusting is None:
+                yield f"{node.lineno}: torch.load says weights_only=True"
+
+    every_file(broken)
+
+
+def calls(file: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(file)) if isinstance(node, ast.Call))
 
 
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
@@ -243,10 +268,13 @@ def test_a_wait_without_a_deadline_is_found() -> None:
     assert [line for line in timed if list(endless_waits(ast.parse(line)))] == []
 
 
-@pytest.mark.parametrize("file", names())
-def test_every_wait_has_a_deadline(file: str) -> None:
-    for function, line, called in endless_waits(tree(file)):
-        assert (file, function) in ENDLESS_WAITS, f"{file}:{line}: {called} waits for ever"
+def test_every_wait_has_a_deadline() -> None:
+    def broken(file: str) -> Iterator[str]:
+        for function, line, called in endless_waits(tree(file)):
+            if (file, function) not in ENDLESS_WAITS:
+                yield f"{line}: {called} waits for ever"
+
+    every_file(broken)
 
 
 def test_what_may_wait_for_ever_still_does() -> None:
@@ -261,11 +289,12 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     assert {str(path.relative_to(PACKAGE)) for path in readers} == stamps
 
 
-@pytest.mark.parametrize("file", names())
-def test_no_except_is_bare(file: str) -> None:
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"{file}:{node.lineno}"
+def test_no_except_is_bare() -> None:
+    def broken(file: str) -> Iterator[str]:
+        handlers = (node for node in ast.walk(tree(file)) if isinstance(node, ast.ExceptHandler))
+        return (f"{handler.lineno}: except without a type" for handler in handlers if handler.type is None)
+
+    every_file(broken)
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
@@ -286,24 +315,23 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     assert unread == ["actor_rollout_ref.actor.strategy"]
 
 
-def loaded(code: str, modules: set[str]) -> list[str]:
-    """Which of `modules` are loaded after `code` in a fresh process."""
-    program = f"{code}\nimport sys; print(','.join(sorted({modules!r} & set(sys.modules))))"
+def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
+    """Which of `modules` are loaded after each stage of a program in a fresh process."""
+    print_loaded = f"import sys, json; print('loaded', json.dumps(sorted({modules!r} & set(sys.modules))))"
+    program = "\n".join(line for stage in stages for line in (stage, print_loaded))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return [name for name in done.stdout.strip().split(",") if name]
+    return [json.loads(line.removeprefix("loaded ")) for line in done.stdout.splitlines() if line.startswith("loaded ")]
 
 
-@pytest.mark.parametrize("module", ["schema", "compose", "checks", "derived", "reference"])
-def test_the_configuration_loads_nothing_heavy(module: str) -> None:
-    assert loaded(f"import grpo_rl.config.{module}", {"torch", "ray", "vllm", "transformers", "numpy"}) == []
+def test_the_configuration_loads_nothing_heavy() -> None:
+    parts = ["schema", "compose", "checks", "derived", "reference"]
+    heavy = loaded([f"import grpo_rl.config.{part}" for part in parts], {"torch", "ray", "vllm", "transformers", "numpy"})
+    assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 
 
-def test_the_mathematics_load_torch_and_nothing_else_of_weight() -> None:
+def test_the_mathematics_and_the_plan_load_torch_and_nothing_else_of_weight() -> None:
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
-    code = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
-    assert loaded(code, {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}) == ["torch"]
-
-
-def test_the_plan_is_made_without_ray_vllm_or_transformers() -> None:
-    code = "from grpo_rl.main import main; import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()): main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    assert loaded(code, {"ray", "vllm", "transformers"}) == []
+    mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
+    plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
+    heavy = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
+    assert loaded([mathematics, plan], heavy) == [["torch"], ["hydra", "omegaconf", "torch"]]

@@ -12,16 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import checks, compat, overrides, recipes, secrets, security_checks
-from grpo_rl.config.convert import convert_or_explain, show, unknown_key
-from grpo_rl.config.fields import free_mapping, leaves, sections
+from grpo_rl.config import checks, layers, overrides, recipes, secrets, security_checks
+from grpo_rl.config.convert import convert_or_explain, show
+from grpo_rl.config.fields import free_mapping, leaves
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import ConfigError
 
@@ -60,8 +56,8 @@ def compose(argv: Sequence[str]) -> Composed:
     recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
     if recipe_is_default:
         recipe_name = recipes.DEFAULT_RECIPE
-    option = _register_recipe(recipe_name, problems) if recipe_name is not None else None
-    composed = _compose(line.overrides, option, problems)
+    recipe = layers.of_recipe(recipe_name, problems) if recipe_name is not None else ()
+    composed = layers.compose(recipe, line.overrides, problems)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
     config, value_problems = convert_or_explain(raw)
@@ -86,58 +82,6 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
 
 
-def _register_recipe(name: str, problems: list[str]) -> str | None:
-    """Make the recipe and all it builds on known to Hydra; the option to choose it by, None if it cannot be read."""
-    try:
-        chosen = recipes.read(name)
-        family = recipes.with_parents(chosen)
-    except ConfigError as error:
-        problems += error.problems
-        return None
-    for recipe in family:
-        content = _known_keys(recipe.content, f" (in recipe {recipe.name})", problems)
-        group, _, option = f"recipe/{recipe.option}".rpartition("/")
-        ConfigStore.instance().store(option, recipe.node(content), group=group, package="_global_")
-    return chosen.option
-
-
-def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix: str = "") -> dict[str, Any]:
-    """`tree` without the keys that are not in the schema; those that cannot be accepted become problems."""
-    kept: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in sections() and isinstance(value, Mapping):
-            kept[name] = _known_keys(value, where, problems, f"{key}.")
-        elif key in sections() or key in leaves():
-            if "." in str(name):
-                problems.append(f"{key}: dots do not nest in a YAML file{where}; write each part on its own, indented line")
-            elif unknown := overrides.unknown_resolvers(str(value)):
-                problems.append(f"{key}: {unknown}{where}")
-            else:
-                kept[name] = value
-        else:
-            answers = compat.refusals(key, value, where)
-            problems += [unknown_key(key, where)] if answers is None else answers
-    return kept
-
-
-def _compose(words: list[str], recipe: str | None, problems: list[str]) -> DictConfig:
-    """What Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
-    ConfigStore.instance().store("schema", _plain_defaults())
-    chosen = [] if recipe is None else [f"recipe={recipe}"]
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(recipes.folder("conf").absolute())):
-            return hydra_compose("config", overrides=[*chosen, *words])
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        problems.append(f"the configuration cannot be composed: {_one_line(error)}")
-        return OmegaConf.create(_plain_defaults())
-
-
-def _plain_defaults() -> dict[str, Any]:
-    # Frozen dataclasses as Hydra nodes would be read-only, and Literal types refused: plain data merges.
-    return dataclasses.asdict(Config())
-
-
 def _useless_clearing(composed: DictConfig, cleared: list[str]) -> Iterator[str]:
     for key in cleared:
         if OmegaConf.select(composed, key):
@@ -158,16 +102,25 @@ def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any],
             raw = OmegaConf.to_container(composed, resolve=True)
         except OmegaConfBaseException as error:
             key = (getattr(error, "full_key", None) or "").partition("[")[0]
-            problems.append(f"{key or 'a value'}: cannot be resolved: {_one_line(error)}")
+            problems.append(f"{key or 'a value'}: cannot be resolved: {layers.one_line(error)}")
             if not key or key in failed:
                 return {}, {}
             failed.add(key)
             OmegaConf.update(composed, key, leaves()[key].default if key in leaves() else None)
+    if not _reads_environment(OmegaConf.to_container(composed)):
+        assert isinstance(raw, dict)
+        return _text_keys(raw), _text_keys(raw)
     guarded = composed.copy()
     _guard_environment(guarded)
     safe = OmegaConf.to_container(guarded, resolve=True)
     assert isinstance(raw, dict) and isinstance(safe, dict)
     return _text_keys(raw), _text_keys(safe)
+
+
+def _reads_environment(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_reads_environment, value.values()))
+    return any(map(_reads_environment, value)) if isinstance(value, list) else isinstance(value, str) and "oc.env" in value
 
 
 def _guard_environment(node: Any) -> None:
@@ -247,11 +200,6 @@ def _at(tree: Any, key: str) -> Any:
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
     """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
-    key = security_checks.OWN_CODE
-    if config.actor_rollout_ref.model.trust_remote_code and key not in line.keys:
-        yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    for key in security_checks.allows_code(config):
+        if key not in line.keys:
+            yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

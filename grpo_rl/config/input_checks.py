@@ -90,8 +90,7 @@ def _rewards(config: Config) -> Iterator[str]:
 def _own_functions(config: Config) -> Iterator[str]:
     """Files of functions that are not there: the registries would tell it too, but only after torch is loaded."""
     actor, custom = config.actor_rollout_ref.actor, config.data.custom_cls
-    named = [("reward.functions", name.rpartition("*")[2].strip()) for name in config.reward.functions]
-    named += [
+    named = [
         ("algorithm.adv_estimator", config.algorithm.adv_estimator),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode),
         ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),

@@ -32,8 +32,8 @@ class CommandLine:
     recipe: str | None = None
     keys: set[str] = field(default_factory=set)
     """All keys that are set."""
-    overrides: list[str] = field(default_factory=list)
-    """In Hydra's grammar, each one valid on its own."""
+    overrides: list[Override] = field(default_factory=list)
+    """`++key=value` and `~key` in Hydra's grammar, each one valid on its own."""
     cleared: list[str] = field(default_factory=list)
     """Free mappings that were assigned `{}`, which in Hydra adds nothing and clears nothing."""
     problems: list[str] = field(default_factory=list)
@@ -93,19 +93,20 @@ def _reset(line: CommandLine, key: str, value: str | None) -> None:
     if value is not None:
         line.problems.append(f"~{key}={value}: write ~{key} (back to the default), or {key}={value} to set it")
     elif free_mapping(key):
-        line.overrides.append(f"~{key}")
+        line.overrides.append(_parser().parse_override(f"~{key}"))
     elif key in leaves() or key in sections():
         line.keys.add(key)
         for leaf in leaves().values():
             if leaf.key == key or leaf.key.startswith(key + "."):
-                line.overrides.append(f"~{leaf.key}" if leaf.kind.base is dict else f"++{leaf.key}={_written(leaf.default)}")
+                text = f"~{leaf.key}" if leaf.kind.base is dict else f"++{leaf.key}={_written(leaf.default)}"
+                line.overrides.append(_parser().parse_override(text))
     else:
         line.problems.append(unknown_key(key))
 
 
 def _assign(line: CommandLine, key: str, value: str) -> None:
     leaf = leaves().get(key)
-    parsed, text = _parse(key, value, leaf)
+    parsed = _parse(key, value, leaf)
     if isinstance(parsed, str):
         line.problems.append(parsed)
         return
@@ -134,7 +135,7 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
     if leaf is not None and leaf.kind.base is dict and content == {}:
         line.cleared.append(key)
     line.keys.add(key)
-    line.overrides.append(text)
+    line.overrides.append(parsed)
 
 
 def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> list[str]:
@@ -164,16 +165,14 @@ def unknown_resolvers(text: str) -> str | None:
     return f"${{{names[0][:60]}:...}} cannot be used; an expression is ${{another.key}} or ${{oc.env:NAME}}, anything else is written as it is"
 
 
-def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str]:
-    """Hydra's reading of the override and its text, or the problem. Where text is wanted, `001` and `a=b` are text."""
-    text = f"++{key}={value}"
+def _parse(key: str, value: str, leaf: Leaf | None) -> Override | str:
+    """Hydra's reading of the override, or the problem. Where text is wanted, `001` and `a=b` are text."""
     wants_text = leaf is not None and _is_text(leaf.kind)
-    parsed = _try(text)
+    parsed = _try(f"++{key}={value}")
     if wants_text and (isinstance(parsed, str) or _is_bare_scalar(parsed)) and _is_plain(value):
-        text = f"++{key}={_quoted(value)}"
-        parsed = _try(text)
+        parsed = _try(f"++{key}={_quoted(value)}")
     if isinstance(parsed, str):
-        return f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'", text
+        return f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'"
     if parsed.is_sweep_override():
         wants_list = leaf is not None and leaf.kind.item is not None
         hint = (
@@ -181,9 +180,9 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> tuple[Override | str, str
             if wants_list
             else "a run takes one value for each key; quote a comma that belongs to it"
         )
-        return f"{key}={show(value)}: several values; {hint}", text
+        return f"{key}={show(value)}: several values; {hint}"
     assert parsed.type is OverrideType.FORCE_ADD
-    return parsed, text
+    return parsed
 
 
 def _try(text: str) -> Override | str:

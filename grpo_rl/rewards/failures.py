@@ -41,8 +41,11 @@ def shortened(cause: str) -> str:
 
 
 def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
-    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause) in their order."""
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause); the first cause of each kind comes first."""
     counts = Counter(kind for kind, _ in failures)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    causes = list(dict.fromkeys(cause for _, cause in failures))[:SHOWN_CAUSES]
+    of_each_kind: dict[str, str] = {}
+    for kind, cause in failures:
+        of_each_kind.setdefault(kind, cause)
+    causes = list(dict.fromkeys([*of_each_kind.values(), *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
     return f"{len(failures)} of {total} rewards failed ({kinds}), first: " + "; ".join(causes)

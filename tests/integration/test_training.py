@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from whole_runs import RUN_TIMEOUT_S, arithmetic, assert_trains_like_its_engine, train, without_times
+from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_times
 
 from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics_file import read_metrics
@@ -43,9 +43,38 @@ def assert_group_advantages(records: list[dict[str, Any]]) -> None:
             assert record["advantage"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_sampling_from_a_part_of_the_vocabulary_trains_on_the_distribution_that_was_sampled_from(model, tmp_path):
+STEPS = """
+def halves(data_source, solution_str, ground_truth, extra_info):
+    middle, end = len(solution_str) // 2, len(solution_str)
+    ends = sorted({place for place in (middle, end) if place > 0})
+    steps = [(place, len(set(solution_str[:place])) / 10) for place in ends]
+    return {"score": sum(reward for _, reward in steps), "steps": steps}
+"""
+
+
+def assert_advantages_of_steps(rollouts: list[dict[str, Any]]) -> None:
+    """The advantages in the log are those of the steps' rewards beside them."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in rollouts:
+        groups[record["uid"]].append(record)
+        assert all(end < record["response_length"] for end, _ in record["steps"])
+        assert record["reward"] == pytest.approx(sum(reward for _, reward in record["steps"]))
+    assert any(record["advantage"] for records in groups.values() for record in records)
+    for records in groups.values():
+        rewards = [reward for record in records for _, reward in record["steps"]]
+        spread = statistics.stdev(rewards)
+        for record in records:
+            # The log holds the last token's: of the step that ends there, where one does.
+            last = [reward for end, reward in record["steps"] if end == record["response_length"] - 1]
+            expected = (last[0] - statistics.fmean(rewards)) / (spread + 1e-6) if last and spread else 0.0
+            assert record["advantage"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_rewards_of_steps_and_sampling_from_a_part_of_the_vocabulary_train_on_what_was_sampled_from(model, tmp_path):
     sampling = [f"actor_rollout_ref.rollout.{setting}" for setting in ("top_p=0.8", "top_k=8", "min_p=0.02", "temperature=1.2")]
     terms = ["actor_rollout_ref.actor.kl_loss_type=full", "actor_rollout_ref.actor.entropy_coeff=0.01"]
+    (tmp_path / "steps.py").write_text(STEPS)
+    process = ["algorithm.adv_estimator=grpo_process", "reward.functions=[steps.py:halves]"]
     # Two micro-batches, so that rollouts and what they were sampled from are cut and put together again.
     run = train(
         tmp_path,
@@ -53,6 +82,7 @@ def test_sampling_from_a_part_of_the_vocabulary_trains_on_the_distribution_that_
         *arithmetic(model),
         *sampling,
         *terms,
+        *process,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "trainer.total_training_steps=2",
     )
@@ -63,6 +93,8 @@ def test_sampling_from_a_part_of_the_vocabulary_trains_on_the_distribution_that_
         assert 0 < row["actor/entropy"] < math.log(8), "the entropy is of the tokens that could be sampled"
     assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert run.steps[2]["actor/kl_loss"] > 1e-6
+    for step in run.steps:
+        assert_advantages_of_steps(run.rollouts(step))
 
 
 def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
@@ -118,54 +150,6 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
     assert_group_advantages(run.rollouts(2))
     roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log", "reward-0.log", "reward-1.log"}
     assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
-
-
-def test_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, tmp_path):
-    words = [
-        *arithmetic(model),
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-        "trainer.val_before_train=false",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        "actor_rollout_ref.rollout.name=hf",
-        # State of every kind: dropout, a schedule, shuffled mini-batches, a steered KL coefficient.
-        "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=5",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.shuffle=true",
-        "actor_rollout_ref.actor.use_kl_loss=false",
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_ctrl.type=adaptive",
-        "algorithm.kl_ctrl.horizon=1000",
-        "algorithm.kl_ctrl.kl_coef=0.1",
-    ]
-    whole = train(tmp_path, "whole", *words)
-    assert_trains_like_its_engine(whole, last=4)
-    assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 4
-
-    in_checkpoint = AutoModelForCausalLM.from_pretrained(whole.path / "checkpoints" / "step_4" / "huggingface")
-    assert all(torch.equal(value, in_checkpoint.state_dict()[name]) for name, value in whole.weights().items())
-
-    # As if the process had been killed after its third step: the checkpoint of step 2 is all that it can go on from.
-    killed = whole.path.with_name("resumed")
-    shutil.copytree(whole.path, killed)
-    for left in ("checkpoints/step_4", "model"):
-        shutil.rmtree(killed / left)
-    (killed / "rollouts" / "step_4.jsonl").unlink()
-    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (killed / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
-
-    resumed = train(tmp_path, "resumed", *words)
-    assert "resumed from" in resumed.output and "at step 2" in resumed.output
-    assert sorted(resumed.steps) == [1, 2, 3, 4]
-    for step in (3, 4):
-        assert without_times(resumed.steps[step]) == pytest.approx(without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
-        ours, theirs = (
-            [(r["uid"], r["sample"], r["response"], r["reward"]) for r in x.rollouts(step)] for x in (resumed, whole)
-        )
-        assert ours == theirs
-    for name, weight in whole.weights().items():
-        assert torch.equal(resumed.weights()[name], weight), name
 
 
 def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
@@ -235,7 +219,7 @@ def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path
         f"{correction}.rollout_rs=[seq_max_k2]",
         f"{correction}.rollout_rs_threshold=[1]",
     ]
-    words += ["algorithm.mask_truncated=true", "trainer.total_training_steps=2"]
+    words += ["algorithm.mask_truncated=true", "trainer.total_training_steps=2", "actor_rollout_ref.rollout.name=hf"]
     run = train(tmp_path, "parts", *arithmetic(model), *words)
     assert_trains_like_its_engine(run, last=2)
     for row in run.steps.values():
@@ -246,22 +230,10 @@ def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path
         assert abs(row["rollout_corr/kl"]) < 1e-4
 
 
-def test_the_penalty_for_long_responses_and_the_engines_logprobs_train(model, tmp_path):
-    words = ["reward.overlong_buffer.len=6", "algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=rloo"]
-    run = train(tmp_path, "bypass", *arithmetic(model), *words, "trainer.total_training_steps=1")
-    assert_trains_like_its_engine(run, last=1)
-    row = run.steps[1]
-    # The ratio is taken against the engine: 1 up to its rounding, and not exactly.
-    assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
-    assert abs(row["rollout_corr/kl"]) < 1e-4
-    for record in run.rollouts(1):
-        penalty = -max(0.0, (record["response_length"] - 6) / 6)
-        assert record["reward_parts"]["overlong"] == pytest.approx(penalty)
-
-
-def test_remax_compares_one_response_per_prompt_with_a_greedy_one(model, tmp_path):
+def test_remax_with_a_penalty_for_long_responses_trains_on_the_engines_logprobs(model, tmp_path):
     words = [word for word in arithmetic(model) if not word.startswith("actor_rollout_ref.rollout.n=")]
     words += ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax", "trainer.total_training_steps=2"]
+    words += ["reward.overlong_buffer.len=6", "algorithm.rollout_correction.bypass_mode=true"]
     run = train(tmp_path, "remax", *words)
     assert_trains_like_its_engine(run, last=2)
     assert "8 prompts x 1 responses = 8 rollouts, and a greedy one to compare with" in " ".join(run.output.split())
@@ -270,90 +242,93 @@ def test_remax_compares_one_response_per_prompt_with_a_greedy_one(model, tmp_pat
         assert [record["sample"] for record in records] == [0] * 8
         for record in records:
             assert record["advantage"] == pytest.approx(record["reward"] - record["baseline"], abs=1e-6)
+            penalty = -max(0.0, (record["response_length"] - 6) / 6)
+            assert record["reward_parts"]["overlong"] == pytest.approx(penalty)
         # A random model samples other texts than its likeliest ones.
         assert any(record["advantage"] for record in records)
         assert row["reward/mean"] == pytest.approx(statistics.fmean(record["reward"] for record in records))
         greedy = statistics.fmean(record["baseline"] for record in records)
         assert row["reward/greedy_baseline_mean"] == pytest.approx(greedy)
         assert row["perf/total_num_tokens"] == sum(record["prompt_length"] + record["response_length"] for record in records)
+        # The ratio is taken against the engine: 1 up to its rounding, and not exactly.
+        assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert abs(row["rollout_corr/kl"]) < 1e-4
 
 
-STEPS = """
-def halves(data_source, solution_str, ground_truth, extra_info):
-    middle, end = len(solution_str) // 2, len(solution_str)
-    ends = sorted({place for place in (middle, end) if place > 0})
-    steps = [(place, len(set(solution_str[:place])) / 10) for place in ends]
-    return {"score": sum(reward for _, reward in steps), "steps": steps}
-"""
-
-
-def test_process_supervision_trains_on_the_rewards_of_steps(model, tmp_path):
-    (tmp_path / "steps.py").write_text(STEPS)
-    words = [*arithmetic(model), "algorithm.adv_estimator=grpo_process", "trainer.total_training_steps=2"]
-    run = train(tmp_path, "process", *words, "reward.functions=[steps.py:halves]")
-    assert_trains_like_its_engine(run, last=2)
-    for step in run.steps:
-        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for record in run.rollouts(step):
-            groups[record["uid"]].append(record)
-            assert all(end < record["response_length"] for end, _ in record["steps"])
-            assert record["reward"] == pytest.approx(sum(reward for _, reward in record["steps"]))
-        assert any(record["advantage"] for records in groups.values() for record in records)
-        for records in groups.values():
-            rewards = [reward for record in records for _, reward in record["steps"]]
-            spread = statistics.stdev(rewards)
-            for record in records:
-                # The log holds the last token's: of the step that ends there, where one does.
-                last = [reward for end, reward in record["steps"] if end == record["response_length"] - 1]
-                expected = (last[0] - statistics.fmean(rewards)) / (spread + 1e-6) if last and spread else 0.0
-                assert record["advantage"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_dapo_refills_every_batch_and_resumes_exactly(model, tmp_path):
+def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, tmp_path):
     actor = "actor_rollout_ref.actor"
     words = [
         *arithmetic(model),
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=false",
+        f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "actor_rollout_ref.rollout.name=hf",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=odd",
         "data.gen_batch_size=4",
-        "data.retire_above=0.5",
-        "data.retire_metric=odd",
         "reward.functions=[my_reward.py:odd,my_reward.py:variety]",
         "reward.overlong_buffer.len=6",
         f"{actor}.clip_ratio_high=0.28",
+        # State of every kind: prompts without use, dropout, a schedule, shuffled mini-batches, two steered coefficients.
+        "data.retire_above=0.5",
+        "data.retire_metric=odd",
+        "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
+        f"{actor}.optim.lr_warmup_steps=5",
         f"{actor}.ppo_mini_batch_size=4",
-        f"{actor}.use_kl_loss=false",
+        f"{actor}.shuffle=true",
         f"{actor}.adaptive_entropy.enable=true",
         f"{actor}.adaptive_entropy.target=10",
-        "actor_rollout_ref.rollout.name=hf",
-        "trainer.val_before_train=false",
-        "trainer.save_freq=1",
-        "trainer.total_training_steps=3",
+        f"{actor}.use_kl_loss=false",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=1000",
+        "algorithm.kl_ctrl.kl_coef=0.1",
     ]
     whole = train(tmp_path, "whole", *words)
-    assert sorted(whole.steps) == [1, 2, 3]
-    assert max(row["filter_groups/num_gen_batches"] for row in whole.steps.values()) > 2
-    for step, row in whole.steps.items():
+    assert_trains_like_its_engine(whole, last=4)
+    assert_refilled(whole)
+    assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 4
+    # A random model is far from 10 nats: the weight rises with every step.
+    assert [row["actor/entropy_coeff"] for row in whole.steps.values()] == pytest.approx([0.0, 0.005, 0.01, 0.015])
+    assert whole.steps[4]["data/retired_fraction"] > 0
+    in_checkpoint = AutoModelForCausalLM.from_pretrained(whole.path / "checkpoints" / "step_4" / "huggingface")
+    assert all(torch.equal(value, in_checkpoint.state_dict()[name]) for name, value in whole.weights().items())
+
+    resumed = train(tmp_path, killed_in_step_4(whole), *words)
+    assert "resumed from" in resumed.output and "at step 2" in resumed.output
+    assert sorted(resumed.steps) == [1, 2, 3, 4]
+    for step in (3, 4):
+        assert without_times(resumed.steps[step]) == pytest.approx(without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
+        ours, theirs = (
+            [(r["uid"], r["sample"], r["response"], r["reward"]) for r in x.rollouts(step)] for x in (resumed, whole)
+        )
+        assert ours == theirs
+    for name, weight in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+def assert_refilled(run: Run) -> None:
+    """Every batch has the first eight groups with a signal, sampled four prompts at a time until there were as many."""
+    assert max(row["filter_groups/num_gen_batches"] for row in run.steps.values()) > 2
+    for step, row in run.steps.items():
         groups = defaultdict(list)
-        for record in whole.rollouts(step):
+        for record in run.rollouts(step):
             groups[record["uid"]].append(record)
         live = [group for group in groups.values() if len({record["reward_parts"]["odd"] for record in group}) > 1]
         trained = [group for group in groups.values() if group[0]["advantage"] is not None]
         assert trained == live[:8] and len(trained) == 8
         assert len(groups) == 4 * row["filter_groups/num_gen_batches"]
         assert row["filter_groups/kept_fraction"] == pytest.approx(len(live) / len(groups))
-        # A random model is far from 10 nats: the weight rises with every step.
-        assert row["actor/entropy_coeff"] == pytest.approx(0.005 * (step - 1))
-    assert whole.steps[3]["data/retired_fraction"] > 0
 
+
+def killed_in_step_4(whole: Run) -> str:
+    """A run as if its process had been killed after the third step: the checkpoint of step 2 is all that it can go on from."""
     killed = whole.path.with_name("resumed")
     shutil.copytree(whole.path, killed)
-    for left in ("checkpoints/step_2", "checkpoints/step_3", "model"):
+    for left in ("checkpoints/step_4", "model"):
         shutil.rmtree(killed / left)
-    resumed = train(tmp_path, "resumed", *words)
-    assert "at step 1" in resumed.output
-    for step in (2, 3):
-        assert without_times(resumed.steps[step]) == pytest.approx(without_times(whole.steps[step]), rel=1e-5, abs=1e-7)
-        assert [r["response"] for r in resumed.rollouts(step)] == [r["response"] for r in whole.rollouts(step)]
-    for name, weight in whole.weights().items():
-        assert torch.equal(resumed.weights()[name], weight), name
+    (killed / "rollouts" / "step_4.jsonl").unlink()
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
+    return killed.name

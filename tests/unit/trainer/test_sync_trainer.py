@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, RewardConfig, TrainerConfig
+from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics_file import read_metrics
@@ -163,9 +162,8 @@ def dataset(name: str) -> PromptDataset:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
+def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
-    rewarder = RewardRunner(RewardFunction.from_config(RewardConfig()), RewardConfig(num_workers=1))
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
     def trainer(
@@ -183,7 +181,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
         return SyncTrainer(config, roles, train, val if with_val else None, output, total_steps=total_steps), policy
 
     yield trainer
-    rewarder.close()
     console.close()
     run_dir.release()
 

@@ -1,0 +1,118 @@
+"""The layers that Hydra lays over each other: the schema's defaults, `conf/config.yaml`, a recipe with those it builds on, words."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_rl.config import compat, overrides, recipes
+from grpo_rl.config.convert import unknown_key
+from grpo_rl.config.fields import leaves, sections
+from grpo_rl.config.schema import Config
+from grpo_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A recipe as Hydra is given it."""
+
+    option: str
+    text: str
+    """The node as text: what tells two layers apart."""
+    node: dict[str, Any] = field(compare=False)
+
+
+def of_recipe(name: str, problems: list[str]) -> tuple[Layer, ...]:
+    """The recipe and, after it, all that it builds on; nothing if it cannot be read."""
+    try:
+        family = recipes.with_parents(recipes.read(name))
+    except ConfigError as error:
+        problems += error.problems
+        return ()
+    nodes = [(recipe, recipe.node(_known_keys(recipe.content, f" (in recipe {recipe.name})", problems))) for recipe in family]
+    return tuple(Layer(recipe.option, repr(node), node) for recipe, node in nodes)
+
+
+def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str]) -> DictConfig:
+    """What Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
+    folder = recipes.folder("conf").absolute()
+    try:
+        composed = copy.deepcopy(_below_the_words(str(folder), (folder / "config.yaml").read_text(encoding="utf-8"), layers))
+        for word in words:
+            _apply(word, composed)
+        return composed
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        problems.append(f"the configuration cannot be composed: {one_line(error)}")
+        return OmegaConf.create(_plain_defaults())
+
+
+@lru_cache(maxsize=32)
+def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictConfig:
+    """Defaults, `config.yaml` (its `text`) and the recipe: a tenth of a second of Hydra's, so once for the same ones."""
+    store = ConfigStore.instance()
+    store.store("schema", _plain_defaults())
+    for layer in layers:
+        group, _, option = f"recipe/{layer.option}".rpartition("/")
+        store.store(option, layer.node, group=group, package="_global_")
+    with initialize_config_dir(version_base="1.3", config_dir=folder):
+        return hydra_compose("config", overrides=[f"recipe={layer.option}" for layer in layers[:1]])
+
+
+def _apply(word: Override, composed: DictConfig) -> None:
+    """What Hydra makes of `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
+    key = word.key_or_group
+    if word.is_delete():
+        if OmegaConf.select(composed, key, throw_on_missing=False) is None:
+            raise ConfigCompositionException(f"Could not delete from config. '{key}' does not exist.")
+        above, _, name = key.rpartition(".")
+        with open_dict(composed):
+            del OmegaConf.select(composed, above)[name]
+        return
+    assert word.is_force_add()
+    try:
+        OmegaConf.update(composed, key, word.value(), merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        raise ConfigCompositionException(f"Error merging override {word.input_line}") from error
+
+
+def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix: str = "") -> dict[str, Any]:
+    """`tree` without the keys that are not in the schema; those that cannot be accepted become problems."""
+    kept: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in sections() and isinstance(value, Mapping):
+            kept[name] = _known_keys(value, where, problems, f"{key}.")
+        elif key in sections() or key in leaves():
+            if "." in str(name):
+                problems.append(f"{key}: dots do not nest in a YAML file{where}; write each part on its own, indented line")
+            elif unknown := overrides.unknown_resolvers(str(value)):
+                problems.append(f"{key}: {unknown}{where}")
+            else:
+                kept[name] = value
+        else:
+            answers = compat.refusals(key, value, where)
+            problems += [unknown_key(key, where)] if answers is None else answers
+    return kept
+
+
+def _plain_defaults() -> dict[str, Any]:
+    # Frozen dataclasses as Hydra nodes would be read-only, and Literal types refused: plain data merges.
+    return dataclasses.asdict(Config())
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an exception says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,25 @@
+"""One reward process for all tests of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_rl.config.schema import RewardConfig
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.runner import RewardRunner
+
+
+@pytest.fixture(scope="session")
+def reward_process() -> Iterator[RewardRunner]:
+    runner = RewardRunner(RewardFunction.from_config(RewardConfig()), RewardConfig(num_workers=1))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def rewarder(reward_process: RewardRunner) -> Iterator[RewardRunner]:
+    """The arithmetic task's reward, without anything that an earlier test submitted and gave up."""
+    yield reward_process
+    reward_process._jobs.clear()
