@@ -53,6 +53,9 @@ class CheckpointError(GrpoRlError):
 class SaveLost(CheckpointError):
     """A save cannot end, because one of the processes that were writing it has gone. The next one has all it needs."""
 
+    def __init__(self) -> None:
+        super().__init__("a process that was writing its part of a checkpoint is gone, and the part with it")
+
 
 class RewardError(GrpoRlError):
     """A reward function failed or returned something that is not a reward."""
@@ -64,6 +67,10 @@ class ClusterError(GrpoRlError):
     """A worker or the cluster failed: which worker, in which phase, at which step, and why."""
 
     exit_code = 6
+
+
+class OutOfMemory(ClusterError):
+    """A worker's process asked for more memory than there is. It is alive, and a smaller piece of work may do."""
 
 
 class Preempted(BaseException):

@@ -31,10 +31,12 @@ POINTS = {
     "driver.response": "a response has come in while others are still sampled (count)",
     "driver.log": "the step is done, and its metrics are about to be written",
     "actor.update.start": "an actor rank begins an update (rank)",
+    "actor.update.forward": "an actor rank is about to train on a micro-batch (rank, micro_batch, rollouts)",
     "actor.update.mid_backward": "an actor rank has run the backward pass of a micro-batch (rank, micro_batch)",
     "actor.update.loss": "an actor rank has the loss of a micro-batch (rank, micro_batch); takes `nan`",
     "actor.update.before_optimizer": "an actor rank has its gradients (rank)",
     "actor.update.after_optimizer": "an actor rank has taken the optimizer step (rank)",
+    "critic.update.forward": "a critic rank is about to train on a micro-batch (rank, micro_batch, rollouts)",
     "critic.update.loss": "a critic rank has the loss of a micro-batch (rank, micro_batch); takes `nan`",
     "actor.weights.bucket": "an actor rank is about to hand out a bucket of weights (rank)",
     "reference.logprobs": "a reference rank is asked for log-probs",
@@ -64,7 +66,7 @@ _DIRECT: dict[str, Callable[[float], None]] = {
     "exit": lambda value: os._exit(int(value)),
 }
 _DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S, "exit": 1}
-ACTIONS = (*_DIRECT, "raise", *_ERRNO, *_COOPERATIVE)
+ACTIONS = (*_DIRECT, "raise", "oom", *_ERRNO, *_COOPERATIVE)
 
 
 class InjectedFault(RuntimeError):
@@ -137,7 +139,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 def fault_point(name: str, **told: Any) -> str | None:
     """Do what is armed here. `nan`, `drop` or `duplicate` are returned for the caller to do; mostly there is nothing: None.
 
-    Raises InjectedFault or OSError where those are the armed action.
+    Raises InjectedFault, OSError or torch's OutOfMemoryError where those are the armed action.
     """
     if _armed is None and not _unread:
         return None
@@ -241,6 +243,11 @@ def _number(text: str) -> float | None:
 def _act(entry: _Entry) -> None:
     if entry.action == "raise":
         raise InjectedFault(f"injected at {entry.point}")
+    if entry.action == "oom":
+        # Imported late: most of the processes that read this file never load torch.
+        import torch
+
+        raise torch.OutOfMemoryError("out of memory (injected). Tried to allocate 2.50 GiB.")
     if entry.action in _ERRNO:
         code = _ERRNO[entry.action]
         raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)

@@ -83,6 +83,11 @@ def category(name: str) -> str:
     return _classes(name)[0].__module__.split(".")[1]
 
 
+def config_class(name: str) -> Any:
+    """The dataclass with the options of a data set. Raises ConfigError for an unknown name."""
+    return _classes(name)[1]
+
+
 # ---- names and options ---------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def probe_machine(config: Config) -> Machine:
     """What this machine has. torch is imported only where there may be a GPU."""
     wanted = config.trainer.device
     num_gpus = 0
-    if wanted == "cuda" or (wanted == "auto" and any(Path(driver).exists() for driver in _GPU_DRIVERS)):
+    if wanted != "cpu" and _may_have_gpu():
         import torch
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -64,6 +65,17 @@ def probe_machine(config: Config) -> Machine:
         device=device,
         cluster=bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
     )
+
+
+def _may_have_gpu() -> bool:
+    """Whether a driver is there: a device file of the common ones, or the library that torch would load."""
+    if any(Path(driver).exists() for driver in _GPU_DRIVERS):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:

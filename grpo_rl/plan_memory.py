@@ -14,8 +14,10 @@ from grpo_rl.config.derived import (
     MicroBatchRule,
     critic_has_own_model,
     critic_rule,
+    has_reward_model,
     logprob_rule,
     max_model_len,
+    num_reward_model_ranks,
     update_rule,
 )
 from grpo_rl.config.schema import Config
@@ -61,7 +63,7 @@ def model_size(path: str) -> ModelSize | None:
     if path.startswith(PREFIX):
         builtin = get_builtin(path)
         return _from_config({name: getattr(builtin, name) for name in builtin.__slots__} | _BUILTIN_FAMILY, None)
-    folder = Path(path)
+    folder = Path(path).expanduser()
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -145,6 +147,8 @@ def memory_by_role(
         roles.append(RoleMemory("reference", weights + passing, f"weights {gib(weights)} + activations {gib(passing)}"))
     if with_critic:
         roles.append(_critic(config, machine, size))
+    if has_reward_model(config):
+        roles += _reward_model(config, machine)
     roles.append(_engine(config, machine, size))
     return roles
 
@@ -157,6 +161,18 @@ def _critic(config: Config, machine: Machine, size: ModelSize) -> RoleMemory:
     activations = _activations(config, size, critic_rule(config), width, checkpointing)
     state = size.num_params * _TRAINING_BYTES // machine.world_size(config)
     return RoleMemory("critic", state + activations, f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}")
+
+
+def _reward_model(config: Config, machine: Machine) -> list[RoleMemory]:
+    """Of the scoring model, which has sizes of its own and no backward pass; none where its folder does not tell them."""
+    own = config.reward.reward_model
+    size = model_size(own.model_path or "")
+    if size is None:
+        return []
+    weights = size.num_params * 4 // num_reward_model_ranks(config, machine)
+    passing = _layer_activations(size, own.max_token_len_per_gpu, _width(own.dtype, machine))
+    parts = f"weights {gib(weights)}{' while it scores' if own.param_offload else ''} + activations {gib(passing)}"
+    return [RoleMemory("reward model", weights + passing, parts)]
 
 
 def _engine(config: Config, machine: Machine, size: ModelSize) -> RoleMemory:

@@ -71,6 +71,13 @@ def load(path: Path, curriculum: str, cache_dir: str) -> None:
     )
     data = load_dataset([str(path)], config.data, tokenizer, max_samples=-1)
     loaded = time.perf_counter() - started
+    if curriculum == "difficulty":
+        processor = time.process_time()
+        data.difficulty()
+        print(
+            f"{path.name}: the difficulty of every row read in {time.perf_counter() - started - loaded:.2f} s, "
+            f"{time.process_time() - processor:.2f} s of processor time"
+        )
     sampler = make_sampler(config, data, None)
     for number in range(NUM_BATCHES):
         batch = [data.prompt(index, uid) for index, uid in sampler.next_batch()]

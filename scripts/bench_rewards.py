@@ -1,6 +1,7 @@
 """How long rewards take in their processes: good answers once warm, and the corpus of hostile ones.
 
 python scripts/bench_rewards.py
+python scripts/bench_rewards.py --step 512     (only: how long the rewards of such a step of short answers take)
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500, help="good answers of each kind that are timed")
     parser.add_argument("--timeout_s", type=float, default=2.0, help="deadline of a hostile answer")
+    parser.add_argument("--step", type=int, help="responses of a step: measure whole steps instead")
     arguments = parser.parse_args()
+    if arguments.step is not None:
+        for functions in (["arithmetic"], ["gsm8k", "format", "length"]):
+            for num_workers in (1, 2, 4):
+                steps(functions, num_workers, arguments.step)
+        return
     print(f"{'function':<12}{'start s':>9}{'p50 ms':>9}{'p99 ms':>9}{'max ms':>9}{'hostile':>9}{'slowest s':>11}{'failed':>8}")
     CANARY.unlink(missing_ok=True)
     for name in GOOD:
@@ -65,6 +72,30 @@ def row(name: str, rounds: int, timeout_s: float) -> None:
     print(
         f"{name:<12}{start:>9.2f}{1000 * statistics.median(good):>9.2f}{1000 * p99:>9.2f}{1000 * good[-1]:>9.2f}{len(hostile):>9}"
         f"{max(seconds for seconds, _ in hostile):>11.2f}{sum(failed for _, failed in hostile):>8}"
+    )
+
+
+def steps(functions: list[str], num_workers: int, size: int, rounds: int = 15) -> None:
+    """One line: seconds of a whole step, all of whose responses end at once, and of this process's own time in it."""
+    config = RewardConfig(functions=functions, num_workers=num_workers)
+    runner = RewardRunner(RewardFunction.from_config(config), config, data_sources=["arithmetic"])
+    walls, own = [], []
+    try:
+        runner.check_started()
+        for number in range(rounds):
+            prompts = [Prompt(f"step{number}-{place}", (1,), "", "arithmetic", str(place)) for place in range(size)]
+            rollouts = [Rollout(prompt, 0, (1,), (0.0,), "stop", 1, text=prompt.ground_truth) for prompt in prompts]
+            started, processor = time.perf_counter(), time.process_time()
+            for rollout in rollouts:
+                runner.submit(rollout)
+            runner.wait(rollouts)
+            walls.append(time.perf_counter() - started)
+            own.append(time.process_time() - processor)
+    finally:
+        runner.close()
+    print(
+        f"{' + '.join(functions)}, {num_workers} processes: {size} responses in {1000 * statistics.median(walls):.1f} ms "
+        f"(least {1000 * min(walls):.1f}), of which this process computes {1000 * statistics.median(own):.1f} ms"
     )
 
 

@@ -19,9 +19,11 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[str], str]]] = {
         lambda text: " ".join(map(str, sorted(map(int, text.split())))),
     ),
     "Read a line and print how many vowels (aeiou) it has.": (
-        ["hello", "xyz", "queue", ""],
+        ["hello", "xyz", "queue", "a"],
         lambda text: str(sum(letter in "aeiou" for letter in text)),
     ),
+    # Any program that runs to its end, such as `88`: what a model that writes numbers can learn.
+    "Write a program that prints nothing.": (["", "1"], lambda text: ""),
 }
 FUNCTIONS: dict[str, tuple[str, list[list[Any]], list[Any]]] = {
     "Write a function is_even(n).": ("is_even", [[0], [1], [-2], [7]], [True, False, True, False]),

@@ -20,6 +20,7 @@ FLOORS = {
     "registry": 0,
     "errors": 0,
     "gym": 0,
+    "hub": 0,
     "faults": 0,
     "config": 0,
     "roles": 1,

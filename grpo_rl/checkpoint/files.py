@@ -97,7 +97,7 @@ def merge(parts: Sequence[Files | None], folder: str = "") -> Files:
     Raises SaveLost where a rank has written nothing: it is not the process that began to.
     """
     if not all(parts):
-        raise SaveLost("a process that was writing its part of a checkpoint is gone, and the part with it")
+        raise SaveLost
     prefix = f"{folder}/" if folder else ""
     return {f"{prefix}{name}": entry for part in parts if part for name, entry in part.items()}
 

@@ -8,17 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.aggregate import count
 from grpo_rl.algos.value_loss import explained_variance
 from grpo_rl.checkpoint.files import Files, make_folder, merge
-from grpo_rl.cluster.roles import combine_stats, gather, micro_batches, mini_batches, plan, trained_lengths
+from grpo_rl.cluster.batches import combine_stats, mini_batches, per_token, train
+from grpo_rl.cluster.memory import Cut
 from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import CheckpointError
-from grpo_rl.types import Batch, Counts, Metrics
-from grpo_rl.workers.actor import OptimizerStep
+from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.critic import CriticSpec
 from grpo_rl.workers.policy import PolicySpec
 
@@ -29,30 +28,24 @@ FOLDER = "critic"
 class CriticGroup:
     """roles.Critic over FSDP2 ranks."""
 
-    def __init__(self, group: SupervisedGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
+    def __init__(
+        self, group: SupervisedGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
+    ) -> None:
         self.group = group
-        self.rule = rule
+        self.cut = Cut(group, rule, splits)
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
 
     def values(self, batch: Batch) -> Batch:
         """The batch with `values_T`."""
-        rows = plan(batch, self.rule, len(self.group))
-        parts = self.group.call_each("values", [(micro_batches(batch, rank_rows),) for rank_rows in rows])
-        return batch.replace(values_T=gather(batch, rows, parts))
+        return batch.replace(values_T=per_token(self.cut, "values", batch))
 
     def update(self, batch: Batch) -> Metrics:
         """`epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        counts: list[Counts] = []
-        per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(self.group))]
         # What the critic does not read need not travel.
         lean = batch.replace(ref_hidden_TD=None, ref_logprobs_T=None, old_logprobs_T=None, weights_T=None)
-        for mini_batch in mini_batches(lean, self.mini_batch_size, [None] * self.epochs):
-            counts.append(count(trained_lengths(mini_batch), mini_batch.group_N))
-            for steps, rows in zip(per_rank, plan(mini_batch, self.rule, len(self.group)), strict=True):
-                steps.append(OptimizerStep(counts[-1], tuple(micro_batches(mini_batch, rows))))
-        results = self.group.call_each("update", [(steps,) for steps in per_rank])
+        results, counts = train(self.cut, mini_batches(lean, self.mini_batch_size, [None] * self.epochs))
         return combine_stats(results, counts, role="critic") | _fit(batch, batch.values_T, batch.returns_T)
 
     def save(self, folder: Path) -> Files:
@@ -108,6 +101,7 @@ def make_critic(config: Config, group: SupervisedGroup) -> CriticGroup:
         rule=derived.critic_rule(config),
         mini_batch_size=derived.critic_mini_batch_size(config),
         epochs=derived.critic_epochs(config),
+        splits=config.trainer.on_out_of_memory == "split",
     )
 
 

@@ -12,10 +12,11 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.cluster.host import BEATS, RemoteError
+from grpo_rl.cluster.memory import what_to_do
 from grpo_rl.cluster.placement import Slot
 from grpo_rl.cluster.processes import end_process
 from grpo_rl.cluster.spares import Place, Spares
-from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, RewardError
+from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
 
 LOG_TAIL_LINES = 12
 # How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
@@ -224,7 +225,12 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
         if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
             raise _USER_ERRORS[cause.kind](cause.message) from error
         message = f"{what} failed on {worker.name}: {worker.describe(error)}"
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(cause, RemoteError) and cause.kind == OutOfMemory.__name__:
+            raise OutOfMemory(
+                f"{what} failed on {worker.name}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}"
+            ) from error
+        # Ray's own guard ends the process that uses most of a machine's memory when little is left.
+        if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             raise WorkerDied(message, [worker]) from error
         if isinstance(cause, RemoteError) and _is_broken(cause):
             raise WorkerBroken(message, [worker]) from error

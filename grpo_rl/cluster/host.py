@@ -10,17 +10,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.config.secrets import redact, remember_environment
+from grpo_rl.cluster.memory import out_of_memory
+from grpo_rl.config.hiding import HidingStream
+from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
 # Ray starts its workers with a niceness of 15.
 PRELOAD_NICENESS = 19
+PRELOADED = "everything is imported"
+"""What a spare says in its log when it is ready."""
+# A new process has more right to the processor than a spare that imports, and is soon further.
+PRELOADED_S = 2.0
 
 
 class RemoteError(Exception):
@@ -45,27 +51,47 @@ class Host:
     are read when torch is loaded.
     """
 
-    def __init__(self, name: str, log_file: str | None, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, log_file: str | None, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
         os.environ.update(environment)
         remember_environment()
+        remember(secret)
         self._worker: Any = None
+        self._preloading: threading.Thread | None = None
+        self._has_place = False
+        self._lock = threading.Lock()
         faults.arm()
-        self.become(name, log_file)
+        self._go_by(name, log_file)
 
     def become(self, name: str, log_file: str | None) -> None:
-        """Go by this name from now on, and print to this log."""
-        self.name = name
-        faults.tell(worker=name)
-        if log_file is not None:
-            _redirect_output(Path(log_file))
+        """Go by this name from now on, and print to this log.
+
+        Raises RuntimeError for a process that is still importing: who imports the same from another thread may get half
+        of a module.
+        """
+        with self._lock:
+            if self._preloading is not None:
+                self._preloading.join(PRELOADED_S)
+                if self._preloading.is_alive():
+                    raise RuntimeError("still importing")
+            self._has_place = True
+        self._go_by(name, log_file)
 
     def modules(self) -> list[str]:
         """All that is imported here, in the order in which it was."""
         return list(sys.modules)
 
     def preload(self, modules: list[str]) -> None:
-        """Import all of these, beside whatever else happens and with less right to the processor."""
-        threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True).start()
+        """Import all of these, beside whatever else happens and with less right to the processor, unless it has a place already."""
+        with self._lock:
+            if not self._has_place:
+                self._preloading = threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True)
+                self._preloading.start()
+
+    def _go_by(self, name: str, log_file: str | None) -> None:
+        self.name = name
+        faults.tell(worker=name)
+        if log_file is not None:
+            _redirect_output(Path(log_file))
 
     def where(self) -> tuple[str, int, int]:
         """This process's node address, its id, and a port that is free there now."""
@@ -109,9 +135,10 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     try:
         return function(*args, **kwargs)
-    except Exception as error:
+    except Exception as found:
         trace = redact(traceback.format_exc())
         print(trace, file=sys.stderr, flush=True)
+        error = out_of_memory(found) or found
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
@@ -124,10 +151,14 @@ def _import_all(modules: list[str]) -> None:
             # Whoever needs it imports it again, and hears why that does not work.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    print(PRELOADED, flush=True)
 
 
 def _redirect_output(log_file: Path) -> None:
-    """Everything this process and its children print goes to its log, libraries written in C included."""
+    """Everything this process and its children print goes to its log, libraries written in C included.
+
+    Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
+    """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -135,3 +166,5 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    if not isinstance(sys.stdout, HidingStream):  # a process may get another name, and another log
+        sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)

@@ -87,9 +87,6 @@ def _data(config: Config, tokenizer: Any, console: Console, folder: Path) -> tup
             bad_rows=bad["train"],
             note=lambda text: bar.advance(0, note=text),
         )
-        if data.curriculum == "difficulty":
-            # Read now, so that a row without one is told before anything starts.
-            train.difficulty()
         bar.advance(note=f"train: {train.report}")
         val = None
         if data.val_files:
@@ -98,4 +95,8 @@ def _data(config: Config, tokenizer: Any, console: Console, folder: Path) -> tup
                 data.val_files, data, tokenizer, max_samples=data.val_max_samples, whole=True, bad_rows=bad["val"]
             )
             bar.advance(note=f"train: {train.report}; validation: {val.report}")
+    if data.curriculum == "difficulty":
+        # Read now, so that a row without one is told before anything starts.
+        with console.progress("reading the difficulty of every row", total=len(train)) as bar:
+            train.difficulty(note=bar.advance)
     return train, val

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -18,9 +18,10 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.session import clean_earlier, ray_session
 from grpo_rl.cluster.start import Cluster, start_roles
 from grpo_rl.config.compose import Composed
+from grpo_rl.config.hiding import scrub
 from grpo_rl.config.schema import Config
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError
+from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.models import builtin
 from grpo_rl.plan import Plan
 from grpo_rl.telemetry.console import Console
@@ -49,6 +50,7 @@ def run(composed: Composed, plan: Plan) -> int:
     with ExitStack() as stack:
         run_dir = RunDir.create(config.trainer.default_local_dir, config.trainer.experiment_name)
         stack.callback(run_dir.release)
+        stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
         checkpoint = resume_folder(config, run_dir, console)
         earlier = run_dir.start_fresh() if checkpoint is None else None
@@ -105,7 +107,9 @@ def _train(
     inputs = read_inputs(config, run_dir, console, stack)
 
     with console.progress("starting Ray"):
-        stack.enter_context(ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file))
+        lost = ends_the_run(status, run_dir)
+        session = ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, lost, console.warn)
+        stack.enter_context(session)
     stop.listen()  # Ray has taken SIGTERM for itself
     folder = inputs.model_folder
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
@@ -138,6 +142,23 @@ def _train(
         with console.progress("drawing the curves"):
             plot_curves(run_dir)
             plot_rewards(run_dir)
+
+
+def ends_the_run(status: Status, run_dir: RunDir) -> Callable[[str], None]:
+    """What is done, by another thread, when the cluster is lost: the main one may be anywhere in Ray and not come back."""
+
+    def end(cause: str) -> None:
+        error = ClusterError(cause)
+        error.where, error.advice = status.where(), status.going_on()
+        log = run_dir.logs / "error.log"
+        with suppress(OSError):
+            log.write_text(f"{headline(error)}\nRay's own logs go with its temporary folder.\n", encoding="utf-8")
+        status.end(error)
+        os.write(2, redact(f"\nerror: {headline(error)}\n  log: {log}\n").encode())
+        # What it leaves behind is ended and removed by the process beside it (watch.py).
+        os._exit(error.exit_code)
+
+    return end
 
 
 def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -13,6 +14,8 @@ from grpo_rl.errors import ClusterError
 
 # On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
+TOO_SMALL_S = 5.0
+"""How long a cluster that is still growing has before it is told that it is too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Pool:
         bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
         self.groups = [placement_group([bundle] * per_node, strategy="STRICT_PACK") for _ in range(nnodes)]
-        self._wait(timeout_s, f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}")
+        what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
+        self._wait(timeout_s, what, lambda: _fits(nnodes, per_node, bundle))
         self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
 
     def slots(self, devices_per_slot: int = 1) -> list[Slot]:
@@ -53,9 +57,16 @@ class Pool:
         for group in self.groups:
             remove_placement_group(group)
 
-    def _wait(self, timeout_s: float, what: str) -> None:
+    def _wait(self, timeout_s: float, what: str, fits: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         for group in self.groups:
+            # One that others use now may come free; one that is too small never does.
+            if not group.wait(min(TOO_SMALL_S, timeout_s)) and not fits():
+                raise ClusterError(
+                    f"the cluster is too small: it has {_resources(ray.cluster_resources())} on "
+                    f"{sum(node['Alive'] for node in ray.nodes())} nodes, and the run needs {what}; take a larger one, or "
+                    "fewer trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes or rollout.n_gpus_per_node"
+                )
             if not group.wait(max(0.1, deadline - time.monotonic())):
                 raise ClusterError(
                     f"the cluster did not give {what} within {timeout_s:.0f} s; it has {ray.cluster_resources()}, "
@@ -71,6 +82,21 @@ class Pool:
             for b in range(self.per_node)
         ]
         return ray.get(refs, timeout=120.0)
+
+
+def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
+    """Whether a pool could be had if nobody else used the cluster."""
+    places = [
+        min(int(node["Resources"].get(name, 0.0) / amount + 1e-6) // per_node for name, amount in bundle.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sum(places) >= nnodes
+
+
+def _resources(resources: dict[str, float]) -> str:
+    """Numbers of what a pool is made of."""
+    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU"))
 
 
 def _gpu_id() -> str:

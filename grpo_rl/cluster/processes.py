@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_rl.cluster.watch import is_tracker, remove_segments
+from grpo_rl.rollout.environment import own_folder
+
+_ROUNDS = 3
+"""A group is looked through again: a member may have started another while it was."""
 
 
 def end_process(pid: int, address: str) -> None:
@@ -29,17 +34,27 @@ def end_process(pid: int, address: str) -> None:
 def kill_tree(pid: int, title: bytes = b"ray::") -> None:
     """SIGKILL to the process, to the group it leads or led, and to all its descendants.
 
-    A process under this id that is not called `title...` has only inherited the number, and is left alone.
+    A process under this id that is not called `title...` has only inherited the number, and is left alone. Python's trackers
+    of shared memory are left to their work: they remove what the others leave there, and end with the last of them.
     """
     name = _command_line(pid)
     if name and not name.startswith(title):
         return
     # Children first looked up: without their parent they cannot be told from others.
     victims = [pid, *descendants(pid)] if name is not None else []
-    if name is None or _leads_its_group(pid):
-        _signal(os.killpg, pid)
-    for victim in victims:
-        _signal(os.kill, victim)
+    has_group = name is None or _leads_its_group(pid)
+    for _ in range(_ROUNDS):
+        if has_group:
+            victims += _members(pid)
+        victims = [victim for victim in dict.fromkeys(victims) if not is_tracker(victim)]
+        if not victims:
+            break
+        for victim in victims:
+            _signal(victim)
+        victims = []
+    folder = own_folder(pid)
+    if folder is not None:
+        remove_segments(folder)
 
 
 def descendants(pid: int) -> list[int]:
@@ -57,11 +72,26 @@ def descendants(pid: int) -> list[int]:
 
 
 def _parent(folder: Path) -> int | None:
+    fields = _fields(folder)
+    return int(fields[1]) if fields else None
+
+
+def _members(group: int) -> list[int]:
+    """Ids of all processes of a group, those left out that have ended and were not waited for."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (fields := _fields(folder)) and int(fields[2]) == group and fields[0] not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+def _fields(folder: Path) -> list[str]:
+    """State, parent and group of a process, and more; nothing where it has ended meanwhile."""
     try:
         # The name in parentheses may hold anything, spaces and parentheses included.
-        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None  # ended meanwhile
+        return (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _command_line(pid: int) -> bytes | None:
@@ -79,6 +109,6 @@ def _leads_its_group(pid: int) -> bool:
         return False
 
 
-def _signal(send: Callable[[int, int], None], pid: int) -> None:
+def _signal(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        send(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)

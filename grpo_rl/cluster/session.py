@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.cluster import auth, watch
+from grpo_rl.cluster import auth, presence, watch
 from grpo_rl.config.schema import RayInitConfig
-from grpo_rl.errors import ClusterError
+from grpo_rl.rollout.environment import SESSION_FOLDER
 
 # Weights travel through shared memory two buckets at a time; batches are small beside them.
 OBJECT_STORE_BYTES = 2 * 2**30
@@ -29,11 +29,18 @@ LONGEST_FOLDER = 36
 
 
 @contextmanager
-def ray_session(config: RayInitConfig, num_cpus: int, record: Path | None = None) -> Iterator[None]:
+def ray_session(
+    config: RayInitConfig,
+    num_cpus: int,
+    record: Path | None = None,
+    on_lost: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Iterator[None]:
     """Connect to Ray, and leave it again. Raises ClusterError when that does not work.
 
     A local Ray has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
     more than seconds, however this process ends. `record`, a file, says what belongs to the session while it lasts.
+    `on_lost` is called by another thread, with the cause, when the cluster has gone.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -43,6 +50,7 @@ def ray_session(config: RayInitConfig, num_cpus: int, record: Path | None = None
         import ray
 
         if address:
+            presence.refuse_unreachable(address)
             options["address"] = address
         else:
             options |= {
@@ -54,14 +62,31 @@ def ray_session(config: RayInitConfig, num_cpus: int, record: Path | None = None
         try:
             ray.init(**options)
         except Exception as error:
-            where = f"the cluster at {address}" if address else "a local Ray"
-            raise ClusterError(f"cannot connect to {where}: {type(error).__name__}: {error}") from error
+            raise presence.why_not_connected(address, error) from error
+        watch = None
         try:
             # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
             auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=config.allow_insecure)
+            if on_lost is not None:
+                watch = _watch(on_lost, warn, is_local=not address)
             yield
         finally:
+            if watch is not None:
+                watch.close()
             ray.shutdown()
+
+
+def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> presence.ClusterWatch:
+    import ray
+
+    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+    places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
+    if is_local:
+        node = ray._private.worker.global_worker.node
+        assert node is not None
+        places["its raylet"] = str(node.raylet_socket_name)
+    patience_s = presence.LOCAL_PATIENCE_S if is_local else presence.REMOTE_PATIENCE_S
+    return presence.ClusterWatch(places, on_lost, warn, patience_s)
 
 
 @contextmanager
@@ -84,15 +109,17 @@ def watched(record: Path | None = None) -> Iterator[Path]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C on the terminal is for the controller
     )
-    earlier = os.environ.get(watch.TOKEN)
-    os.environ[watch.TOKEN] = token
+    ours = {watch.TOKEN: token, SESSION_FOLDER: str(folder)}
+    earlier = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield folder
     finally:
-        if earlier is None:
-            del os.environ[watch.TOKEN]
-        else:
-            os.environ[watch.TOKEN] = earlier
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         assert watcher.stdin is not None
         watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.host import BEATS, Host
 from grpo_rl.cluster.placement import Slot
+from grpo_rl.config import secrets
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.groups import Worker
@@ -49,7 +50,7 @@ class Place:
         return (
             remote(concurrency_groups={BEATS: 1})(Host)
             .options(num_cpus=0, max_concurrency=self.threads, scheduling_strategy=strategy)
-            .remote(name, str(log_file), {**self.environment, **devices})
+            .remote(name, str(log_file), {**self.environment, **devices}, secrets.known())
         )
 
 

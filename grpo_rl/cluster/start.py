@@ -209,8 +209,8 @@ def start_roles(
     actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
-        rule = derived.logprob_rule(config, "ref")
-        reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl)
+        rule, splits = derived.logprob_rule(config, "ref"), config.trainer.on_out_of_memory == "split"
+        reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl, splits=splits)
     return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
 
 
@@ -225,6 +225,7 @@ def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tok
         old_from_engine=config.algorithm.rollout_correction.bypass_mode,
         objective=objective,
         tokenizer=tokenizer,
+        splits=config.trainer.on_out_of_memory == "split",
     )
 
 

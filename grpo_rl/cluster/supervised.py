@@ -11,7 +11,7 @@ import ray
 
 from grpo_rl.cluster.groups import WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery import Supervisor
-from grpo_rl.errors import ClusterError
+from grpo_rl.errors import ClusterError, SaveLost
 
 Arguments = Sequence[tuple[Any, ...]]
 Recipe = Callable[[], list[ray.ObjectRef]]
@@ -20,6 +20,10 @@ STEP_OF_MANY = frozenset({"begin_weight_sync", "next_bucket", "end_weight_sync",
 """Calls that mean nothing to new processes which have not seen those before: whoever makes them begins again."""
 LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
 """Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
+
+
+SAVES = frozenset({"save", "begin_save"})
+"""Calls whose half-done work is in the way of a second try: whoever makes them begins with another folder."""
 
 
 class GroupRestarted(ClusterError):
@@ -113,8 +117,8 @@ class SupervisedGroup(WorkerGroup):
     def call_each(self, method: str, arguments: Arguments) -> list[Any]:
         """Call `method` on every rank with its own arguments; the results by rank.
 
-        Raises GroupRestarted where the call is one of several that belong together, ClusterError with all causes
-        when the budget for restarts is spent.
+        Raises GroupRestarted where the call is one of several that belong together, SaveLost where it was to write a
+        checkpoint, ClusterError with all causes when the budget for restarts is spent.
         """
         while True:
             try:
@@ -124,6 +128,9 @@ class SupervisedGroup(WorkerGroup):
                 self.recover(error, f"{self.role}.{method}")
                 if method in STEP_OF_MANY:
                     raise GroupRestarted(f"{self.role} was started again in {method}") from error
+                if method in SAVES:
+                    # In its folder are files of those that are no more.
+                    raise SaveLost from error
         if self.keeper is not None and self.is_restarted:
             self.keeper.after(method, arguments)
         return results

@@ -43,7 +43,7 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
     began = time.monotonic()
     while time.monotonic() < began + CLEAN_S:
         left = [pid for pid in processes(token) if pid != but_not]
-        trackers = [pid for pid in left if _is_tracker(pid)]
+        trackers = [pid for pid in left if is_tracker(pid)]
         victims = [pid for pid in left if pid not in trackers]
         if time.monotonic() > began + TRACKER_S:
             victims = left
@@ -56,11 +56,21 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
         time.sleep(0.05)
     with contextlib.suppress(OSError):
         if (folder / MARKER).read_text() == token:
+            remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
     return sorted(set(ended))
 
 
-def _is_tracker(pid: int) -> bool:
+def remove_segments(folder: Path) -> None:
+    """Remove shared memory of vLLM's processes that no tracker knows: it is called after a file of theirs in this folder."""
+    for file in folder.glob("**/vllm_dist_*"):
+        for segment in Path("/dev/shm").glob(f"{file.name}-*"):
+            with contextlib.suppress(OSError):
+                segment.unlink()
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether this is one of Python's trackers: it removes the shared memory of a process that was killed, and then ends."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -63,4 +63,4 @@ REWARDS: tuple[str, ...] = (
 )
 ENGINES: tuple[str, ...] = ("hf", "vllm")
 TASKS: tuple[str, ...] = ("arithmetic", "countdown")
-EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic",)
+EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "countdown")

@@ -9,6 +9,7 @@ from grpo_rl.config import (
     algorithm_checks,
     data_checks,
     input_checks,
+    name_checks,
     reward_checks,
     security_checks,
     size_checks,
@@ -22,7 +23,7 @@ from grpo_rl.config.schema import Config
 def check(config: Config, machine: Machine) -> list[str]:
     """Everything that is wrong between the keys, one line each: key, value, rule, what to do. Empty if it can run.
 
-    Names that need the registries (estimators, losses, rewards, engines, tasks) are bound later, by the plan.
+    Names are looked up in tables here; what they stand for is loaded later, by the plan.
     """
     found = [
         *data_checks.problems(config),
@@ -31,6 +32,7 @@ def check(config: Config, machine: Machine) -> list[str]:
         *switch_checks.problems(config),
         *security_checks.problems(config),
         *algorithm_checks.problems(config),
+        *name_checks.problems(config),
         *reward_checks.problems(config, machine),
     ]
     return list(dict.fromkeys(found))
@@ -55,6 +57,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         *switch_checks.problems(config),
         *security_checks.problems(config),
         *algorithm_checks.problems(config),
+        *name_checks.problems(config),
     ]
     # What is missing altogether may stand in the word or recipe that could not be read.
     yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))

@@ -7,6 +7,7 @@ the command line.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ def compose(argv: Sequence[str]) -> Composed:
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
     config, value_problems = convert_or_explain(raw)
+    secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)
     problems += security_checks.targets(raw)
     problems += _own_code_in_recipe(config, line)
@@ -198,6 +200,6 @@ def _at(tree: Any, key: str) -> Any:
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
     """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
-    key = security_checks.OWN_CODE
-    if config.actor_rollout_ref.model.trust_remote_code and key not in line.keys:
-        yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"
+    for key in security_checks.allows_code(config):
+        if key not in line.keys:
+            yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

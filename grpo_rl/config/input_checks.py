@@ -18,6 +18,7 @@ def problems(config: Config) -> Iterator[str]:
     """What is named and cannot be found or read."""
     yield from _model(config)
     yield from _rewards(config)
+    yield from _own_functions(config)
     yield from _checkpoint(config)
     yield from _loggers(config)
 
@@ -84,6 +85,23 @@ def _rewards(config: Config) -> Iterator[str]:
                 f"reward.custom_reward_function.path={custom.path}: would replace reward.functions=[{','.join(reward.functions)}]; "
                 f"add {custom.path}:{custom.name} to reward.functions instead"
             )
+
+
+def _own_functions(config: Config) -> Iterator[str]:
+    """Files of functions that are not there: the registries would tell it too, but only after torch is loaded."""
+    actor, custom = config.actor_rollout_ref.actor, config.data.custom_cls
+    named = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode),
+        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),
+        ("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name),
+    ]
+    if custom.path is not None and custom.name is not None:
+        named.append(("data.custom_cls.path", f"{custom.path}:{custom.name}"))
+    for key, name in named:
+        source = Path(name.rpartition(":")[0]).expanduser()
+        if source.suffix == ".py" and not source.is_file():
+            yield f"{key}={name}: there is no file {source.absolute()}"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -163,4 +163,4 @@ def _idle(config: Config, section: str, switch: str, reason: str) -> Iterator[st
     for key, leaf in leaves().items():
         group, _, name = key.rpartition(".")
         if group == section and name != switch and getattr(values, name) != leaf.default:
-            yield f"{key}={show(getattr(values, name))}: {reason}; leave it out"
+            yield f"{key}={show(getattr(values, name))}: {reason}; leave it out, or set it to {show(leaf.default)} where the recipe has it"

@@ -66,6 +66,10 @@ class TrainerConfig:
     updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
     recover_memory_gib: Positive = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    on_out_of_memory: Literal["stop", "split"] = "stop"
+    """When memory runs out in an update or a pass for log-probs or values: stop, or start the role's ranks again with the
+    state they had and go on with micro-batches of half the size, until the end of the run. The gradient is the same up
+    to rounding."""
     keep_spares: bool = True
     """Once a worker had to be started again: keep a process ready in its place that has everything imported, so that the next time takes a second or two. Costs the memory of its libraries, some hundred MB; nothing before the first failure."""
     heartbeat_s: Positive = 5.0

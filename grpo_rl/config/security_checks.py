@@ -10,14 +10,14 @@ from typing import Any
 from grpo_rl.config.schema import Config
 
 OWN_CODE = "actor_rollout_ref.model.trust_remote_code"
+SCORER_CODE = "reward.reward_model.trust_remote_code"
 _CODE_FILES = ("config.json", "tokenizer_config.json")
 
 
 def problems(config: Config) -> Iterator[str]:
     """Paths and names that lead elsewhere, and model folders that bring code of their own."""
     yield from _paths(config)
-    if not config.actor_rollout_ref.model.trust_remote_code:
-        yield from _code_in_models(config)
+    yield from _code_in_models(config)
 
 
 def targets(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -66,21 +66,36 @@ def _stays_below(name: str) -> bool:
 
 
 def _code_in_models(config: Config) -> Iterator[str]:
-    model = config.actor_rollout_ref.model
+    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
     folders = {
-        "actor_rollout_ref.model.path": model.path,
-        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path,
-        "critic.model.path": config.critic.model.path,
+        "actor_rollout_ref.model.path": (model.path, OWN_CODE),
+        "actor_rollout_ref.model.tokenizer_path": (model.tokenizer_path, OWN_CODE),
+        "critic.model.path": (config.critic.model.path, OWN_CODE),
     }
-    for key, folder in folders.items():
-        if not folder or folder.startswith("builtin:"):
+    if scorer.enable:
+        folders |= {
+            "reward.reward_model.model_path": (scorer.model_path, SCORER_CODE),
+            "reward.reward_model.tokenizer_path": (scorer.tokenizer_path, SCORER_CODE),
+        }
+    allowed = allows_code(config)
+    for key, (folder, switch) in folders.items():
+        if not folder or folder.startswith("builtin:") or switch in allowed:
             continue
         for name in _CODE_FILES:
             if brings_code(Path(folder).expanduser() / name):
                 yield (
                     f"{key}={folder}: its {name} names Python code of its own (auto_map); read that code, then set "
-                    f"{OWN_CODE}=true on the command line if it may run"
+                    f"{switch}=true on the command line if it may run"
                 )
+
+
+def allows_code(config: Config) -> list[str]:
+    """The keys by which this configuration lets the code of model folders run."""
+    allowed = {
+        OWN_CODE: config.actor_rollout_ref.model.trust_remote_code,
+        SCORER_CODE: config.reward.reward_model.trust_remote_code,
+    }
+    return [key for key, is_allowed in allowed.items() if is_allowed]
 
 
 def brings_code(file: Path) -> bool:

@@ -184,6 +184,7 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
+        "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
@@ -204,8 +205,8 @@ _NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
 def _without_effect(config: Config) -> Iterator[str]:
     for key, (has_effect, reason) in _has_effect(config).items():
         value = value_of(config, key)
-        if not has_effect and value != leaves()[key].default:
-            yield f"{key}={show(value)}: {reason}; leave it out"
+        if not has_effect and value != (default := leaves()[key].default):
+            yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"
 
 
 def value_of(config: Config, key: str) -> object:

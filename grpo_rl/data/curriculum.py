@@ -81,6 +81,11 @@ class PassRateSampler:
     def record(self, row: int, rate: float) -> None:
         self._rates[row] = rate
 
+    def metrics(self) -> dict[str, float]:
+        seen = self._rates[~np.isnan(self._rates)]
+        found = {"data/seen_fraction": len(seen) / self._num_rows}
+        return found | ({"data/pass_rate": float(seen.mean())} if len(seen) else {})
+
     def position(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,

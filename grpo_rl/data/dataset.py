@@ -16,6 +16,7 @@ from grpo_rl.data.custom import custom_source
 from grpo_rl.data.files import open_source
 from grpo_rl.data.fingerprint import fingerprint_of
 from grpo_rl.data.load_report import LoadReport
+from grpo_rl.data.numbers import read_numbers
 from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer, truncate
 from grpo_rl.data.rows import Example, difficulty_of, example
 from grpo_rl.data.source import BadRow, Joined, Source
@@ -99,10 +100,15 @@ class PromptDataset:
             self.bad_rows.found(index, error)
             return False
 
-    def difficulty(self) -> np.ndarray:
-        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable. The first call reads all rows."""
+    def difficulty(self, note: Callable[[int], None] | None = None) -> np.ndarray:
+        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
+
+        The first call reads this column of all rows, and tells `note` how many are done.
+        """
         if self._difficulty is None:
-            self._difficulty = np.fromiter((self._difficulty_of(index) for index in range(len(self))), np.float64, len(self))
+            rows = np.arange(len(self)) if self._rows is None else self._rows
+            parts, key = self._source.parts, self.config.difficulty_key
+            self._difficulty = read_numbers(parts, key, rows, self._difficulty_of, note)
         return self._difficulty
 
     def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_rl import hub
 from grpo_rl.data.jsonl import first_line, open_json
-from grpo_rl.data.source import Joined, Rows, Source
+from grpo_rl.data.source import HubRows, Joined, Rows, Source
 from grpo_rl.data.tables import Table
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
@@ -121,6 +122,12 @@ def _from_hub(name: str) -> Source:
         raise ConfigError(
             f"{name}: the package datasets is not installed; install the extra `data` (pip install datasets), or name files"
         ) from error
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / repository.replace("/", "___")
+    if not Path(repository).is_dir() and not cache.is_dir() and (why := hub.why_unreachable()):
+        raise DataError(
+            f"{name}: no such folder, no such data set in the cache of datasets on this machine, and {why}; give a folder or files "
+            "that were copied from the hub"
+        )
     try:
         rows = datasets.load_dataset(repository, options.get("config"), split=split, revision=options.get("revision"))
     # Whatever goes wrong in the hub's client, in the network or in the data set's own files: the user gets one line.
@@ -131,7 +138,7 @@ def _from_hub(name: str) -> Source:
         ) from error
     if len(rows) == 0:
         raise DataError(f"{name}: the data set has no rows")
-    return Rows(name, rows)
+    return HubRows(name, rows)
 
 
 def _neighbours(path: Path) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from grpo_rl.data.numbers import number_in
 from grpo_rl.data.source import LARGEST_ROW, BadRow, NotJson, Rows
 from grpo_rl.errors import DataError
 
@@ -45,6 +48,18 @@ class JsonLines:
         if size > LARGEST_ROW:
             raise BadRow(f"{where}: the line has {size} bytes; expected at most {LARGEST_ROW}")
         return parse_row(os.pread(self._file.fileno(), size, start), where, start)
+
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        first = 0
+        while first < len(self):
+            start = int(self._starts[first])
+            last = max(first + 1, int(np.searchsorted(self._ends, start + BLOCK, side="right")))
+            starts, ends = (self._starts[first:last] - start).tolist(), (self._ends[first:last] - start).tolist()
+            # A line that is longer than a block is not read here.
+            data = os.pread(self._file.fileno(), min(ends[-1], BLOCK), start)
+            lines = (data[a:b] if b <= len(data) else b"" for a, b in zip(starts, ends, strict=True))
+            yield np.fromiter((_number(line, key) for line in lines), np.float64, last - first)
+            first = last
 
 
 def open_json(name: str, path: Path, cache_dir: str | None) -> JsonLines | Rows:
@@ -169,7 +184,17 @@ def _array(name: str, file: IO[bytes], num_bytes: int) -> Rows:
 
 
 def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_constant, object_pairs_hook=_pairs)
+    return _DECODER.decode(text)
+
+
+def _number(line: bytes, key: str) -> float:
+    """The number in the column of a line that is a row; NaN for any other."""
+    try:
+        text = line.decode("utf-8")
+        row = math.nan if "\0" in text else _loads(text)
+    except (ValueError, RecursionError):
+        return math.nan
+    return number_in(row, key) if isinstance(row, dict) else math.nan
 
 
 def _constant(literal: str) -> NotJson:
@@ -186,6 +211,9 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 row[key] = NotJson(f"the key {key!r} is there twice", "keep one")
             seen.add(key)
     return row
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_pairs)
 
 
 def _broken(text: str, error: json.JSONDecodeError) -> str:

@@ -115,6 +115,11 @@ class MixedSampler:
         before = self._rates[source]
         self._rates[source] = rate if np.isnan(before) else RATE_MEMORY * before + (1 - RATE_MEMORY) * rate
 
+    def metrics(self) -> dict[str, float]:
+        shares = {f"data/share/{source}": float(share) for source, share in enumerate(self.shares)}
+        rates = {f"data/pass_rate/{source}": float(rate) for source, rate in enumerate(self._rates) if not np.isnan(rate)}
+        return shares | rates
+
     def position(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,

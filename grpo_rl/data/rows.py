@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.schema import DataConfig
+from grpo_rl.data.numbers import finite
 from grpo_rl.data.source import BadRow, check_values, near, wrong
 
 Message = dict[str, str]
@@ -45,9 +46,9 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
 def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:
     """What the curriculum orders by. Raises BadRow unless it is a finite number."""
     found = column(row, config.difficulty_key, where)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    if math.isnan(number := finite(found)):
         raise wrong(where, config.difficulty_key, found, "a number, as data.curriculum=difficulty orders by it")
-    return float(found)
+    return number
 
 
 def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:

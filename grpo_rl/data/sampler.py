@@ -38,6 +38,10 @@ class Sampler(Protocol):
         """Take in the share of its responses that passed."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What decides which rows come next, for the log; nothing where the seed alone does."""
+        ...
+
     def position(self) -> dict[str, Any]:
         """Where it is; small."""
         ...
@@ -124,6 +128,9 @@ class PromptSampler:
 
     def record(self, row: int, rate: float) -> None:
         """The order does not depend on pass rates."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def position(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position}

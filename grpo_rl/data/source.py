@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
+
+from grpo_rl.data.numbers import READ_AT_ONCE, numbers_of_table, top_column, unknown
 from grpo_rl.errors import DataError
 
 LARGEST_ROW = 8 * 2**20
@@ -38,13 +41,17 @@ class Source(Protocol):
         """`train.jsonl, line 3`: the place of row `index` as a message names it."""
         ...
 
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        """Column `key`, or the dotted path into it, of all rows in blocks; NaN where `row` has to be asked."""
+        ...
+
 
 class Rows:
     """Rows that are in memory, or in whatever else has a length and can be indexed: tasks, hub data, a user's class."""
 
     def __init__(self, name: str, rows: Sequence[Any], num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
-        self._rows = rows
+        self._rows: Any = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -57,6 +64,22 @@ class Rows:
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
+
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        return unknown(len(self))
+
+
+class HubRows(Rows):
+    """Rows of a `datasets.Dataset`: on the disk, in columns of Arrow."""
+
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        top = top_column(self._rows.column_names, key)
+        if top not in self._rows.column_names:
+            yield from unknown(len(self))
+            return
+        column = self._rows.select_columns([top]).with_format("arrow")
+        for start in range(0, len(self), READ_AT_ONCE):
+            yield numbers_of_table(column[start : start + READ_AT_ONCE], key)
 
 
 class Joined:
@@ -78,6 +101,10 @@ class Joined:
     def where(self, index: int) -> str:
         part, inside = self._place(index)
         return part.where(inside)
+
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        for part in self.parts:
+            yield from part.numbers(key)
 
     def _place(self, index: int) -> tuple[Source, int]:
         number = bisect_right(self._ends, index)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
@@ -15,11 +12,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from grpo_rl import hub
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 
 POLICY_KEY = "actor_rollout_ref.model.path"
-HUB_TIMEOUT_S = 5.0
 
 
 def load_config(
@@ -62,17 +59,10 @@ def _check_folder(path: str, where: str) -> None:
 
 def _check_hub(path: str, where: str) -> None:
     """Raise ConfigError when a model can only be on a hub that nothing can be asked of: the hub's client would try for half a minute."""
-    behind_proxy = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if Path(path).is_dir() or constants.HF_HUB_OFFLINE or behind_proxy or try_to_load_from_cache(path, "config.json"):
+    if Path(path).is_dir() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, "config.json"):
         return
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: no such folder, no such model in the hub's cache on this machine, and {hub.hostname} cannot be reached "
-            f"({error.strerror or error})"
-        ) from error
+    if why := hub.why_unreachable():
+        raise ConfigError(f"{where}: no such folder, no such model in the hub's cache on this machine, and {why}")
 
 
 def _names_own_code(config_file: Path) -> bool:
@@ -101,16 +91,23 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
     """
     from transformers import AutoModelForCausalLM
 
-    attention.register()
-    if on_meta:
-        config._attn_implementation = attention.ATTENTION_NAME
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    else:
-        lm = read_weights(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, key=key)
+    lm = packed_model(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=key)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
+
+
+def packed_model(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str) -> Any:
+    """The model of this auto class in float32 with packed attention, with the folder's weights or, `on_meta`, without storage.
+
+    Raises ConfigError as `read_weights` does.
+    """
+    attention.register()
+    if not on_meta:
+        return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key)
+    config._attn_implementation = attention.ATTENTION_NAME
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
 
 def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY) -> Any:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models import attention
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.forward import PackedModel, Sequences
 from grpo_rl.models.linear import linear
-from grpo_rl.models.load import load_config, read_weights
+from grpo_rl.models.load import load_config, packed_model
 
 KEY = "reward.reward_model.model_path"
 
@@ -64,13 +63,7 @@ def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_m
 
     by_token = any(name.endswith("ForTokenClassification") for name in config.architectures)
     auto_class = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
-    attention.register()
-    if on_meta:
-        config._attn_implementation = attention.ATTENTION_NAME
-        with torch.device("meta"):
-            lm = auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    else:
-        lm = read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=KEY)
+    lm = packed_model(auto_class, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=KEY)
     has_layers = isinstance(getattr(lm.base_model, "layers", None), nn.ModuleList)
     if (
         not has_layers

@@ -9,30 +9,33 @@ Shows what each response is worth, how long it took, and what failed and why. Ex
 from __future__ import annotations
 
 import argparse
-import asyncio
-import functools
-import inspect
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.errors import ConfigError, GrpoRlError
+from grpo_rl.config.schema import RewardConfig
+from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.rewards.check_data import Row, read_rows
-from grpo_rl.rewards.registry import REWARDS
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.failures import ERROR, TIMEOUT, RewardFailure
+from grpo_rl.rewards.jobs import UNSENDABLE, read_answer, spared
+from grpo_rl.rewards.pool import Reply, Worker, setup_of
+from grpo_rl.rewards.pool_log import OutputLog
+from grpo_rl.rewards.results import Result
+from grpo_rl.rewards.wire import encode, frame
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
-FAILED = 2
+FAILED, INTERRUPTED = 2, 130
 
 
 @dataclass(slots=True)
@@ -46,89 +49,77 @@ class Outcome:
     failure: str | None = None
 
 
-def load(spec: str, options: dict[str, Any]) -> Callable[..., Any]:
-    """The function that `spec` names, with its options. Raises ConfigError for an unknown name, file or option."""
+def configured(spec: str, options: dict[str, Any], batched: bool, timeout_s: float) -> RewardConfig:
+    """The reward settings of a run with this function alone. Raises ConfigError for an unknown name, file or option."""
     name = f"{spec}:compute_score" if spec.endswith(".py") else spec
-    function = REWARDS.get(name)
-    REWARDS.check_options(name, options)
-    return functools.partial(function, **options)
+    config = RewardConfig(
+        functions=[name],
+        function_kwargs={name: options} if options else {},
+        batched=[name] if batched else [],
+        timeout_s=timeout_s,
+    )
+    RewardFunction.from_config(config)
+    return config
 
 
-def try_row(function: Callable[..., Any], row: Row) -> Outcome:
-    """Call the function as a run does; a failure of whatever kind becomes the outcome's cause."""
-    outcome = Outcome(row)
-    start = time.perf_counter()
-    try:
-        result = function(
-            data_source=row.data_source,
-            solution_str=row.response,
-            ground_truth=row.ground_truth,
-            extra_info=row.extra_info,
-        )
-        if inspect.isawaitable(result):
-            result = asyncio.run(_finished(result))
-    except (Exception, SystemExit) as error:  # a user's code: whatever it raises is what this command is to show
-        outcome.failure = f"{type(error).__name__}: {error}"
-        return outcome
-    finally:
-        outcome.seconds = time.perf_counter() - start
-    _read(result, outcome)
-    return outcome
+class Trial:
+    """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
 
+    def __init__(self, config: RewardConfig, data_sources: Sequence[str]) -> None:
+        self._config = config
+        self._setup = setup_of(config, sorted(set(data_sources)))
+        self._name = RewardFunction.from_config(config).components[0].name
+        self._worker: Worker | None = None
+        self._seconds: dict[int, float] = {}
+        self.log = OutputLog(None)
 
-def try_batch(function: Callable[..., Any], rows: Sequence[Row]) -> list[Outcome]:
-    """Call a function of lists once, all at once; the time is shared out among the rows."""
-    outcomes = [Outcome(row) for row in rows]
-    failure: str | None = None
-    results: Any = None
-    start = time.perf_counter()
-    try:
-        results = function(
-            data_sources=[row.data_source for row in rows],
-            solution_strs=[row.response for row in rows],
-            ground_truths=[row.ground_truth for row in rows],
-            extra_infos=[row.extra_info for row in rows],
-        )
-        if inspect.isawaitable(results):
-            results = asyncio.run(_finished(results))
-    except (Exception, SystemExit) as error:  # as in `try_row`
-        failure = f"{type(error).__name__}: {error}"
-    seconds = (time.perf_counter() - start) / max(1, len(rows))
-    results = results.tolist() if hasattr(results, "tolist") else results
-    if failure is None and (not isinstance(results, list | tuple) or len(results) != len(rows)):
-        given = f"{len(results)} results" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-        failure = f"it returned {given} for {len(rows)} rows; a batched function returns a list of one result for each"
-    for place, outcome in enumerate(outcomes):
-        outcome.seconds, outcome.failure = seconds, failure
-        if failure is None and isinstance(results, list | tuple):
-            _read(results[place], outcome)
-    return outcomes
+    def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+        """What the function gives for these rows: one, or all of those that a function of lists is called with.
 
+        Raises RewardError where no process starts.
+        """
+        found = self._call(rows)
+        if len(rows) > 1 and all(isinstance(one, RewardFailure) for one in found):
+            found = spared(rows, found, lambda rows: [one for row in rows for one in self._call([row])], self._call)
+        return [self._outcome(row, one) for row, one in zip(rows, found, strict=True)]
 
-async def _finished(result: Any) -> Any:
-    return await result
+    def close(self) -> None:
+        """End the process and all that it started."""
+        if self._worker is not None:
+            self._worker.kill()
 
-
-def _read(result: Any, outcome: Outcome) -> None:
-    values = result if isinstance(result, dict) else {"score": result}
-    if "score" not in values:
-        outcome.failure = f"the dict has no 'score', it has {', '.join(map(str, values)) or 'nothing'}"
-        return
-    for key, value in values.items():
-        if not isinstance(value, Real):
-            if key == "score":
-                outcome.failure = f"score is {str(value)[:100]!r} ({type(value).__name__}), not a number"
-            continue
+    def _call(self, rows: Sequence[Row]) -> list[Result | RewardFailure]:
+        samples = [(row.data_source, row.response, row.ground_truth, row.extra_info) for row in rows]
         try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            outcome.failure = f"{key} is {number}, not a finite number"
-        elif key == "score":
-            outcome.score = number
-        else:
-            outcome.parts[str(key)] = number
+            body = encode({"functions": [self._name], "calls": [samples], "timed": True})
+        except (TypeError, ValueError) as error:
+            return [RewardFailure(ERROR, f"{UNSENDABLE}: {error}")] * len(rows)
+        worker, reply = self._ready(), Reply()
+        started = time.perf_counter()
+        worker.ask(frame(body), [reply], 1, self._config.timeout_s)
+        answer = reply.answers[0] if reply.complete else None
+        inside = answer.get("seconds") if isinstance(answer, dict) else None
+        seconds = inside if isinstance(inside, float) else time.perf_counter() - started
+        self._seconds |= {row.place: seconds / len(rows) for row in rows}
+        if reply.timed_out:
+            return [RewardFailure(TIMEOUT, f"took longer than {self._config.timeout_s:g} s")] * len(rows)
+        if reply.ended is not None:
+            return [RewardFailure(ERROR, reply.ended)] * len(rows)
+        given = answer.get("answers") if isinstance(answer, dict) else None
+        return [read_answer(one) for one in (given if isinstance(given, list) else [answer] * len(rows))]
+
+    def _ready(self) -> Worker:
+        if self._worker is None or not self._worker.alive:
+            self._worker = Worker(self._setup, self.log)
+            if trouble := self._worker.start_up():
+                raise RewardError(f"the process of the reward function cannot start: {trouble}")
+        return self._worker
+
+    def _outcome(self, row: Row, found: Result | RewardFailure) -> Outcome:
+        seconds = self._seconds.get(row.place, 0.0)
+        if isinstance(found, RewardFailure):
+            return Outcome(row, seconds, failure=f"{found.kind}: {found.cause}")
+        return Outcome(row, seconds, found.score, found.values)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -191,19 +182,44 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     parser.add_argument(
         "--options", default="{}", help="keyword arguments of the function, as JSON, e.g. '{\"boxed_only\": true}'"
     )
+    parser.add_argument(
+        "--timeout_s",
+        type=float,
+        default=RewardConfig().timeout_s,
+        help="longest call, as reward.timeout_s (default: %(default)g)",
+    )
     given = parser.parse_args(arguments)
     console = console or Console()
     try:
         if given.rows < 1:
             raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
-        function = load(given.function, _options(given.options))
+        if not given.timeout_s > 0:
+            raise ConfigError(f"--timeout_s is {given.timeout_s:g}; it must be above 0")
+        config = configured(given.function, _options(given.options), given.batched, given.timeout_s)
         rows = read_rows(given.data, given.rows, given.column)
     except GrpoRlError as error:
         console.print(Text(str(error), style="red"))
         return FAILED
     usable = [row for row in rows if row.response is not None]
-    outcomes = try_batch(function, usable) if given.batched else [try_row(function, row) for row in usable]
+    outcomes: list[Outcome] = []
+    trial = Trial(config, [row.data_source for row in usable])
+    interrupted = False
+    try:
+        for some in [usable] if given.batched and usable else [[row] for row in usable]:
+            outcomes += trial.outcomes(some)
+    except GrpoRlError as error:
+        console.print(Text(str(error), style="red"))
+        return FAILED
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print(f"interrupted after {len(outcomes)} of {len(usable)} rows")
+    finally:
+        trial.close()
     show(outcomes, len(rows) - len(usable), console)
+    if printed := trial.log.last:
+        console.print(Text(f"the end of what it printed: {_printable(printed)}"))
+    if interrupted:
+        return INTERRUPTED
     return 0 if outcomes and all(outcome.failure is None for outcome in outcomes) else FAILED
 
 

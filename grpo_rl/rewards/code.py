@@ -119,7 +119,7 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
     if not problems and options["total_s"] + START_S >= timeout_s:
         problems.append(
             f"{KEY}.total_s={options['total_s']:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
-            f"response counts as failed instead of scored; lower the first or raise the second"
+            f"response counts as failed instead of scored; set reward.timeout_s={options['total_s'] + 1.5 * START_S:g}, or lower the first"
         )
     url = options["sandbox_url"]
     if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):

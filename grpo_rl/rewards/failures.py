@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from grpo_rl.config.secrets import redact
 from grpo_rl.errors import RewardError
 
 TIMEOUT = "reward_timeout"
@@ -33,14 +34,18 @@ class RewardFailure(RewardError):
 
 
 def shortened(cause: str) -> str:
-    """The cause with its middle left out where it is too long to keep."""
+    """The cause without secrets, and with its middle left out where it is too long to keep."""
+    cause = redact(cause)
     half = LONGEST_CAUSE // 2
     return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
 
 
 def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
-    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause) in their order."""
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause); the first cause of each kind comes first."""
     counts = Counter(kind for kind, _ in failures)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    causes = list(dict.fromkeys(cause for _, cause in failures))[:SHOWN_CAUSES]
+    of_each_kind: dict[str, str] = {}
+    for kind, cause in failures:
+        of_each_kind.setdefault(kind, cause)
+    causes = list(dict.fromkeys([*of_each_kind.values(), *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
     return f"{len(failures)} of {total} rewards failed ({kinds}), first: " + "; ".join(causes)

@@ -13,21 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema import RewardConfig
-from grpo_rl.rewards.wire import LENGTH, LONGEST_ANSWER, decode, encode
+from grpo_rl.rewards.pool_log import OutputLog
+from grpo_rl.rewards.process_tree import kill_tree
+from grpo_rl.rewards.wire import LENGTH, LONGEST_ANSWER, decode, encode, frame
 
 START_TIMEOUT_S = 120.0
 """Longest start of a process: it imports the user's files."""
-LOG_LIMIT = 4 * 2**20
-"""Bytes of what a process prints that are kept."""
-LAST_LINES = 500
-"""Characters of its log that an error quotes."""
 PIECE = 2**16
 KILL_S = 5.0
 """A killed process is gone within this time, or is left to the system."""
+STALL_S = 0.05
+"""A call that takes longer keeps those behind it from nobody: they are taken back and go to other processes."""
 LAST_MOMENT_S = 0.2
 """A process that has closed its channel is about to end, which takes no longer."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -35,9 +34,10 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for a request."""
+    """What came back for a call: it is complete, or has ended, or was never begun."""
 
     answers: list[Any] = field(default_factory=list)
+    complete: bool = False
     ended: str | None = None
     """Why no further answer came: the process had died or was killed, and this is what happened; None where all is well."""
     timed_out: bool = False
@@ -53,34 +53,12 @@ def setup_of(config: RewardConfig, data_sources: list[str]) -> dict[str, Any]:
             "custom_reward_function": {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs},
             "batched": config.batched,
             "function_kwargs": config.function_kwargs,
+            # Options are checked against it.
+            "timeout_s": config.timeout_s,
         },
         "data_sources": data_sources,
         "memory_limit": None if limit is None else int(limit * 2**30),
     }
-
-
-class OutputLog:
-    """What the processes in one place print, up to `LOG_LIMIT` bytes, in a file; without one it is only remembered for errors."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("ab")
-        self._room = LOG_LIMIT
-        self.last = b""
-
-    def write(self, data: bytes) -> None:
-        """Keep the data as far as there is room; the rest is dropped, which is noted once."""
-        self.last = (self.last + data)[-LAST_LINES:]
-        if self._file is None or self._room <= 0:
-            return
-        self._file.write(data[: self._room])
-        self._room -= len(data)
-        if self._room <= 0:
-            self._file.write(b"\n[all further output is dropped]\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 class Worker:
@@ -91,10 +69,14 @@ class Worker:
         self._log, self._stopping = log, stopping
         self._channel, theirs = socket.socketpair()
         self._buffer = bytearray()
+        # The process takes one byte before each call after the first: who has taken a call's byte makes it.
+        ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._permits, self._permit = (open(end, mode, buffering=0) for end, mode in zip(ends, ("rb", "wb"), strict=True))  # noqa: SIM115
+        words = [str(theirs.fileno()), str(ends[0]), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-X", "faulthandler", "-m", "grpo_rl.rewards.pool_worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-u", "-X", "faulthandler", "-m", "grpo_rl.rewards.pool_worker", *words],
+                pass_fds=[theirs.fileno(), ends[0]],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -106,15 +88,17 @@ class Worker:
         self._channel.setblocking(False)
         os.set_blocking(self._output.fileno(), False)
         self.pid = self._process.pid
-        self._setup = encode(setup)
-        self.num_asked = 0
-        """Requests, the start among them."""
+        self._setup = frame(encode(setup))
+        self.num_answered = 0
+        """Calls that it has answered, the start among them."""
         self.died_by_itself = False
         """In the last request: neither killed nor asked to end."""
+        self._is_worn_out = False
+        """It has said that it ends after its answer."""
 
     def start_up(self) -> str | None:
         """Wait until the process can be asked: None, or why it cannot be."""
-        reply = self.ask(self._setup, 1, START_TIMEOUT_S)
+        self.ask(self._setup, [reply := Reply()], 1, START_TIMEOUT_S)
         answer = reply.answers[0] if reply.answers else None
         if reply.timed_out:
             reason = f"it did not start within {START_TIMEOUT_S:g} s"
@@ -125,32 +109,43 @@ class Worker:
         else:
             reason = str(answer.get("failed", answer)) if isinstance(answer, dict) else str(answer)
         self.kill()
-        said = self._log.last.decode(errors="replace").strip()
+        said = self._log.last
         return f"{reason}; its last output: {said}" if said else reason
 
-    def ask(self, request: bytes, num_answers: int, timeout_s: float) -> Reply:
-        """Send the request and collect its answers, fewer where one says `failure`. At the deadline the process is killed."""
-        reply = Reply()
-        self.num_asked += 1
+    def ask(
+        self,
+        request: bytes,
+        replies: Sequence[Reply],
+        num_answers: int,
+        timeout_s: float,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a request with one call for each of the `replies`, and fill these in their order; `told` hears of each that is complete.
+
+        A call has `num_answers`, fewer where one says `failure`, and `timeout_s` from the end of the one before it. At that deadline
+        the process is killed, and where it ends before, the call that it was at has ended too. What no call was begun for is left as
+        it was: behind such a one, and behind one that takes longer than `STALL_S`.
+        """
+        waiting = list(reversed(replies))
+        self._permit.write(bytes(len(replies) - 1))
         try:
-            self._exchange(memoryview(request), num_answers, time.monotonic() + timeout_s, reply)
+            self._exchange(memoryview(request), waiting, num_answers, timeout_s, told)
         except TimeoutError:
-            reply.timed_out, reply.ended = True, f"killed after {timeout_s:g} s"
+            waiting[-1].timed_out, waiting[-1].ended = True, f"killed after {timeout_s:g} s"
         except (OSError, ValueError) as error:
-            reply.ended = self._obituary(error)
+            waiting[-1].ended = self._obituary(error)
             self.died_by_itself = not self._stopping()
-        if reply.ended is not None:
+        if waiting or self._is_worn_out:
             self.kill()
-        return reply
 
     def kill(self) -> None:
         """End the process and everything it started; of those whose own parents ended first, all that it adopted."""
         if self._process.returncode is None:
-            _kill_tree(self.pid)
+            kill_tree(self.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_S)
-        self._channel.close()
-        self._output.close()
+        for end in (self._channel, self._output, self._permits, self._permit):
+            end.close()
 
     @property
     def alive(self) -> bool:
@@ -165,17 +160,27 @@ class Worker:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def _exchange(self, rest: memoryview, num_answers: int, deadline: float, reply: Reply) -> None:
-        """Raises TimeoutError at the deadline, OSError when the process has gone, ValueError when it writes something else."""
+    def _exchange(
+        self, rest: memoryview, waiting: list[Reply], num_answers: int, timeout_s: float, told: Callable[[], None]
+    ) -> None:
+        """Fill the last of `waiting` and take it away, again and again, until none is left.
+
+        Raises TimeoutError at the deadline, OSError when the process has gone, ValueError when it writes something else.
+        """
         poller = select.poll()
         poller.register(self._channel, select.POLLIN | (select.POLLOUT if rest else 0))
         poller.register(self._output, select.POLLIN)
-        while True:
-            left = deadline - time.monotonic()
+        begun = time.monotonic()
+        while waiting:
+            left = begun + timeout_s - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             if self._stopping():
                 raise ConnectionAbortedError("the run is ending")
+            if len(waiting) > 1:
+                if left < timeout_s - STALL_S:
+                    self._take_back(waiting)
+                left = min(left, STALL_S)
             # In pieces, so that the end of the run is seen.
             for descriptor, event in poller.poll(math.ceil(1000 * min(left, 0.5))):
                 if descriptor == self._output.fileno():
@@ -186,27 +191,40 @@ class Worker:
                     rest = rest[self._channel.send(rest[: 2**20]) :]
                     if not rest:
                         poller.modify(descriptor, select.POLLIN)
-                if event & ~select.POLLOUT and self._read_answers(num_answers, reply):
-                    return
+                if event & ~select.POLLOUT and self._read_answers(waiting, num_answers):
+                    begun = time.monotonic()
+                    told()
 
-    def _read_answers(self, num_answers: int, reply: Reply) -> bool:
-        """Take what has arrived; whether the last answer is among it."""
+    def _take_back(self, waiting: list[Reply]) -> None:
+        """The calls that have not begun: others shall not wait for the one that has."""
+        del waiting[: len(self._permits.read(PIECE) or b"")]
+
+    def _read_answers(self, waiting: list[Reply], num_answers: int) -> bool:
+        """Take what has arrived; whether some reply is complete now."""
         data = self._channel.recv(2**20)
         if not data:
             raise ConnectionResetError("it closed its channel")
         self._buffer += data
-        while len(self._buffer) >= LENGTH.size:
+        before = len(waiting)
+        while waiting and len(self._buffer) >= LENGTH.size:
             size = LENGTH.unpack(self._buffer[: LENGTH.size])[0]
             if size > LONGEST_ANSWER:
                 raise ValueError(f"an answer of {size} bytes; at most {LONGEST_ANSWER} are read")
             if len(self._buffer) < LENGTH.size + size:
-                return False
+                break
             body = self._buffer[LENGTH.size : LENGTH.size + size]
             del self._buffer[: LENGTH.size + size]
+            reply = waiting[-1]
             reply.answers.append(answer := decode(body))
-            if len(reply.answers) == num_answers or (isinstance(answer, dict) and "failure" in answer):
-                return True
-        return False
+            failed = isinstance(answer, dict) and "failure" in answer
+            if failed or len(reply.answers) == num_answers:
+                reply.complete = True
+                waiting.pop()
+                self.num_answered += 1
+            if failed and answer.get("exit"):
+                self._is_worn_out = True
+                waiting.clear()
+        return len(waiting) < before
 
     def _read_output(self) -> bool:
         """Move what was printed to the log; False once nothing more can come."""
@@ -239,33 +257,3 @@ def _environment() -> dict[str, str]:
     # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path}
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill the process, its group, and all below it in other groups."""
-    below: set[int] = set()
-    # Stopped first, and looked at again until nobody is new: a process that forks is not outrun otherwise.
-    while new := {pid, *_descendants(pid)} - below:
-        below |= new
-        for other in new:
-            _signal(os.kill, other, signal.SIGSTOP)
-    for other in below:
-        _signal(os.kill, other, signal.SIGKILL)
-    _signal(os.killpg, pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> Sequence[int]:
-    found, waiting = [], [pid]
-    while waiting:
-        tasks = Path(f"/proc/{waiting.pop()}/task")
-        with contextlib.suppress(OSError):
-            for task in tasks.iterdir():
-                with contextlib.suppress(OSError):
-                    waiting += (children := [int(child) for child in (task / "children").read_text().split()])
-                    found += children
-    return found
-
-
-def _signal(send: Callable[[int, int], None], target: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(target, number)

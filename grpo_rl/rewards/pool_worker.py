@@ -1,4 +1,4 @@
-"""A reward process: `python -m grpo_rl.rewards.pool_worker CHANNEL PARENT`, started by `pool.py` and by nobody else.
+"""A reward process: `python -m grpo_rl.rewards.pool_worker CHANNEL PERMITS PARENT`, started by `pool.py` and by nobody else.
 
 It loads no torch, is told by name which functions to call, and answers on its channel only; what functions
 print goes to the log that its parent keeps.
@@ -13,15 +13,17 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.config.secrets import remember_environment
 from grpo_rl.rewards.calls import Component, Sample, call, call_batch
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.failures import INVALID, RewardFailure, shortened
 from grpo_rl.rewards.results import Result
-from grpo_rl.rewards.wire import encode, receive
+from grpo_rl.rewards.wire import encode, frame, receive
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\n#### 1", "\\sin y+2\\sqrt{x}"))
@@ -30,7 +32,8 @@ WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until the parent is gone; never returns."""
-    descriptor, parent = map(int, arguments)
+    descriptor, permits, parent = map(int, arguments)
+    remember_environment()
     _die_with_parent()
     # Orphans come to this process, so that the one who ends it finds them.
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -49,19 +52,30 @@ def main(arguments: Sequence[str]) -> None:
 
     os.register_at_fork(after_in_child=in_a_fork)
     try:
-        components = _components(setup["reward"])
+        components = {component.name: component for component in _components(setup["reward"])}
     except BaseException as error:  # a user's file may even exit: the parent has to know why
-        channel.sendall(encode({"failed": shortened(f"{type(error).__name__}: {error}")}))
+        channel.sendall(frame(encode({"failed": shortened(f"{type(error).__name__}: {error}")})))
         os._exit(1)
-    _warm_up(components, setup["data_sources"])
-    channel.sendall(encode({"ready": True}))
+    _warm_up(list(components.values()), setup["data_sources"])
+    channel.sendall(frame(encode({"ready": True})))
     while (request := receive(channel)) is not None:
-        samples = [Sample(*fields) for fields in request["samples"]]
-        for answer in _answers([c for c in components if c.batched == request["batched"]], samples, request["batched"]):
-            if os.getpid() != own_pid:
-                os._exit(0)  # a function that forked, in the fork
-            channel.sendall(answer)
+        chosen = [components[name] for name in request["functions"]]
+        for number, samples in enumerate(request["calls"]):
+            if number and not _is_permitted(permits):
+                break
+            for answer in _answers(chosen, [Sample(*fields) for fields in samples], request.get("timed", False)):
+                if os.getpid() != own_pid:
+                    os._exit(0)  # a function that forked, in the fork
+                channel.sendall(answer)
     os._exit(0)
+
+
+def _is_permitted(permits: int) -> bool:
+    """Whether the next call is this process's, which it is from then on; False where its parent has taken it back."""
+    try:
+        return bool(os.read(permits, 1))
+    except BlockingIOError:
+        return False
 
 
 def _components(reward: dict[str, Any]) -> list[Component]:
@@ -69,22 +83,31 @@ def _components(reward: dict[str, Any]) -> list[Component]:
     return RewardFunction.from_config(RewardConfig(custom_reward_function=custom, **reward)).components
 
 
-def _answers(components: Sequence[Component], samples: Sequence[Sample], batched: bool) -> Iterator[bytes]:
+def _answers(components: Sequence[Component], samples: Sequence[Sample], timed: bool) -> Iterator[bytes]:
     """One message per function, in their order; the first that fails is the last."""
     for component in components:
+        started = time.perf_counter()
+        failure: RewardFailure | None = None
         try:
-            if batched:
-                results = call_batch(component, samples)
-                answer = encode({"answers": [_one(result) for result in results]})
+            if component.batched:
+                answer: dict[str, Any] = {"answers": [_one(result) for result in call_batch(component, samples)]}
             else:
-                answer = encode(_one(call(component, samples[0])))
-        except RewardFailure as failure:
-            yield encode(_one(failure) | {"exit": isinstance(failure.__cause__, MemoryError)})
-            return
+                answer = _one(call(component, samples[0]))
+        except RewardFailure as error:
+            failure = error
+            answer = _one(error) | {"exit": isinstance(error.__cause__, MemoryError)}
+        if timed:
+            answer["seconds"] = time.perf_counter() - started
+        try:
+            message = encode(answer)
         except (TypeError, ValueError) as error:  # what cannot be sent
-            yield encode(_one(RewardFailure(INVALID, f"the result holds what cannot be read: {error}")))
+            failure = RewardFailure(INVALID, f"the result holds what cannot be read: {error}")
+            message = encode(_one(failure))
+        yield frame(message)
+        if answer.get("exit"):
+            os._exit(0)
+        if failure is not None:
             return
-        yield answer
 
 
 def _one(result: Result | RewardFailure) -> dict[str, Any]:

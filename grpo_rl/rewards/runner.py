@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from grpo_rl.config.schema import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.calls import Component
-from grpo_rl.rewards.compose import RewardFunction, place, sample_of
-from grpo_rl.rewards.failures import ERROR, INVALID, KINDS, TIMEOUT, RewardFailure, summary
-from grpo_rl.rewards.pool import KILL_S, START_TIMEOUT_S, OutputLog, Reply, Worker, setup_of
-from grpo_rl.rewards.results import Result, read_result
-from grpo_rl.rewards.wire import encode
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.failures import RewardFailure, summary
+from grpo_rl.rewards.jobs import Job, Outcome, request_for, spared
+from grpo_rl.rewards.pool import KILL_S, START_TIMEOUT_S, Reply, Worker, setup_of
+from grpo_rl.rewards.pool_log import OutputLog
 from grpo_rl.types import GREEDY, Rollout
 
 Key = tuple[str, int]
-Outcome = Result | RewardFailure
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request to a process: a response for all functions, or many for those that take lists."""
-
-    rollouts: list[Rollout]
-    components: list[Component]
-    batched: bool = False
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    """For each rollout, one of each component; shorter after a failure. Written once, before `done`."""
-    done: bool = False
+MOST_AT_ONCE = 64
+LARGEST_AT_ONCE = 2**20
+"""Responses, and characters of them, in one message to a process."""
+SHARES = 2
+"""A process takes one of so many shares, for each process there is, of the responses that wait."""
 
 
 class RewardRunner:
@@ -58,8 +48,8 @@ class RewardRunner:
         self._singly = [component for component in function.components if not component.batched]
         self._batched = [component for component in function.components if component.batched]
         self._setup = setup_of(config, sorted(set(data_sources)))
-        self._jobs: dict[Key, _Job] = {}
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: dict[Key, Job] = {}
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = False
         self._ready: set[int] = set()
@@ -88,7 +78,7 @@ class RewardRunner:
             raise RuntimeError("the reward runner is closed")
         pending = self._jobs.get(_key(rollout))
         if pending is None or pending.rollouts[0].response_ids != rollout.response_ids:
-            job = self._jobs[_key(rollout)] = _Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
+            job = self._jobs[_key(rollout)] = Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
             if not job.done:
                 self._queue.put(job)
 
@@ -101,15 +91,12 @@ class RewardRunner:
         for rollout in rollouts:
             self.submit(rollout)
         jobs = [self._jobs[_key(rollout)] for rollout in rollouts]
-        together = _Job(list(rollouts), self._batched, batched=True)
-        if self._batched and rollouts:
-            self._queue.put(together)
-            self._await([*jobs, together])
-        else:
-            together.outcomes = [[] for _ in rollouts]
-            self._await(jobs)
-        for rollout, job, further in zip(rollouts, jobs, together.outcomes, strict=True):
-            self._settle(rollout, [*job.outcomes[0], *further])
+        together = [Job(rollouts, [component]) for component in self._batched] if rollouts else []
+        self._put(together)
+        self._await([*jobs, *together])
+        further = [self._spared(job) for job in together]
+        for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
+            self._settle(rollout, [*job.outcomes[0], *more])
             self._jobs.pop(_key(rollout), None)
         self._judge(rollouts)
         return list(rollouts)
@@ -122,6 +109,27 @@ class RewardRunner:
         deadline = time.monotonic() + KILL_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ---- functions that take lists -------------------------------------------------------------------
+
+    def _spared(self, job: Job) -> list[Outcome]:
+        """What the function says of each response; those that make the whole call fail take their scores from no others."""
+        outcomes = [row[0] for row in job.outcomes]
+        if not (job.failed_as_whole and job.is_joint):
+            return outcomes
+        components = list(job.components)
+
+        def called(jobs: Sequence[Job]) -> list[Outcome]:
+            self._put(jobs)
+            self._await(jobs)
+            return [row[0] for one in jobs for row in one.outcomes]
+
+        return spared(
+            job.rollouts,
+            outcomes,
+            alone=lambda rollouts: called([Job([rollout], components) for rollout in rollouts]),
+            together=lambda rollouts: called([Job(rollouts, job.components)]),
+        )
 
     # ---- what a rollout gets -------------------------------------------------------------------------
 
@@ -143,16 +151,26 @@ class RewardRunner:
 
     # ---- the threads, each with one process -----------------------------------------------------------
 
-    def _await(self, jobs: Sequence[_Job]) -> None:
+    def _put(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._queue.put(job)
+
+    def _await(self, jobs: Sequence[Job]) -> None:
         # Some process starts or answers all the time; silence means that the supervision itself is broken.
         patience = START_TIMEOUT_S + self._config.timeout_s + 2 * KILL_S
         self._last_news = time.monotonic()
+        left = list(jobs)
         with self._changed:
-            while left := [job for job in jobs if not job.done]:
+            while True:
+                while left and left[-1].done:
+                    left.pop()
+                if not left:
+                    return
                 if self._broken is not None:
                     raise RewardError(self._broken)
                 if time.monotonic() - self._last_news > patience:
-                    raise RewardError(f"no reward ended for {patience:.0f} s; {len(left)} are waited for")
+                    num_left = sum(not job.done for job in left)
+                    raise RewardError(f"no reward ended for {patience:.0f} s; {num_left} are waited for")
                 self._changed.wait(1.0)
 
     def _work(self, number: int, log_path: Path | None) -> None:
@@ -163,12 +181,12 @@ class RewardRunner:
             while (job := self._queue.get()) is not None and not self._closed:
                 if not worker.alive:
                     worker = self._start(number, log)
-                job.outcomes = self._outcomes(job, worker)
-                if worker.num_asked > 2 and worker.died_by_itself:
+                left = self._ask(self._with_others(job), worker, number)
+                if left and worker.died_by_itself:
                     # An earlier call may have left it broken: a response answers only for a process that no other has used.
                     worker = self._start(number, log)
-                    job.outcomes = self._outcomes(job, worker)
-                self._tell(job, number, worker)
+                    left = [*self._ask(left[:1], worker, number), *left[1:]]
+                self._put(left)
                 if not worker.alive and not self._closed:
                     worker = self._start(number, log)
         except Exception as error:  # a thread's own exception would be lost
@@ -178,6 +196,21 @@ class RewardRunner:
                 worker.kill()
             log.close()
 
+    def _with_others(self, first: Job) -> list[Job]:
+        """The job, and as many that wait and call the same functions as leaves enough for every other process."""
+        jobs, size = [first], len(first.rollouts[0].text)
+        share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
+        while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
+            with contextlib.suppress(queue.Empty):
+                job = self._queue.get_nowait()
+                if job is not None and job.components is first.components and not job.is_joint:
+                    jobs.append(job)
+                    size += len(job.rollouts[0].text)
+                    continue
+                self._queue.put(job)
+            break
+        return jobs
+
     def _start(self, number: int, log: OutputLog) -> Worker:
         """A process that can be asked. Raises RewardError when it cannot be started."""
         worker = Worker(self._setup, log, lambda: self._closed)
@@ -186,28 +219,41 @@ class RewardRunner:
         if trouble is not None:
             limit = self._config.memory_limit_gb
             hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
-            raise RewardError(f"the process of the reward functions cannot start{hint}: {trouble}")
+            raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
         with self._changed:
             self._ready.add(number)
             self._last_news = time.monotonic()
             self._changed.notify_all()
         return worker
 
-    def _outcomes(self, job: _Job, worker: Worker) -> list[list[Outcome]]:
-        try:
-            samples = [sample_of(rollout) for rollout in job.rollouts]
-            request = encode({"samples": samples, "batched": job.batched})
-        except (TypeError, ValueError) as error:
-            failure = RewardFailure(ERROR, f"ground_truth or extra_info cannot be sent to a reward function: {error}")
-            return [[failure] for _ in job.rollouts]
-        reply = worker.ask(request, len(job.components), self._config.timeout_s)
-        if reply.answers and isinstance(reply.answers[-1], dict) and reply.answers[-1].get("exit"):
-            worker.kill()
-        return _read_reply(job, reply, self._config.timeout_s)
+    def _ask(self, jobs: Sequence[Job], worker: Worker, number: int) -> list[Job]:
+        """Make these calls; those that are left, which have no outcome because of another one."""
+        request, jobs = request_for(jobs)
+        replies = [Reply() for _ in jobs]
+        num_done = 0
 
-    def _tell(self, job: _Job, number: int, worker: Worker) -> None:
+        def settle() -> None:
+            nonlocal num_done
+            start = num_done
+            while num_done < len(jobs) and replies[num_done].complete:
+                jobs[num_done].settle(replies[num_done], self._config.timeout_s)
+                num_done += 1
+            self._tell(jobs[start:num_done], number, worker)
+
+        if jobs:
+            worker.ask(request, replies, len(jobs[0].components), self._config.timeout_s, settle)
+        settle()
+        guilty = not worker.died_by_itself or worker.num_answered == 1
+        left = list(jobs[num_done:])
+        if left and guilty and replies[num_done].ended is not None:
+            left[0].settle(replies[num_done], self._config.timeout_s)
+            self._tell([left.pop(0)], number, worker)
+        return left
+
+    def _tell(self, jobs: Sequence[Job], number: int, worker: Worker) -> None:
         with self._changed:
-            job.done = True
+            for job in jobs:
+                job.done = True
             if not worker.alive:
                 self._ready.discard(number)
             self._last_news = time.monotonic()
@@ -218,40 +264,6 @@ class RewardRunner:
             if not self._closed:
                 self._broken = why
             self._changed.notify_all()
-
-
-def _read_reply(job: _Job, reply: Reply, timeout_s: float) -> list[list[Outcome]]:
-    """Each rollout's outcomes: what was answered, and at the first answer that is missing why it is."""
-    rows: list[list[Outcome]] = [[] for _ in job.rollouts]
-    for component, answer in zip(job.components, reply.answers, strict=False):
-        given = answer.get("answers") if job.batched and isinstance(answer, dict) and "failure" not in answer else None
-        column = given if isinstance(given, list) and len(given) == len(rows) else [answer] * len(rows)
-        for row, rollout, one in zip(rows, job.rollouts, column, strict=True):
-            row.append(_read_answer(one, place(component.name, rollout)))
-    if reply.ended is not None:
-        name = job.components[len(reply.answers)].name
-        for row, rollout in zip(rows, job.rollouts, strict=True):
-            row.append(_missing(reply, timeout_s, rollout).at(place(name, rollout)))
-    return rows
-
-
-def _missing(reply: Reply, timeout_s: float, rollout: Rollout) -> RewardFailure:
-    if reply.timed_out:
-        cause = f"took longer than reward.timeout_s={timeout_s:g} (response of {len(rollout.text)} characters)"
-        return RewardFailure(TIMEOUT, cause)
-    return RewardFailure(ERROR, str(reply.ended))
-
-
-def _read_answer(answer: Any, where: str) -> Outcome:
-    """What a process says of one response; its word is checked like a function's, as that may be who wrote it."""
-    try:
-        if isinstance(answer, dict) and answer.get("failure") in KINDS:
-            raise RewardFailure(answer["failure"], str(answer.get("cause")))
-        if not isinstance(answer, dict) or "result" not in answer:
-            raise RewardFailure(INVALID, "the process answered something else")
-        return read_result(answer["result"])
-    except RewardFailure as failure:
-        return failure.at(where)
 
 
 def _key(rollout: Rollout) -> Key:

@@ -16,11 +16,15 @@ LONGEST_ANSWER = 64 * 2**20
 
 
 def encode(message: Any) -> bytes:
-    """The message with its length before it. Raises ValueError or TypeError for what is no plain data."""
+    """The message as JSON. Raises ValueError or TypeError for what is no plain data."""
     try:
-        body = json.dumps(message, default=_plain).encode("ascii")
+        return json.dumps(message, default=_plain).encode("ascii")
     except RecursionError as error:
         raise ValueError("it is nested too deep to be sent") from error
+
+
+def frame(body: bytes) -> bytes:
+    """The body with its length before it."""
     return LENGTH.pack(len(body)) + body
 
 

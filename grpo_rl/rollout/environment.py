@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from grpo_rl.rollout.engine import EngineSpec
 
+SESSION_FOLDER = "GRPO_SESSION_FOLDER"
+"""The variable that tells a run's processes its temporary folder."""
 SPIN_COUNT = 10_000
 """How long a thread spins for its fellows before it sleeps: a fraction of a millisecond, the length of one operation.
 
@@ -39,6 +45,25 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
             # on a fresh machine, for nothing that is slower without.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
+
+
+def own_folder(pid: int) -> Path | None:
+    """Where the engine of this process puts what it names in the temporary folder; None outside of a run on this machine."""
+    folder = os.environ.get(SESSION_FOLDER)
+    return Path(folder) / f"engine-{pid}" if folder and Path(folder).is_dir() else None
+
+
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Have this process's temporary files made where the run, at its end, removes them."""
+    folder, before = own_folder(os.getpid()), tempfile.tempdir
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def set_missing(environment: dict[str, str]) -> None:

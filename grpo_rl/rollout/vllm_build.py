@@ -10,7 +10,7 @@ import torch
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.environment import engine_environment, set_missing
+from grpo_rl.rollout.environment import engine_environment, set_missing, temporary_files
 from grpo_rl.rollout.model_info import kv_bytes_per_token, load_config
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     unknown = [key for key in spec.engine_kwargs if key not in EngineArgs.__dataclass_fields__]
     if unknown:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: vLLM has no argument {', '.join(unknown)}")
-    with _threads(spec):
+    with _threads(spec), temporary_files():
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
@@ -70,6 +70,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(spec)
+        # A request of which a pass has read only a part has its seed's generator put back, which torch cannot do on CPUs.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], spec.max_model_len)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode

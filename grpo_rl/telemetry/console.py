@@ -19,6 +19,8 @@ from grpo_rl.telemetry import step_line
 from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
+SILENT_STEPS = 3
+"""So many steps in a row without any advantage are told, once."""
 
 
 class Bar:
@@ -60,6 +62,7 @@ class Console:
         self._open_bars = 0
         self._lock = threading.Lock()
         self._lines_since_header = HEADER_EVERY
+        self._silent_steps = 0
         self._log: TextIO | None = None
 
     # ---- messages ----------------------------------------------------------------------------------
@@ -154,6 +157,15 @@ class Console:
             self._lines_since_header = 0
         self._print(step_line.line(step, total, metrics))
         self._lines_since_header += 1
+        if (silent_share := metrics.get("advantage/zero_group_fraction")) is None:  # the validation before training
+            return
+        self._silent_steps = self._silent_steps + 1 if silent_share == 1.0 else 0
+        if self._silent_steps == SILENT_STEPS:
+            self.warn(
+                f"{SILENT_STEPS} steps in a row taught nothing: in every group all responses got the same reward. "
+                "python -m grpo_rl.telemetry.browse RUN shows what was sampled and how it was scored; a model that never "
+                "earns anything needs easier problems, a reward for parts of the way, or a warm start"
+            )
 
     # ---- underneath --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Local files of metrics on a disk that fails: a step never does, and nothing is lost once there is room again."""
+"""metrics.jsonl on a disk that fails: a step never does, and nothing is lost once there is room again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_rl.telemetry.metrics_file import MetricsFile
 
@@ -77,31 +76,3 @@ class DurableMetrics:
             with contextlib.suppress(OSError):
                 self._file.close()
         self._file = None
-
-
-class Optional:
-    """A sink whose failure switches it off, told once: the metrics are in metrics.jsonl too."""
-
-    def __init__(self, name: str, sink: Any, warn: Callable[[str], None]) -> None:
-        self.name = name
-        self._sink = sink
-        self._warn = warn
-        self._has_failed = False
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._guard(self._sink.log, step, metrics)
-
-    def truncate_after(self, step: int) -> None:
-        self._guard(self._sink.truncate_after, step)
-
-    def close(self) -> None:
-        self._guard(self._sink.close)
-
-    def _guard(self, action: Callable[..., None], *args: Any) -> None:
-        if self._has_failed:
-            return
-        try:
-            action(*args)
-        except Exception as error:  # whatever a library of its own raises must not reach the training
-            self._has_failed = True
-            self._warn(f"{self.name} failed and is switched off: {type(error).__name__}: {error}; metrics.jsonl has everything")

@@ -27,6 +27,7 @@ FIELDS = {
     "advantage": "advantage",
     "baseline": "baseline",
     "failure": "failure",
+    "cause": "failure_cause",
     "finish_reason": "finish_reason",
     "data_source": "data_source",
     "ground_truth": "ground_truth",

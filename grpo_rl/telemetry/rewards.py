@@ -14,6 +14,7 @@ FAILURES = {
     "invalid": "gave no number",
     "dropped": "dropped from the step",
     "failed_baselines": "without a greedy response to compare with",
+    "broken_groups": "groups that compare nothing any more",
 }
 """`reward/<key>` that count scores that could not be had, by what happened."""
 

@@ -65,12 +65,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
 
 
 def texts(record: Record) -> list[tuple[str, str]]:
-    """Prompt, ground truth and response with their labels."""
-    truth = record.get("ground_truth")
+    """Prompt, ground truth, response, and why there is no score, with their labels."""
+    truth, cause = record.get("ground_truth"), record.get("failure_cause")
     pairs = [("prompt", str(record.get("prompt", "")))]
     if truth is not None:
         pairs.append(("truth", str(truth)))
-    return [*pairs, ("response", str(record.get("response", "")))]
+    pairs.append(("response", str(record.get("response", ""))))
+    return pairs if cause is None else [*pairs, ("cause", str(cause))]
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from grpo_rl.config.secrets import hide_known
 from grpo_rl.telemetry.metrics_file import dump_line
 from grpo_rl.telemetry.rundir import RunDir
 
@@ -46,7 +47,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for index, rollout in enumerate(rollouts):
-            file.write(dump_line(_record(rollout, None if advantages is None else advantages[index])))
+            file.write(hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index]))))
     os.replace(temporary, path)
     return path
 

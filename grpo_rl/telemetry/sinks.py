@@ -13,11 +13,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from grpo_rl.config.schema import TrainerConfig
-from grpo_rl.telemetry.durable import DurableMetrics, Optional
+from grpo_rl.telemetry.durable import DurableMetrics
 from grpo_rl.telemetry.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.tracking import Background, mlflow_tracker, wandb_tracker
+from grpo_rl.telemetry.tracking import Background, Connect, mlflow_tracker, wandb_tracker
 
 _logger = logging.getLogger(__name__)
 
@@ -46,15 +46,14 @@ class Sinks:
         warn: Callable[[str], None] = _logger.warning,
     ) -> None:
         trackers = {"wandb": wandb_tracker, "mlflow": mlflow_tracker}
-        connects = {
+        connects: dict[str, Connect] = {
             name: connect(run_dir, trainer, resolved_config) for name, connect in trackers.items() if name in trainer.logger
         }
+        if "tensorboard" in trainer.logger:
+            connects["tensorboard"] = lambda: TensorBoard(run_dir.tensorboard, run_dir.metrics_file)
         self._rollouts = RolloutLog(run_dir)
         self._file = DurableMetrics(run_dir.metrics_file, warn)
         self._sinks: list[Sink] = [self._file]
-        if "tensorboard" in trainer.logger:
-            board = TensorBoard(run_dir.tensorboard, run_dir.metrics_file)
-            self._sinks.append(Optional("tensorboard", board, warn))
         self._sinks += [Background(name, connect, warn) for name, connect in connects.items()]
 
     def truncate_after(self, step: int) -> None:

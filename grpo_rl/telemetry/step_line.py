@@ -17,6 +17,8 @@ PHASES = {
     "sync": "timing_s/sync_weights",
 }
 """Phases that have a column of their own; what is left of the step is `other`."""
+MOST_COMPONENTS = 4
+"""Components of the reward that a line has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,16 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
     names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
     cells = []
     if len(names) > 1:
-        shown = "".join(f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:4])
-        cells.append(Cell(f"  |{shown}", "dim"))
-    failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in ("timeouts", "errors", "invalid"))
-    if failed > 0:
-        cells.append(Cell(f"  {failed:g} scores failed", "bold red"))
+        shown = "".join(
+            f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:MOST_COMPONENTS]
+        )
+        more = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
+        cells.append(Cell(f"  |{shown}{more}", "dim"))
+    told = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
+    failures = {text: metrics.get(f"reward/{kind}", 0.0) for text, kind in told.items()}
+    if failed := sum(failures.values()):
+        kinds = ", ".join(f"{count:g} {text}" for text, count in failures.items() if count)
+        cells.append(Cell(f"  {failed:g} scores failed ({kinds})", "bold red"))
     return cells
 
 

@@ -1,4 +1,4 @@
-"""W&B and MLflow, each behind a thread and a bounded queue, so that no network ever holds up a step."""
+"""Sinks behind a thread and a bounded queue, so that no network and no disk of theirs holds up a step; W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def truncate_after(self, step: int) -> None:
+        """Forget later steps, where that is possible."""
+
     def close(self) -> None: ...
 
 
@@ -48,7 +51,7 @@ class Background:
         self._has_failed = False
         self._num_logged = 0
         self._num_sent = 0
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(size)
+        self._queue: queue.Queue[tuple[int, dict[str, float] | None] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
@@ -63,7 +66,9 @@ class Background:
             self._queue.put_nowait((step, dict(metrics)))
 
     def truncate_after(self, step: int) -> None:
-        """Nothing: these services keep their history, and later values of a step lie beside the earlier ones."""
+        """Have the tracker forget later steps, before it gets what is logged from now on."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((step, None))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait at most `timeout_s` for what is queued, then report what was lost."""
@@ -79,8 +84,13 @@ class Background:
     def _run(self) -> None:
         tracker = self._guard(self._connect)
         while (item := self._queue.get()) is not None:
-            if tracker is not None and not self._has_failed:
-                self._guard(partial(tracker.log, *item))
+            step, metrics = item
+            if tracker is None or self._has_failed:
+                continue
+            if metrics is None:
+                self._guard(partial(tracker.truncate_after, step))
+            else:
+                self._guard(partial(tracker.log, step, metrics))
                 self._num_sent += not self._has_failed
         if tracker is not None:
             self._guard(tracker.close)
@@ -96,7 +106,12 @@ class Background:
             return None
 
 
-class _Wandb:
+class _KeepsHistory:
+    def truncate_after(self, step: int) -> None:
+        """Nothing: later values of a step lie beside the earlier ones."""
+
+
+class _Wandb(_KeepsHistory):
     def __init__(self, run: Any) -> None:
         self._run = run
 
@@ -131,7 +146,7 @@ def wandb_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, 
     return connect
 
 
-class _Mlflow:
+class _Mlflow(_KeepsHistory):
     def __init__(self, client: Any, run_id: str) -> None:
         self._client = client
         self._run_id = run_id

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from grpo_rl.rewards.failures import summary
 from grpo_rl.roles import Rewarder
-from grpo_rl.types import Metrics, Rollout
+from grpo_rl.types import GREEDY, Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"
 """The reward of the greedy response that the rollout is compared with failed."""
@@ -27,12 +28,17 @@ def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """How many rewards failed in which way, and how many rollouts are not trained for it.
 
-    `reward/failed_baselines` counts prompts, on steps that have some.
+    `reward/failed_baselines` counts prompts and `reward/broken_groups` groups of which one response or none is left, which
+    compare nothing any more; both only on steps that have some.
     """
     metrics = {f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in _NAMES.items()}
     metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
     baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
-    return metrics | ({"reward/failed_baselines": float(len(baselines))} if baselines else {})
+    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
+    left = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
+    broken = [uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if left[uid] < min(2, size)]
+    counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
+    return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:

@@ -62,8 +62,11 @@ class Saving:
         A save that failed is made up for here: there is no later save point.
         """
         self.finish()
-        if not self.is_saved(step):
-            self._begin(step, state(), in_background=False)
+        while not self.is_saved(step):
+            try:
+                self._begin(step, state(), in_background=False)
+            except SaveLost as error:  # trainer.max_restarts bounds how often
+                self.output.console.warn(f"{error}: step {step} is saved once more")
 
     def rescue(self) -> None:
         """Commit what is going on, if it is nearly done: the run is about to end with an error, which is not to be hidden."""

@@ -70,7 +70,7 @@ class Selection:
     def _next(self, sample: Sample) -> Selected:
         if not self.groups.enable:
             rollouts = self._draw(sample)
-            return Selected(with_reward(rollouts), rollouts, self._retired())
+            return Selected(with_reward(rollouts), rollouts, self._data_metrics())
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0
@@ -90,7 +90,7 @@ class Selection:
             "filter_groups/kept_fraction": len(kept) / num_groups,
         }
         trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
-        return Selected(trained, sampled, metrics | self._retired())
+        return Selected(trained, sampled, metrics | self._data_metrics())
 
     @property
     def epoch(self) -> int:
@@ -168,10 +168,14 @@ class Selection:
             "solved nor all unsolved"
         )
 
-    def _retired(self) -> Metrics:
-        if self.pass_rates is None:
-            return {}
-        return {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+    def _data_metrics(self) -> Metrics:
+        """What the next prompts depend on: retired ones, shares of sources, pass rates."""
+        metrics = self.sampler.metrics()
+        return (
+            metrics
+            if self.pass_rates is None
+            else metrics | {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+        )
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:

@@ -33,6 +33,7 @@ from grpo_rl.workers.policy import (
     forward_micro_batches,
     join_group,
     move_optimizer,
+    num_rollouts,
     sequences_of,
     step_optimizer,
 )
@@ -131,6 +132,7 @@ class ActorWorker(Saving, Snapshots):
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
             # On a GPU their memory would not be there, so every micro-batch is reduced into shards.
             self._root.set_requires_gradient_sync(last or self.device.type == "cuda")
+            fault_point("actor.update.forward", rank=rank, micro_batch=number, rollouts=num_rollouts(batch))
             sequences = sequences_of(batch, self.device)
             outputs = self._forward(sequences, batch)
             loss, micro_stats = self._loss(outputs, batch, step)

@@ -30,6 +30,7 @@ from grpo_rl.workers.policy import (
     clip_gradients,
     join_group,
     move_optimizer,
+    num_rollouts,
     sequences_of,
     step_optimizer,
 )
@@ -94,6 +95,7 @@ class CriticWorker(Saving, Snapshots):
             last = number == len(step.micro_batches) - 1
             # As in the actor: one reduction per optimizer step on CPU, one per micro-batch where whole gradients would not fit.
             self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
+            fault_point("critic.update.forward", rank=self.rank.rank, micro_batch=number, rollouts=num_rollouts(batch))
             loss, micro_stats = self._loss(self.model(sequences_of(batch, self.device)), batch, step.counts)
             if fault_point("critic.update.loss", rank=self.rank.rank, micro_batch=number) == "nan":
                 loss = loss * math.nan

@@ -187,6 +187,11 @@ def sequences_of(batch: Batch | None, device: torch.device) -> Sequences:
     )
 
 
+def num_rollouts(batch: Batch | None) -> int:
+    """Rollouts of a micro-batch; 0 for a dummy."""
+    return 0 if batch is None else len(batch.response_lengths_N)
+
+
 def collect(outputs: Sequence[TokenOutputs | None], column: str) -> list[Tensor | None]:
     """One column of the outputs, on the CPU, for sending back."""
     return [None if output is None else _cpu(getattr(output, column)) for output in outputs]

@@ -1,4 +1,4 @@
-"""Trainings that end with their test, however it ends."""
+"""Trainings that end with their test, however it ends; and what is made once for all tests, because it costs seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks_ground
+import tiny_run
 from oracles import Training
+from recovery_ground import ray_with_slots
+
+from grpo_rl.cluster.placement import Pool
+from grpo_rl.models import builtin
 
 
 @pytest.fixture
@@ -21,5 +27,44 @@ def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
 
     yield make
     for one in made:
-        if one.process is not None and one.process.poll() is None:
-            one.kill()
+        _end(one)
+
+
+@pytest.fixture(scope="session")
+def run_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of the training that whole-run tests break."""
+    return tiny_run.words(builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """That training with nothing but its bad gradient, started by the first test that asks: `wait` for its end."""
+    made = Training(tmp_path_factory.mktemp("undisturbed"), "undisturbed", run_words, tiny_run.BAD_GRADIENT)
+    yield made.start()
+    _end(made)
+
+
+@pytest.fixture(scope="session")
+def slots() -> Iterator[Pool]:
+    """A local Ray for all tests of groups and replicas."""
+    with ray_with_slots(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def actor_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
+    """Two actor ranks, which tests may break, since they are made anew."""
+    with ranks_ground.actor_scene(slots, tmp_path_factory) as scene:
+        yield scene
+
+
+@pytest.fixture(scope="session")
+def critic_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
+    """Two critic ranks, which tests may break, since they are made anew."""
+    with ranks_ground.critic_scene(slots, tmp_path_factory) as scene:
+        yield scene
+
+
+def _end(training: Training) -> None:
+    if training.process is not None and training.process.poll() is None:
+        training.kill()

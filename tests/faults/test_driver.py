@@ -4,57 +4,29 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import oracles
 import pytest
-from oracles import Training
+from tiny_run import BAD_GRADIENT, BATCH_SIZE, SAMPLES, STEPS
 
 from grpo_rl.cluster import watch
-from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics_file import read_metrics
 
-START_S, END_S, STEPS = 240.0, 240.0, 4
+START_S, END_S = 240.0, 240.0
 pytestmark = pytest.mark.timeout(1200)
 
-BAD_GRADIENT = "actor.update.loss:nan@step=1"
 MID_GENERATION = "driver.response:delay=60@step=3,count=5"
 MID_STEP = "driver.phase:delay=60@step=4,phase=update_actor"
 
 
-def words(model: Path) -> list[str]:
-    return [
-        f"actor_rollout_ref.model.path={model}",
-        "data.train_files=task:arithmetic?split=train&num_rows=32",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=16",
-        "data.max_response_length=12",
-        "reward.functions=[format]",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.use_kl_loss=false",
-        "actor_rollout_ref.actor.entropy_coeff=0.01",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.name=hf",
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.save_freq={STEPS}",
-        "trainer.grace_s=60",
-        "trainer.export_at_end=false",
-    ]
-
-
-def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(
-    tmp_path: Path, training: Callable[..., Training]
-) -> None:
-    model = builtin.build("builtin:arithmetic", tmp_path / "random")
+def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(training, run_words, undisturbed):
     shared_before = oracles.shared_memory()
-    undisturbed = training("undisturbed", words(model), BAD_GRADIENT).start()
-    broken = training("broken", words(model), f"{BAD_GRADIENT};{MID_GENERATION}").start()
+    broken = training("broken", run_words, f"{BAD_GRADIENT};{MID_GENERATION}").start()
 
     status = broken.until(lambda status: status["step"] == 3 and status["phase"] == "gen" and len(broken.fired()) > 1, START_S)
     assert status["state"] == "running"
-    assert set(status["workers"]) == {"actor0", "rollout0"}
+    assert set(status["workers"]) == {"actor0", "reference0", "rollout0", "rollout1"}
     broken.process.send_signal(signal.SIGTERM)
     assert broken.wait(END_S) == 75, broken.describe()
     [said, first, *_] = broken.error_lines()
@@ -72,7 +44,7 @@ def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(
     assert {"raylet", "gcs_server"} <= names and len(oracles.ports_of(family)) > 0
     ports = oracles.ports_of([*family, broken.process.pid])
     broken.kill()
-    oracles.assert_nothing_left(broken, ports=ports)
+    print(f"MEASURED driver killed: nothing left after {oracles.assert_nothing_left(broken, ports=ports):.2f} s")
 
     broken.faults = ""
     assert broken.start().wait(START_S) == 0, broken.describe()
@@ -82,9 +54,9 @@ def test_a_run_that_is_stopped_and_then_killed_ends_as_the_undisturbed_one(
 
     assert oracles.state_hash(broken.path, STEPS) == oracles.state_hash(undisturbed.path, STEPS)
     assert oracles.learnt(broken.path) == oracles.learnt(undisturbed.path)
-    oracles.assert_each_sample_once(broken.path, STEPS, batch_size=4, n=4)
+    oracles.assert_each_sample_once(broken.path, STEPS, BATCH_SIZE, SAMPLES)
     for run in (undisturbed, broken):
         rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl")}
         assert [rows[step]["actor/nonfinite"] for step in range(1, STEPS + 1)] == [1.0, 0.0, 0.0, 0.0]
         assert all(math.isfinite(rows[step]["actor/grad_norm"]) for step in range(2, STEPS + 1))
-        assert (run.path / "nonfinite_step_1.jsonl").read_text().count("\n") == 16
+        assert (run.path / "nonfinite_step_1.jsonl").read_text().count("\n") == BATCH_SIZE * SAMPLES

@@ -6,22 +6,23 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import tiny_roles
-from recovery_ground import START_S, Ground, is_alive, ray_with_slots, until
+from recovery_ground import START_S, Ground, is_alive, until
 
 from grpo_rl.cluster import watch
+from grpo_rl.cluster.host import PRELOADED
+from grpo_rl.cluster.placement import Pool
+from grpo_rl.cluster.spares import NAME
 from grpo_rl.cluster.supervised import SupervisedGroup
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    with ray_with_slots(2) as slots:
-        made = Ground(slots, tmp_path_factory.mktemp("logs"))
-        yield made
-        made.close()
+def ground(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    made = Ground(slots, tmp_path_factory.mktemp("logs"))
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -35,16 +36,16 @@ def actors(ground: Ground) -> Iterator[SupervisedGroup]:
 
 
 def spares(group: SupervisedGroup) -> set[int]:
-    """Processes of the session that host something, and are not the group's."""
-    hosts = {pid for pid in watch.processes(os.environ[watch.TOKEN]) if _command_line(pid).startswith(b"ray::Host")}
-    return hosts - {worker.pid for worker in group.workers}
+    """Processes that print to the log of the group's spares: one that took a place prints to another."""
+    log = group.workers[0].log_file.with_name(f"{NAME}.log")
+    return {pid for pid in watch.processes(os.environ[watch.TOKEN]) if _prints_to(pid) == str(log)}
 
 
-def _command_line(pid: int) -> bytes:
+def _prints_to(pid: int) -> str | None:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return os.readlink(f"/proc/{pid}/fd/1")
     except OSError:
-        return b""
+        return None
 
 
 def kill(pid: int | None) -> None:
@@ -65,6 +66,8 @@ def test_a_spare_takes_the_place_of_the_next_one_that_is_lost(actors):
     kill(actors.workers[0].pid)
     assert actors.call("update", 3) == [27]
     spare = one_spare(actors)
+    log = actors.workers[0].log_file.with_name(f"{NAME}.log")
+    until(lambda: PRELOADED in log.read_text(), START_S, "the spare has imported everything")
 
     kill(actors.workers[0].pid)
     began = time.monotonic()

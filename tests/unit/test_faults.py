@@ -73,6 +73,15 @@ def test_a_disk_s_errors_are_raised_as_the_system_raises_them(action: str, code:
     assert caught.value.errno == code
 
 
+def test_memory_runs_out_as_torch_says_it() -> None:
+    import torch
+
+    arm("actor.update.forward:oom@rollouts=2,rank=1")
+    assert fault_point("actor.update.forward", rank=1, rollouts=1) is None
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        fault_point("actor.update.forward", rank=1, rollouts=2)
+
+
 @pytest.mark.parametrize(
     ("action", "code"), [("kill9", -signal.SIGKILL), ("segv", -signal.SIGSEGV), ("exit=7", 7), ("delay=0", 0), ("loop=0", 0)]
 )

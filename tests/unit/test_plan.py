@@ -223,6 +223,21 @@ def test_the_actors_state_takes_sixteen_bytes_per_parameter_shared_by_its_ranks(
     assert rollout.num_bytes == 494_032_768 * 2
 
 
+def test_the_reward_model_holds_float32_weights_shared_by_its_own_ranks_and_one_layers_activations(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    size = model_size(str(tmp_path))
+    assert size is not None
+    words = [*BASE, "reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
+    words += ["reward.reward_model.max_token_len_per_gpu=1024"]
+    pool = [f"reward.reward_model.{word}" for word in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
+    # Per token 8 x 896 hidden, 2 x 14 and 2 x 2 heads of 64, 4 x 4864 in the MLP, each in bfloat16.
+    passing = 1024 * 2 * (8 * 896 + 32 * 64 + 4 * 4864)
+    for further, ranks in (([], 8), (pool, 2)):
+        needs = memory_by_role(compose([*words, *further]).config, EIGHT_GPUS, size, with_reference=False)
+        assert [need.role for need in needs] == ["actor", "reward model", "rollout"]
+        assert needs[1].num_bytes == 494_032_768 * 4 // ranks + passing
+
+
 # ---- the page ------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import yaml
 from grpo_rl.config.compose import compose
 from grpo_rl.config.fields import leaves
 from grpo_rl.config.recipes import folder, known_recipes
+from grpo_rl.rewards.compose import RewardFunction
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -24,6 +25,8 @@ def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
     composed = compose([f"recipe={recipe}"])
     assert composed.recipe == recipe
     assert composed.config.data.train_files
+    # What the plan builds before anything starts.
+    RewardFunction.from_config(composed.config.reward)
 
 
 @pytest.mark.parametrize("recipe", known_recipes())

@@ -16,6 +16,8 @@ COUNTDOWN_PROMPT = (
     "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
 )
 
+VERL_KEYS = {"data_source", "prompt", "reward_model"}
+
 
 def gsm8k(record: Record, split: str, index: int) -> Row:
     """A row of GSM8K from {question, answer}; the ground truth is what follows `####`, without commas.
@@ -96,7 +98,10 @@ def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any])
 
 def _text(record: Record, key: str) -> str:
     if key not in record:
-        raise ValueError(f"there is no {key!r}; the record has {', '.join(sorted(map(str, record))) or 'nothing'}")
+        ready = (
+            "; it is in verl's format already: data.train_files takes the file as it is" if record.keys() >= VERL_KEYS else ""
+        )
+        raise ValueError(f"there is no {key!r}; the record has {', '.join(sorted(map(str, record))) or 'nothing'}{ready}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key!r} must be text; found {_shown(value)}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from grpo_rl.data.tasks.lazy import Row
+from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError
 
-Row = dict[str, Any]
-
-VALIDATION_SHARE = 5
-"""One problem in so many belongs to the validation split."""
 TRIES_FOR_A_NEW_PROBLEM = 64
 """Draws before a validation row may repeat an earlier problem; small splits run out of new ones."""
 
@@ -135,8 +132,7 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
     left, operation, right = problem
     if operation in "+*":
         left, right = max(left, right), min(left, right)
-    digest = hashlib.sha256(f"{left}{operation}{right}".encode()).digest()
-    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+    return split_of_text(f"{left}{operation}{right}")
 
 
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from grpo_rl.data.tasks.lazy import LazyRows, Row
+from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError
 
 Template = Literal["tags", "short"]
 Number = int | Fraction
 
-VALIDATION_SHARE = 5
-"""One set of numbers in so many belongs to the validation split."""
 TRIES = 10_000
 """Problems that are drawn for one row before the options are said to leave none."""
 FEWEST, MOST = 2, 6
@@ -35,6 +33,7 @@ class Solved(NamedTuple):
     numbers: tuple[int, ...]
     target: int
     solution: str
+    """As the demonstration shows it: it may hold a slip."""
 
 
 class Part(NamedTuple):
@@ -57,18 +56,20 @@ def countdown(
     whole_steps: bool = False,
     template: Template = "tags",
     split: Literal["train", "val"] = "train",
+    slips: float = 0.0,
     seed: int = 0,
 ) -> LazyRows:
     """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
 
     The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to
     100. A problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out
-    solutions with a fraction on the way. The splits share no set of numbers. Row i is drawn from (seed, i), so a
+    solutions with a fraction on the way. `slips` is the share of demonstrations whose last sign is turned round, so that
+    they miss the target; the ground truth is right in every row. The splits share no set of numbers. Row i is drawn from (seed, i), so a
     longer data set begins with the shorter one. Raises ConfigError for options out of range, and where they leave
     no problem.
     """
     counts = _counts(num_numbers)
-    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split)
+    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split, slips)
 
     def make(index: int) -> Row:
         rng = random.Random(f"countdown:{seed}:{index}")
@@ -78,7 +79,8 @@ def countdown(
                 continue
             solution = _solution(rng, numbers, operations, whole_steps)
             if solution is not None and min_target <= solution.value <= max_target:
-                return to_row(Solved(numbers, int(solution.value), solution.text), template, split, index)
+                shown = _slip(solution.text) if rng.random() < slips else solution.text
+                return to_row(Solved(numbers, int(solution.value), shown), template, split, index)
         raise ConfigError(
             f"task countdown: {TRIES} problems were drawn for row {index}, and none has a target from {min_target} to "
             f"{max_target} in split={split}; widen the targets, or allow more numbers or operations"
@@ -110,8 +112,7 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
 
 def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
     """The split that these numbers belong to, in whatever order, by their hash."""
-    digest = hashlib.sha256(" ".join(map(str, sorted(numbers))).encode()).digest()
-    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+    return split_of_text(" ".join(map(str, sorted(numbers))))
 
 
 def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Part | None:
@@ -120,6 +121,12 @@ def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, who
     while parts is not None and len(parts) > 1:
         parts = _join(rng, parts, operations, whole_steps)
     return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
+
+
+def _slip(text: str) -> str:
+    """The expression with its last + a -, or its last - a +; one without either as it is."""
+    place = max(text.rfind(" + "), text.rfind(" - "))
+    return text if place < 0 else f"{text[:place]} {'-' if text[place + 1] == '+' else '+'} {text[place + 3 :]}"
 
 
 def _join(rng: random.Random, parts: list[Part], operations: str, whole_steps: bool) -> list[Part] | None:
@@ -173,6 +180,7 @@ def _check(
     operations: str,
     template: str,
     split: str,
+    slips: float,
 ) -> None:
     problems = []
     if num_rows < 1:
@@ -187,5 +195,7 @@ def _check(
         problems.append(f"template={template!r} must be one of {', '.join(PROMPTS)}")
     if split not in ("train", "val"):
         problems.append(f"split={split!r} must be train or val")
+    if not 0 <= slips <= 1:
+        problems.append(f"slips={slips} must be from 0 to 1")
     if problems:
         raise ConfigError([f"task countdown: {problem}" for problem in problems])

@@ -10,12 +10,11 @@ from grpo_rl import gym
 from grpo_rl.data.tasks.gym_process import EntryProcess, needs_own_process
 from grpo_rl.data.tasks.lazy import LazyRows, Row
 from grpo_rl.data.tasks.options import one_of, split_spec, whole
+from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError, DataError
 
 PREFIX = "reasoning_gym:"
 ROWS = 1000
-VALIDATION_SHARE = 5
-"""One question in so many belongs to the validation split."""
 TRIES = 64
 """Entries that are made for one row of a split before the data set is said to have too few questions."""
 INSTRUCTION = "\n\nThink step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
@@ -74,7 +73,7 @@ class GymSource:
             return to_row(spec, index, index, self._entry(index))
         for entry_index in range(index * TRIES, (index + 1) * TRIES):
             entry = self._entry(entry_index)
-            if split_of(entry["question"]) == spec.split:
+            if split_of_text(entry["question"]) == spec.split:
                 return to_row(spec, index, entry_index, entry)
         raise DataError(
             f"{PREFIX}{spec.name}: {TRIES} entries were made for row {index}, and none belongs to split={spec.split}; "
@@ -106,12 +105,6 @@ def to_row(spec: GymSpec, index: int, entry_index: int, entry: dict[str, Any]) -
         "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
         "extra_info": {"split": spec.split, "index": index, "gym": carried},
     }
-
-
-def split_of(question: str) -> str:
-    """The split that a question belongs to, by its hash."""
-    digest = hashlib.sha256(question.encode("utf-8", "surrogatepass")).digest()
-    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
 
 def reasoning_gym_rows(spec: str) -> LazyRows:

@@ -68,7 +68,10 @@ class Replica:
 def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) -> Iterator[Replica]:
     name, head = request.param.split("-")
     folder = str(tiny_qwen3(head == "tied"))
-    spec = EngineSpec(model_path=folder, name=name, max_model_len=320, max_num_seqs=8, verify_checksum=True)
+    # Not two of the longest prompts fit into a pass.
+    spec = EngineSpec(
+        model_path=folder, name=name, max_model_len=320, max_num_seqs=8, max_num_batched_tokens=400, verify_checksum=True
+    )
     engine = ENGINES.get(name)(spec)
     yield Replica(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), spec)
     engine.close()
@@ -98,6 +101,11 @@ def test_every_request_is_answered_exactly_once_also_when_there_are_more_than_fi
     assert [completion.request_id for completion in completions] == [request.request_id for request in requests]
     assert replica.engine.num_unfinished == 0
     assert replica.engine.step() == []
+
+
+def test_prompts_with_seeds_that_do_not_fit_into_one_pass_are_sampled_like_others(replica: Replica) -> None:
+    requests = [Request(f"pass{i}", LONG_PROMPT[i:], Sampling(4, seed=i, ignore_eos=True)) for i in range(5)]
+    assert_logprobs_match(replica, requests, replica.run(requests))
 
 
 def test_requests_submitted_while_others_run_are_answered_too(replica: Replica) -> None:

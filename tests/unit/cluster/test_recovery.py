@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,8 +15,9 @@ from hypothesis import strategies as st
 
 from grpo_rl.cluster.health import verdict
 from grpo_rl.cluster.ledger import Ledger
-from grpo_rl.cluster.processes import kill_tree
+from grpo_rl.cluster.processes import descendants, kill_tree
 from grpo_rl.cluster.recovery import Budget, RecoveryLog
+from grpo_rl.cluster.watch import is_tracker
 from grpo_rl.errors import ClusterError
 from grpo_rl.types import Request, Sampling
 
@@ -144,3 +149,35 @@ def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
 def _is_zombie(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("how", ["its family, when it has died", "its family", "its group, as Ray does"])
+def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
+    program = (
+        "import time; from multiprocessing.shared_memory import SharedMemory\n"
+        "from grpo_rl.cluster.trackers import track_apart; track_apart()\n"
+        "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert parent.stdout is not None
+        segment = Path("/dev/shm") / parent.stdout.readline().decode().strip()
+        assert segment.exists()
+        [tracker] = descendants(parent.pid)
+        assert is_tracker(tracker)
+        if how == "its group, as Ray does":
+            os.killpg(parent.pid, signal.SIGKILL)
+        elif how == "its family, when it has died":
+            parent.kill()
+            parent.wait(10)
+        kill_tree(parent.pid, title=sys.executable.encode())
+        parent.wait(10)
+        deadline = time.monotonic() + 5.0
+        while segment.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not segment.exists()
+    finally:
+        parent.kill()
+        parent.wait(10)
+        assert parent.stdout is not None
+        parent.stdout.close()

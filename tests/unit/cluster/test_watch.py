@@ -93,3 +93,21 @@ def test_a_broken_record_is_nothing_to_clean(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"token": "x"}'):
         (tmp_path / "session.json").write_text(text)
         assert clean_earlier(tmp_path / "session.json") == []
+
+
+def test_shared_memory_that_no_tracker_knows_goes_with_the_file_it_is_called_after(tmp_path: Path) -> None:
+    token = "0" * 31 + "2"
+    (tmp_path / watch.MARKER).write_text(token)
+    name = f"vllm_dist_{os.getpid()}{time.monotonic_ns()}"
+    ours, other = (Path("/dev/shm") / f"{start}-tp:0-[0-1]-cpushm_0" for start in (name, f"{name}0"))
+    try:
+        for segment in (ours, other):
+            segment.write_bytes(b"")
+        engine = tmp_path / "engine-1"
+        engine.mkdir()
+        (engine / name).write_text("")
+        assert watch.clean(token, tmp_path) == []
+        assert not ours.exists() and other.exists() and not tmp_path.exists()
+    finally:
+        for segment in (ours, other):
+            segment.unlink(missing_ok=True)

@@ -188,6 +188,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "trainer.save_freq",
     ),
     ({"trainer.recover": "checkpoint"}, CPU, "trainer.recover=checkpoint", "trainer.save_freq"),
+    ({"trainer.recover": "off", "trainer.on_out_of_memory": "split"}, CPU, "trainer.on_out_of_memory=split", "trainer.recover"),
     ({"trainer.recover": "off", "trainer.max_restarts": 2}, CPU, "trainer.max_restarts=2", "trainer.recover"),
     ({"trainer.max_actor_ckpt_to_keep": 2}, CPU, "trainer.max_actor_ckpt_to_keep=2", "trainer.save_freq"),
     ({"trainer.resume_mode": "resume_path"}, CPU, "trainer.resume_mode=resume_path", "resume_from_path"),

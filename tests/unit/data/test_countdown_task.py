@@ -58,6 +58,19 @@ def test_whole_steps_leave_no_fraction_on_the_way():
     assert all(whole) and not all(free)
 
 
+def test_a_slip_turns_the_last_sign_of_a_demonstration_round_and_leaves_problem_and_ground_truth_alone():
+    options = {"num_rows": 200, "num_numbers": "3", "operations": "+-", "max_number": 20, "min_target": 1}
+    right, slipped = countdown(**options), countdown(**options, slips=1.0)
+    mixed = countdown(**options, slips=0.6)
+    for one, other in zip(right, slipped, strict=True):
+        assert problem(one) == problem(other) and one["prompt"] == other["prompt"]
+        signs = [[sign for sign in solution(row) if sign in "+-"] for row in (one, other)]
+        assert signs[0][:-1] == signs[1][:-1] and signs[0][-1] != signs[1][-1]
+        assert arithmetic_value(solution(other))[0] != problem(other)[1]
+    missed = sum(arithmetic_value(solution(row))[0] != problem(row)[1] for row in mixed)
+    assert 0.5 < missed / 200 < 0.7
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -66,6 +79,7 @@ def test_whole_steps_leave_no_fraction_on_the_way():
         ("task:countdown?operations=++", "each once"),
         ("task:countdown?min_number=9&max_number=3", "min_number=9 and max_number=3"),
         ("task:countdown?min_target=9&max_target=3", "min_target=9 must not be above"),
+        ("task:countdown?slips=1.5", "slips=1.5 must be from 0 to 1"),
         ("task:countdown?num_rows=0", "num_rows=0 must be at least 1"),
         ("task:countdown?template=long", "template=long must be one of tags, short"),
         ("task:countdown?num_number=3", "no option num_number"),

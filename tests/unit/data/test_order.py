@@ -152,3 +152,18 @@ def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> Non
         mixed(floor=0.2).load_state_dict(mixed().state_dict())
     with pytest.raises(DataError, match="weights was"):
         PromptSampler(104, 8, True, 5).load_state_dict(mixed().state_dict())
+
+
+def test_what_decides_the_next_rows_is_logged() -> None:
+    assert PromptSampler(50, 8, True, 5).metrics() == {}
+    sampler = mixed(floor=0.1)
+    assert sampler.metrics() == pytest.approx({"data/share/0": 0.75, "data/share/1": 0.25})
+    sampler.record(2, 1.0)  # of source 0, which then has 3/4 * 0.1
+    assert sampler.metrics() == pytest.approx(
+        {"data/share/0": 0.075 / 0.325, "data/share/1": 0.25 / 0.325, "data/pass_rate/0": 1.0}
+    )
+    by_rate = PassRateSampler(50, 8, 5, 0.1)
+    assert by_rate.metrics() == {"data/seen_fraction": 0.0}
+    by_rate.record(7, 0.5)
+    by_rate.record(9, 1.0)
+    assert by_rate.metrics() == {"data/seen_fraction": 0.04, "data/pass_rate": 0.75}

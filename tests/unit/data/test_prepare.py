@@ -97,6 +97,11 @@ def test_commas_leave_the_number_of_gsm8k_and_the_last_mark_counts():
         ("countdown", '{"target": 1, "nums": [1, 2.5]}', "nums must be a list of whole numbers"),
         ("countdown", '{"target": true, "nums": [1, 2]}', "target must be a whole number; found True"),
         ("gsm8k", "\n\n", "there are no rows"),
+        (
+            "math",
+            '{"data_source": "m", "prompt": [], "reward_model": {}}',
+            "it is in verl's format already: data.train_files takes",
+        ),
     ],
 )
 def test_a_bad_record_is_told_with_its_file_and_line_and_nothing_is_written(kind, content, message, tmp_path, capsys):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_rl import hub
 from grpo_rl.config.schema import Config, CustomClsConfig, DataConfig
 from grpo_rl.data import dataset, tables
 from grpo_rl.data.dataset import PromptDataset, load_dataset
@@ -102,6 +106,45 @@ def test_a_hub_name_needs_the_package_its_split_and_a_hub(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="datasets is not installed; install the extra `data`"):
         open_source("hf:openai/gsm8k?split=train")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once_and_a_folder_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens: a connection is refused
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        started = time.perf_counter()
+        with pytest.raises(
+            DataError, match=r"no such data set .*127\.0\.0\.1 cannot be reached \(Connection refused\); give a folder"
+        ):
+            open_source("hf:nobody/nothing?split=train")
+        assert time.perf_counter() - started < 3.0
+        (tmp_path / "mine").mkdir()
+        write(tmp_path / "mine" / "train.jsonl", [row(1), row(2)])
+        assert len(open_source(f"hf:{tmp_path}/mine?split=train")) == 2
+
+
+def test_a_name_server_that_says_nothing_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.05)
+    silence = threading.Event()
+
+    def connect(*_: Any, **__: Any) -> None:
+        silence.wait()
+        raise OSError("too late")
+
+    monkeypatch.setattr(hub.socket, "create_connection", connect)
+    said = hub.why_unreachable()
+    silence.set()
+    assert said is not None and said.endswith("cannot be reached (no answer within 0.05 s)")
 
 
 # ---- columns and prompts ----------------------------------------------------------------------------------

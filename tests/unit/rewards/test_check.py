@@ -11,6 +11,7 @@ from rich.console import Console
 from grpo_rl.rewards.check import main, percentile
 from grpo_rl.rewards.check_data import gold_response, read_rows, solve
 from grpo_rl.rewards.countdown import evaluate
+from grpo_rl.rewards.pool import Worker
 
 
 def row(gold="18", source="math", **more):
@@ -61,9 +62,9 @@ def test_failures_are_named_with_their_row_and_cause_and_end_in_2(check, my_file
     code, shown = check(my_file, rows)
     assert code == 2
     assert "4 rows, 3 failed" in shown
-    assert "row 1: KeyError: 'level'" in shown
-    assert "row 2: level is nan, not a finite number" in shown
-    assert "row 3: score is 'one' (str), not a number" in shown
+    assert "row 1: reward_error: KeyError: 'level'" in shown
+    assert "row 2: reward_invalid: level is nan, not a finite number" in shown
+    assert "row 3: reward_invalid: score is 'one' (str), not a number" in shown
 
 
 def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
@@ -72,7 +73,47 @@ def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
     assert "score: mean 4," in check(f"{my_file}:many", rows, "--batched")[1]
     assert "score: mean 6," in check(my_file, rows, "--options", '{"bonus": 2}')[1]
     code, shown = check("math", [row(response="x")], "--batched")
-    assert code == 2 and "row 0: TypeError" in shown
+    assert code == 2 and "(lists, as it is in reward.batched), and does not take that" in shown
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_that_hangs_or_dies_costs_its_row_and_no_other(check, my_file, batched):
+    with my_file.open("a") as file:
+        file.write(
+            "import os, time\n"
+            "def wild(data_source, solution_str, ground_truth, extra_info=None):\n"
+            "    print('seen', solution_str)\n"
+            "    if solution_str == 'hang': time.sleep(60)\n"
+            "    if solution_str == 'die': os._exit(3)\n"
+            "    return 1.0\n"
+            "def wild_lists(data_sources, solution_strs, ground_truths, extra_infos):\n"
+            "    return [wild('', text, '') for text in solution_strs]\n"
+        )
+    rows = [row(response=text) for text in ("fine", "hang", "fine", "die", "fine")]
+    name = f"{my_file}:wild_lists" if batched else f"{my_file}:wild"
+    code, shown = check(name, rows, "--timeout_s", "0.2", *(["--batched"] if batched else []))
+    assert code == 2
+    assert "score: mean 1," in shown and "5 rows, 2 failed" in shown
+    assert "row 1: reward_timeout: took longer than 0.2 s" in shown
+    assert "row 3: reward_error: the process exited with code 3" in shown
+    assert "the end of what it printed:" in shown and "seen fine" in shown
+
+
+def test_an_interrupt_ends_the_trial_and_its_process_and_shows_what_there_is(check, my_file, monkeypatch):
+    asked = []
+
+    def interrupted(worker, request, replies, *arguments):
+        asked.append(worker)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return ask(worker, request, replies, *arguments)
+
+    ask = Worker.ask
+    monkeypatch.setattr(Worker, "ask", interrupted)
+    code, shown = check(my_file, [row(response="four")] * 3)
+    assert code == 130
+    assert "interrupted after 1 of 3 rows" in shown and "1 rows, 0 failed" in shown
+    assert not asked[-1].alive
 
 
 @pytest.mark.parametrize(
@@ -84,6 +125,7 @@ def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
         ("math", ["--options", "{"], "--options is no JSON"),
         ("math", ["--options", "[]"], "must be a JSON object"),
         ("math", ["--rows", "0"], "--rows is 0"),
+        ("math", ["--timeout_s", "0"], "--timeout_s is 0; it must be above 0"),
         ("math", ["--column", "answer"], "there is no column answer; the row has data_source"),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_went_wrong_is_counted() -> None:
 
 def test_cases_without_time_are_failed_and_not_run() -> None:
     program = "```python\nimport time\ntime.sleep(9)\n```"
-    result = code("code", program, {"inputs": ["", "", ""], "outputs": ["x"] * 3}, total_s=0.3)
+    result = code("code", program, {"inputs": ["", "", ""], "outputs": ["x"] * 3}, total_s=1.5)
     assert (result["score"], result["timed_out"], result["not_run"]) == (0.0, 1.0, 2.0)
 
 

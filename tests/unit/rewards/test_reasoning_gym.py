@@ -10,8 +10,9 @@ import pytest
 from grpo_rl import gym
 from grpo_rl.config.compose import compose
 from grpo_rl.data.tasks.gym_process import EntryProcess
-from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION, split_of
+from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.rewards.auto import auto, check_data_sources
 from grpo_rl.rewards.reasoning_gym import extract_answer
@@ -112,7 +113,7 @@ def test_the_splits_share_no_question():
         for split in ("train", "val")
     )
     assert not train & val
-    assert {split_of(text.removesuffix(INSTRUCTION)) for text in val} == {"val"}
+    assert {split_of_text(text.removesuffix(INSTRUCTION)) for text in val} == {"val"}
 
 
 def test_options_reach_the_data_set_with_their_types():

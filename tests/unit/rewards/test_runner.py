@@ -14,12 +14,12 @@ import pytest
 from grpo_rl.config.schema import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.pool import LOG_LIMIT
+from grpo_rl.rewards.pool_log import LOG_LIMIT
 from grpo_rl.rewards.runner import RewardRunner
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 UNRULY = Path(__file__).with_name("unruly.py")
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.6
 GRACE_S = 0.5
 
 
@@ -203,9 +203,8 @@ def test_async_and_batched_functions_and_fixed_values_for_failures_and_nobody_le
     assert [item.reward for item in rollouts] == [1.0 + 10 * 5.0, -3.0, -3.0, 2.0 + 10 * 8.0]
     assert [item.failure for item in rollouts] == [None, "reward_error", "reward_invalid", None]
     assert rollouts[3].reward_parts == {"act_later": 2.0, "act_on_all": 8.0}
-    for text, cause in (("short", "1 results for 2 responses"), ("crash", "exited with code 4")):
-        with pytest.raises(RewardError, match=cause):
-            runner.wait([rollout("a", "score 1"), rollout("b", text)])
+    with pytest.raises(RewardError, match="1 results for 2 responses; with each response alone it does not fail"):
+        runner.wait([rollout("a", "score 1"), rollout("b", "short")])
     pids = dict(runner.pids)
     runner.close()
     assert len(pids) == 1 and not any(map(is_alive, pids.values()))
@@ -244,8 +243,23 @@ def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monke
     monkeypatch.setenv("BROKEN", "1")
     runner = RewardRunner(function, config)
     try:
-        with pytest.raises(RewardError, match=r"cannot start .*once\.py failed: KeyError: 'a setting'"):
+        with pytest.raises(RewardError, match=r"cannot start: .*once\.py failed: KeyError: 'a setting'"):
             runner.wait([rollout("a")])
+    finally:
+        runner.close()
+
+
+def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
+    config = RewardConfig(functions=["code"], timeout_s=60, num_workers=1)
+    runner = RewardRunner(RewardFunction.from_config(config), config, data_sources=["code"])
+    truth = {"inputs": ["1 2", "5 5"], "outputs": ["3", "10"]}
+    right, half = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"
+    rollouts = [
+        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", 1, text=text)
+        for uid, text in (("a", right), ("b", half))
+    ]
+    try:
+        assert [scored.reward for scored in runner.wait(rollouts)] == [1.0, 0.5]
     finally:
         runner.close()
 

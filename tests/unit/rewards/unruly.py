@@ -21,15 +21,31 @@ async def act_later(data_source, solution_str, ground_truth, extra_info):
 
 
 def act_on_all(data_sources, solution_strs, ground_truths, extra_infos, plus=0.0):
-    if "crash" in solution_strs:
+    said = " ".join(solution_strs)
+    if "exit-list" in said:
         os._exit(4)
-    if "short" in solution_strs:
+    if "hang-list" in said:
+        loop("")
+    if "raise-list" in said:
+        raise ValueError("no")
+    if "short-list" in said:
+        return []
+    if "short" in said:
         return [1.0]
     return [None if text == "none" else plus + place for place, text in enumerate(solution_strs)]
 
 
 def same(argument):
+    return float(argument.split()[0])
+
+
+def slow(argument):
+    time.sleep(float(argument))
     return float(argument)
+
+
+def no_memory(argument):
+    raise MemoryError
 
 
 def loop(argument):
@@ -124,6 +140,8 @@ class Slippery(float):
 
 DEEDS = {
     "score": same,
+    "slow": slow,
+    "no-memory": no_memory,
     "loop": loop,
     "lock": hold_the_lock,
     "segfault": segfault,

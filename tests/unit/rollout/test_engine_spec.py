@@ -3,14 +3,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_rl.config.schema import ActorRolloutRefConfig, Config, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.builtin import build
 from grpo_rl.rollout.engine import ENGINES, EngineSpec
 from grpo_rl.rollout.environment import engine_environment, set_missing
+from grpo_rl.rollout.vllm_build import engine_arguments
 
 
 def config(backend: str = "auto", **rollout: Any) -> Config:
@@ -98,3 +101,15 @@ def test_every_field_of_a_spec_is_a_plain_value() -> None:
     spec = EngineSpec.from_config(config(), "cpu")
     plain = (str, int, float, bool, dict, type(None))
     assert all(isinstance(getattr(spec, field.name), plain) for field in dataclasses.fields(spec))
+
+
+def test_on_cpu_a_prompt_is_never_read_in_parts(tmp_path: Path) -> None:
+    model = str(build("builtin:arithmetic", tmp_path / "model"))
+    spec = dataclasses.replace(
+        EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu"), model_path=model
+    )
+    spec = dataclasses.replace(spec, override_config={})
+    arguments = engine_arguments(spec)
+    assert arguments["enable_chunked_prefill"] is False and arguments["max_num_batched_tokens"] == spec.max_model_len == 128
+    on_gpu = engine_arguments(dataclasses.replace(spec, device="cuda"))
+    assert "enable_chunked_prefill" not in on_gpu and on_gpu["max_num_batched_tokens"] == 40

@@ -42,6 +42,23 @@ def test_a_folder_with_code_is_refused_and_its_code_not_run(
     assert not (tmp_path / "CANARY").exists()
 
 
+@pytest.mark.parametrize("key", ["model_path", "tokenizer_path"])
+def test_a_reward_model_with_code_is_refused_as_the_policy_is(key: str, trap: Path, tmp_path: Path) -> None:
+    own, switch = f"reward.reward_model.{key}", "reward.reward_model.trust_remote_code"
+    words = ["recipe=arithmetic/grpo", "reward.reward_model.enable=true", f"{own}={trap}"]
+    said = [line for line in check(compose(words).config, CPU) if line.startswith(own) and "auto_map" in line]
+    assert len(said) == 2 if key == "model_path" else said
+    assert all(f"set {switch}=true on the command line" in line for line in said)
+    # What the policy may do is no word for the reward model.
+    assert any("auto_map" in line for line in check(compose([*words, f"{OWN_CODE}=true"]).config, CPU))
+    assert not any("auto_map" in line for line in check(compose([*words, f"{switch}=true"]).config, CPU))
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(f"reward: {{reward_model: {{enable: true, {key}: {trap}, trust_remote_code: true}}}}")
+    with pytest.raises(ConfigError, match=f"{switch}=true: stands in the recipe"):
+        compose([f"recipe={recipe}"])
+    assert not (tmp_path / "CANARY").exists()
+
+
 def test_a_recipe_cannot_allow_code_and_the_user_can(trap: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text(

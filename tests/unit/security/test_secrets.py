@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_rl.config import secrets
 from grpo_rl.config.compose import compose
-from grpo_rl.config.secrets import is_secret_name, redact
+from grpo_rl.config.hiding import HiddenLines, HidingStream, scrub
+from grpo_rl.config.secrets import HIDDEN, is_secret_name, redact
 from grpo_rl.main import main
+from grpo_rl.rewards.failures import ERROR, RewardFailure
 from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.rollouts import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
+from grpo_rl.types import Prompt, Rollout
 
 CANARY = "canary-5e0f2c91ab"
 
@@ -79,3 +86,63 @@ def test_a_refusal_and_a_plan_hide_the_environment(monkeypatch: pytest.MonkeyPat
     said = capsys.readouterr()
     assert CANARY not in said.out + said.err
     assert "there is no file" in said.err
+
+
+def test_the_judges_key_is_a_secret_whatever_its_variable_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_JUDGE", CANARY)
+    compose(["recipe=arithmetic/grpo", "reward.judge.base_url=http://127.0.0.1:9/v1", "reward.judge.api_key_env=MY_JUDGE"])
+    assert redact(f"refused {CANARY}") == f"refused {HIDDEN}"
+
+
+def test_output_in_pieces_has_no_secret_even_where_one_is_cut_in_two() -> None:
+    secrets.remember([CANARY])
+    lines = HiddenLines()
+    out = lines.feed(f"a {CANARY[:7]}".encode()) + lines.feed(f"{CANARY[7:]} b\nc \xff".encode()) + lines.rest()
+    assert out == f"a {HIDDEN} b\nc \xff".encode()
+    assert len(lines.feed(b"x" * 100_000)) > 99_000, "a line without an end is not kept for ever"
+
+
+def test_bytes_that_are_no_text_pass_unchanged() -> None:
+    assert HiddenLines().feed(b"\xff\xfe\n") == b"\xff\xfe\n"
+
+
+def test_a_stream_hides_what_is_printed_and_is_the_other_one_for_the_rest() -> None:
+    secrets.remember([CANARY])
+    screen = io.StringIO()
+    stream: Any = HidingStream(screen)
+    print("key", CANARY, file=stream)
+    stream.writelines([f"{CANARY}\n"])
+    assert screen.getvalue() == stream.getvalue() == f"key {HIDDEN}\n{HIDDEN}\n"
+
+
+def test_files_are_written_anew_without_secrets_and_others_are_not_touched(tmp_path: Path) -> None:
+    secrets.remember([CANARY])
+    leaking, clean, absent = tmp_path / "a.log", tmp_path / "b.log", tmp_path / "c.log"
+    # The secret lies across the pieces in which the file is read.
+    leaking.write_bytes(b"x" * (2**20 - 5) + f"{CANARY}\nrest".encode())
+    clean.write_text("nothing")
+    before = (clean.stat().st_ino, clean.stat().st_mtime_ns)
+    assert scrub([leaking, clean, absent]) == [leaking]
+    assert leaking.read_bytes() == b"x" * (2**20 - 5) + f"{HIDDEN}\nrest".encode()
+    assert (clean.stat().st_ino, clean.stat().st_mtime_ns) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log"]
+
+
+def test_a_rollout_and_a_failed_reward_hide_secrets_also_where_they_are_cut_short(tmp_path: Path) -> None:
+    secret = 'pass"wörd-123'
+    secrets.remember([secret])
+    # The middle of a long cause is left out: a secret there must not be left in halves.
+    failure = RewardFailure(ERROR, "x" * 995 + secret + "y" * 2000)
+    prompt = Prompt("u", (1,), f"say {secret}", "test", secret)
+    rollout = Rollout(prompt, 0, (1,), (0.0,), "stop", 1, text="", failure=failure.kind, failure_cause=failure.cause)
+    (line,) = write_rollouts(tmp_path / "r.jsonl", [rollout]).read_text().splitlines()
+    record = json.loads(line)
+    assert (record["prompt"], record["ground_truth"]) == (f"say {HIDDEN}", HIDDEN)
+    assert 'pass"' not in failure.cause and "pass" not in line
+
+
+@pytest.mark.parametrize("text", ["x" * 80_000, "?" + "a" * 80_000, "://a:" * 16_000, "sk-" * 27_000, "a://" + "b:" * 40_000])
+def test_a_long_text_is_searched_in_time_that_grows_with_its_length(text: str) -> None:
+    began = time.process_time()
+    redact(text)
+    assert time.process_time() - began < 0.5

@@ -24,6 +24,7 @@ ROWS = [
         "advantage": None,
         "response": "<script>alert(1)</script>",
         "failure": "reward_timeout",
+        "failure_cause": "took longer than reward.timeout_s=1",
     },
     {"uid": "d", "reward": "NaN", "parts": {"auto": 0.5, "format": 0.0}, "advantage": 0.0, "response": "first\nsecond"},
 ]
@@ -39,7 +40,7 @@ def record(row):
     }
     base |= {"uid": row["uid"], "reward": row["reward"], "reward_parts": row["parts"], "response": row["response"]}
     base |= {"advantage": row["advantage"], "response_length": len(row["response"])}
-    return base | ({"failure": row["failure"]} if "failure" in row else {})
+    return base | {key: row[key] for key in ("failure", "failure_cause") if key in row}
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def uids(capsys, *words):
         (["--where", "failure==reward_timeout"], "c"),
         (["--where", "failure==none"], "abd"),
         (["--where", "failure!=none"], "c"),
+        (["--where", "cause~took longer"], "c"),
         (["--where", "response~script"], "c"),
         (["--where", "advantage>=0"], "ad"),
         (["--where", "uid!=a"], "bcd"),
@@ -88,6 +90,12 @@ def test_what_a_model_wrote_cannot_drive_the_terminal(run, capsys):
     assert "\\x1b[2J[red]x[/red]\\r\\u202eevil" in output
     assert not set("\x1b\r\u202e") & set(output)
     assert "auto=0" in output and "advantage=-0.5" in output and "question b" in output
+
+
+def test_the_cause_of_a_failure_is_shown_with_its_rollout(run, capsys):
+    main([str(run)])
+    output = capsys.readouterr().out
+    assert output.count("cause     took longer than reward.timeout_s=1") == output.count("cause  ") == 1
 
 
 def test_lines_of_a_response_stay_lines_and_long_ones_are_cut(run, capsys):

@@ -87,6 +87,15 @@ def test_the_header_comes_first_and_again_after_twenty_five_steps() -> None:
     assert headers == [0, HEADER_EVERY + 1]
 
 
+def test_steps_that_teach_nothing_are_told_once_until_one_does() -> None:
+    pipe = Pipe()
+    console = Console(pipe)
+    for step, share in enumerate([1.0, 1.0, 0.5, 1.0, 1.0, None, 1.0, 1.0, 1.0], start=1):
+        console.step(step, 9, {} if share is None else {"advantage/zero_group_fraction": share})
+    told = [index for index, line in enumerate(pipe.lines()) if "3 steps in a row taught nothing" in line]
+    assert told == [8]  # the header, six steps and the validation before it
+
+
 def test_the_log_file_has_every_line_that_was_printed(tmp_path: Path) -> None:
     console = Console(Pipe())
     console.log_to(tmp_path / "console.log")

@@ -1,9 +1,11 @@
 import importlib.util
 import math
+import threading
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from grpo_rl.config.schema import TrainerConfig
 from grpo_rl.errors import ConfigError
@@ -63,6 +65,25 @@ def test_what_tensorboard_had_not_written_when_the_process_was_killed_comes_from
     resumed.log(3, {"a": 3.0})
     resumed.close()
     assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_disk_on_which_tensorboard_hangs_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(EventFileWriter, "add_event", lambda self, event: gate.wait(30))
+    run_dir = RunDir.create(tmp_path, "r")
+    sinks = Sinks(run_dir, TrainerConfig(), {})
+
+    def run() -> None:
+        for step in range(50):
+            sinks.log(step, {"a": 1.0})
+
+    training = threading.Thread(target=run, daemon=True)
+    training.start()
+    training.join(10)
+    assert not training.is_alive()
+    assert len(read_metrics(run_dir.metrics_file)) == 50
+    gate.set()
+    sinks.close()
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])

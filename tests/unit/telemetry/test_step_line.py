@@ -78,4 +78,6 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
         "reward/dropped": 3.0,
     }
     text = "".join(cell.text for cell in step_line.line(1, 9, rich))
-    assert text[111:] == "  |  auto  0.500  format  1.000  3 scores failed"
+    assert text[111:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
+    many = {"reward/mean": 1.0} | {f"reward/part{number}": 1.0 for number in range(6)}
+    assert "".join(cell.text for cell in step_line.line(1, 9, many)).endswith("  part3  1.000  and 2 more")

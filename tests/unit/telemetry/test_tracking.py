@@ -16,6 +16,10 @@ class Recorder:
         self.gate = threading.Event()
         self.steps: list[int] = []
         self.closed = False
+        self.truncated: list[tuple[int, int]] = []
+
+    def truncate_after(self, step: int) -> None:
+        self.truncated.append((step, len(self.steps)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.gate.wait(30)
@@ -34,6 +38,18 @@ def test_everything_logged_arrives_in_order_before_close_returns() -> None:
     sink.close()
     assert recorder.steps == list(range(100))
     assert recorder.closed and warnings == [] and sink.num_unsent == 0
+
+
+def test_a_tracker_forgets_later_steps_before_it_gets_new_ones() -> None:
+    recorder, warnings = Recorder(), list[str]()
+    recorder.gate.set()
+    sink = Background("service", lambda: recorder, warnings.append)
+    sink.log(1, {})
+    sink.truncate_after(1)
+    sink.log(2, {})
+    sink.close()
+    assert (recorder.truncated, recorder.steps) == ([(1, 1)], [1, 2])
+    assert warnings == [] and sink.num_unsent == 0
 
 
 def test_a_service_that_hangs_costs_metrics_but_never_a_step() -> None:

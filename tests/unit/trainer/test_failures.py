@@ -11,9 +11,10 @@ import torch
 from grpo_rl.algos.advantages import ADVANTAGES, needs_of
 from grpo_rl.config.schema import AlgorithmConfig, OverlongBufferConfig
 from grpo_rl.data.collate import collate
+from grpo_rl.rewards.failures import summary
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
-from grpo_rl.trainer.failures import scored, with_reward
+from grpo_rl.trainer.failures import failure_metrics, scored, with_reward
 from grpo_rl.trainer.shaping import penalize_overlong
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
@@ -46,6 +47,18 @@ def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_t
     assert told == ["2 of 3 rewards failed (1 reward_error, 1 reward_timeout), first: a is too hard; b is too hard"]
     scored(Rewarder(), given[:1], told.append)
     assert len(told) == 1
+
+
+def test_each_kind_of_failure_is_told_with_its_first_cause() -> None:
+    failures = [
+        ("reward_error", "e1"),
+        ("reward_error", "e2"),
+        ("reward_error", "e3"),
+        ("reward_timeout", "t1"),
+        ("reward_timeout", "t2"),
+    ]
+    told = summary(failures, 8)
+    assert told == "5 of 8 rewards failed (3 reward_error, 2 reward_timeout), first: e1; t1; e2"
 
 
 def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
@@ -95,3 +108,59 @@ def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     # The best of the first group comes out above its worst ones.
     first = batch.advantages_T[:8].reshape(4, 2).sum(1)
     assert first[0] > max(first[1], first[2])
+
+
+def by_rollout(name: str, given: list[Rollout]) -> dict[tuple[str, int], list[float]]:
+    """Advantages of the tokens of each rollout that is trained."""
+    trained = with_reward(given)
+    batch, _ = Advantage(AlgorithmConfig(adv_estimator=name), {"rule": 1.0})(collate(trained))
+    assert batch.advantages_T is not None
+    rows = batch.advantages_T.reshape(-1, 2).tolist()
+    return {(r.prompt.uid, r.sample_index): row for r, row in zip(trained, rows, strict=True)}
+
+
+LOST = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 2, None), ("b", 0, None), ("b", 1, 1.0), ("c", 0, None), ("c", 1, None)]
+"""Groups of three, two and two, of which two, one and nothing are left."""
+
+
+@pytest.mark.parametrize(("name", "high"), [("grpo", 0.5 / (0.5**0.5 + 1e-6)), ("rloo", 1.0), ("dr_grpo", 0.5)])
+def test_what_is_left_of_a_group_is_compared_with_itself_and_one_that_is_left_alone_with_nothing(
+    name: str, high: float
+) -> None:
+    # Mean 1/2, sample deviation sqrt(1/2), the other's reward 1 away: no dropped reward counts as a 0 in any of them.
+    given = [rollout(uid, sample, reward, None if reward is not None else "reward_error") for uid, sample, reward in LOST]
+    found = by_rollout(name, given)
+    expected = {("a", 0): [high] * 2, ("a", 1): [-high] * 2, ("b", 1): [0.0, 0.0]}
+    assert found == {key: pytest.approx(row, abs=1e-6) for key, row in expected.items()}
+    assert found["b", 1] == [0.0, 0.0]
+
+
+def test_steps_of_dropped_responses_take_no_part_in_the_comparison_of_steps() -> None:
+    steps = {
+        ("a", 0): ((0, 1.0), (1, 0.0)),
+        ("a", 1): ((1, 0.5),),
+        ("b", 1): ((0, 1.0), (1, 0.0)),
+    }
+    given = [
+        dataclasses.replace(
+            rollout(uid, sample, reward, None if reward is not None else "reward_timeout"), steps=steps.get((uid, sample))
+        )
+        for uid, sample, reward in LOST
+    ]
+    # Group a: steps 1, 0, 1/2 have mean 1/2 and sample deviation 1/2, so 1, -1 and 0; a token has the sum of its steps to come.
+    # Group b: the one response compares its own two steps, 1/2 from their mean, sample deviation sqrt(1/2).
+    alone = 0.5**0.5
+    found = by_rollout("grpo_process", given)
+    expected = {("a", 0): [0.0, -1.0], ("a", 1): [0.0, 0.0], ("b", 1): [0.0, -alone]}
+    assert found == {key: pytest.approx(row, abs=1e-5) for key, row in expected.items()}
+    # A single step that is left alone has nothing to be compared with, and a response without steps has none.
+    for left in (((1, 0.7),), ()):
+        lone = dataclasses.replace(rollout("b", 1, 0.7), steps=left)
+        assert by_rollout("grpo_process", [rollout("b", 0, None, "reward_error"), lone]) == {("b", 1): [0.0, 0.0]}
+
+
+def test_groups_that_compare_nothing_any_more_are_counted() -> None:
+    given = [rollout(uid, sample, reward, None if reward is not None else "reward_error") for uid, sample, reward in LOST]
+    metrics = failure_metrics([*given, rollout("d", 0, 1.0), rollout("a", GREEDY, 1.0)])
+    assert (metrics["reward/dropped"], metrics["reward/broken_groups"]) == (4.0, 2.0)
+    assert "reward/broken_groups" not in failure_metrics(given[:3])

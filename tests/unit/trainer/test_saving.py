@@ -138,7 +138,7 @@ def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make
 
 def test_a_save_whose_process_is_gone_is_made_again_whatever_the_setting(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=1, on_save_error="stop"), total_steps=2, with_val=False)
-    answers = iter([SaveLost("gone")])
+    answers = iter([SaveLost()])
 
     def saved(wait_s: float) -> dict[str, tuple[int, str]]:
         for error in answers:
@@ -148,6 +148,27 @@ def test_a_save_whose_process_is_gone_is_made_again_whatever_the_setting(make, m
     monkeypatch.setattr(policy, "saved", saved)
     trainer.fit()
     assert trainer.store.steps() == [2]
+
+
+def test_the_last_save_is_made_again_when_a_rank_does_not_survive_it(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=2, on_save_error="stop"), total_steps=2, with_val=False)
+    losses = iter([SaveLost(), SaveLost()])
+    save, folders = policy.save, []
+
+    def lose_a_rank(folder: Path, check: bool) -> None:
+        raise SaveLost
+
+    def lose_two_ranks(folder: Path) -> Any:
+        folders.append(folder)
+        for error in losses:
+            raise error
+        return save(folder)
+
+    monkeypatch.setattr(policy, "begin_save", lose_a_rank)
+    monkeypatch.setattr(policy, "save", lose_two_ranks)
+    trainer.fit()
+    assert trainer.store.steps() == [2] and len(set(folders)) == 3, "each with a folder of its own"
+    assert [path.name for path in trainer.store.folder.iterdir()] == ["step_2"]
 
 
 def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):  # noqa: F811

@@ -1,0 +1,41 @@
+"""Whether the Hugging Face hub can be asked at all: its own client tries for half a minute to find that out."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 5.0
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+def why_unreachable() -> str | None:
+    """`huggingface.co cannot be reached (...)`; None where a connection can be made, or where only the client can tell.
+
+    Takes `TIMEOUT_S` at most, the look-up of the name included.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in _PROXIES):
+        return None
+    hub = urlsplit(constants.ENDPOINT)
+    host, port = str(hub.hostname), hub.port or (80 if hub.scheme == "http" else 443)
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=TIMEOUT_S).close()
+            answers.put(None)
+        except OSError as error:
+            answers.put(error.strerror or str(error))
+
+    # In a thread, as a name server that says nothing holds up the look-up for longer than any timeout of a socket.
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        why = answers.get(timeout=TIMEOUT_S)
+    except queue.Empty:
+        why = f"no answer within {TIMEOUT_S:g} s"
+    return None if why is None else f"{host} cannot be reached ({why})"

@@ -1,0 +1,96 @@
+"""The cluster is lost, is not there, or is another one: named within ten seconds, with exit code 6."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import oracles
+import pytest
+import ray
+from oracles import Training
+
+from grpo_rl.cluster import watch
+
+START_S, NAMED_S = 240.0, 10.0
+pytestmark = pytest.mark.timeout(600)
+
+CONNECTS = """
+import json, sys, time
+from pathlib import Path
+import ray
+from grpo_rl.cluster.session import ray_session
+from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.errors import ClusterError
+ray.__version__ = sys.argv[2]
+began = time.monotonic()
+try:
+    with ray_session(RayInitConfig(address=sys.argv[1], allow_insecure=True), 1):
+        text = "connected"
+except ClusterError as error:
+    text = str(error)
+print(json.dumps([text, time.monotonic() - began]))
+"""
+
+
+def connect(address: str, version: str) -> tuple[str, float]:
+    """What a process of this version of Ray is told when it connects, and after how many seconds."""
+    command = [sys.executable, "-c", CONNECTS, address, version]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    return tuple(json.loads(found.stdout.splitlines()[-1]))
+
+
+def two_workers(words: list[str]) -> list[str]:
+    """The same training with one replica and without a reference, which starts sooner."""
+    left_out = ("kl_loss_coef=", "rollout.nnodes=", "rollout.n_gpus_per_node=")
+    kept = [word for word in words if not any(key in word for key in left_out)]
+    return [*kept, "actor_rollout_ref.actor.use_kl_loss=false"]
+
+
+def process_of(training: Training, name: str) -> int | None:
+    """The process of the run's own cluster that has this name."""
+    for session in training.sessions:
+        for pid in watch.processes(session["token"]):
+            try:
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    return pid
+            except OSError:
+                continue
+    return None
+
+
+@pytest.mark.parametrize(("victim", "phase"), [("gcs_server", "start"), ("raylet", "gen")])
+def test_a_run_whose_cluster_is_killed_says_so_and_ends(training, run_words, victim, phase):
+    run = training("run", two_workers(run_words), f"driver.phase:delay=60@step=1,phase={phase}").start()
+    # Ray is connected when the first worker has a log.
+    run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
+    os.kill(process_of(run, victim), signal.SIGKILL)
+    began = time.monotonic()
+    code = run.wait(START_S)
+    took = time.monotonic() - began
+    print(f"MEASURED {victim} killed: the run ended after {took:.2f} s")
+    assert code == 6, run.describe()
+    assert took < NAMED_S
+    [line] = [line for line in run.error_lines() if "the Ray cluster is lost" in line]
+    name = {"gcs_server": "its head (gcs_server)", "raylet": "its raylet"}[victim]
+    assert line.startswith("error: ") and f"{name} has not answered for " in line
+    assert "the same command begins anew" in line
+    status = run.status
+    assert (status["state"], status["error"]["exit_code"], status["error"]["type"]) == ("failed", 6, "ClusterError")
+    oracles.assert_nothing_left(run)
+
+
+def test_another_version_of_ray_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
+    ours = ray.get_runtime_context().gcs_address
+    assert connect(ours, ray.__version__)[0] == "connected"
+    text, seconds = connect(ours, "2.0.0")
+    assert text.startswith(f"the cluster at {ours} runs Ray {ray.__version__} on Python 3.")
+    assert ", this process Ray 2.0.0 on Python 3." in text and seconds < NAMED_S
+    text, seconds = connect("127.0.0.1:1", ray.__version__)
+    assert text.startswith("no Ray cluster at 127.0.0.1:1: Connection refused; ") and seconds < NAMED_S

@@ -1,0 +1,90 @@
+"""A cluster that is not there, or not there any more."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster import presence
+from grpo_rl.cluster.presence import ClusterWatch, refuse_unreachable, unanswered, why_not_connected
+from grpo_rl.errors import ClusterError
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_where_nobody_listens_is_refused_at_once_and_by_name(listener: socket.socket, form: str) -> None:
+    address = form.format(listener.getsockname()[1])
+    refuse_unreachable(address)
+    listener.close()
+    began = time.monotonic()
+    with pytest.raises(ClusterError) as caught:
+        refuse_unreachable(address)
+    assert time.monotonic() - began < 1.0
+    message = str(caught.value)
+    assert message.startswith(f"no Ray cluster at {address}: Connection refused; start it") and "RAY_ADDRESS" in message
+
+
+def test_words_for_an_address_are_left_to_ray() -> None:
+    refuse_unreachable("auto")
+
+
+def test_another_version_is_told_in_one_line_with_both() -> None:
+    ray_says = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.4\n"
+        "This process on node 10.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+    )
+    assert str(why_not_connected("10.0.0.2:6379", RuntimeError(ray_says))) == (
+        "the cluster at 10.0.0.2:6379 runs Ray 2.59.0 on Python 3.11.4, this process Ray 2.60.0 on Python 3.11.7: "
+        "install the same versions on every node"
+    )
+    assert str(why_not_connected(None, ValueError("no\n  room"))) == "cannot connect to a local Ray: ValueError: no room"
+
+
+def test_a_place_that_is_gone_is_told_once_with_its_name(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "LOOK_S", 0.01)
+    path = str(tmp_path / "raylet")
+    with socket.socket(socket.AF_UNIX) as local:
+        local.bind(path)
+        local.listen(100)
+        assert unanswered(path) is None
+        lost: list[str] = []
+        told = threading.Event()
+
+        def on_lost(cause: str) -> None:
+            lost.append(cause)
+            told.set()
+
+        places: dict[str, Any] = {"its head": listener.getsockname(), "its raylet": path}
+        watch = ClusterWatch(places, on_lost, patience_s=0.2)
+        assert not told.wait(0.4), "both answer"
+        local.close()
+        assert told.wait(5.0)
+        watch.close()
+    assert len(lost) == 1
+    assert lost[0].startswith("the Ray cluster is lost: its raylet has not answered for 0.") and "refused" in lost[0]
+
+
+def test_a_remote_cluster_is_named_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "LOOK_S", 0.01)
+    monkeypatch.setattr(presence, "NAMED_S", 0.05)
+    warned: list[str] = []
+    given_up = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    watch = ClusterWatch({"its head": address}, lambda _: given_up.set(), warned.append, patience_s=0.4)
+    assert given_up.wait(5.0)
+    watch.close()
+    assert len(warned) == 1 and warned[0].endswith("; the run ends when that lasts 0 s")
