@@ -282,6 +282,13 @@ def test_what_may_wait_for_ever_still_does() -> None:
     assert set(ENDLESS_WAITS) <= found
 
 
+def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
+    # It jumps: deadlines and order go by the monotonic clock and by step numbers.
+    stamps = {f"telemetry/{name}.py" for name in ("metrics_file", "status", "tracking", "sinks")} | {"faults.py"}
+    readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}
+    assert {str(path.relative_to(PACKAGE)) for path in readers} == stamps
+
+
 def test_no_except_is_bare() -> None:
     def broken(file: str) -> Iterator[str]:
         handlers = (node for node in ast.walk(tree(file)) if isinstance(node, ast.ExceptHandler))
