@@ -263,8 +263,8 @@ def capture(rollout: Any) -> list[Any]:
     captured: list[Any] = []
     generate = rollout.generate
 
-    def keep(*arguments: Any) -> Any:
-        captured[:] = generate(*arguments)
+    def keep(*arguments: Any, **options: Any) -> Any:
+        captured[:] = generate(*arguments, **options)
         return list(captured)
 
     rollout.generate = keep
