@@ -65,6 +65,15 @@ class Registry(Generic[F]):
         if unknown:
             raise ConfigError(f"{self.kind} {name!r} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}")
 
+    def check_call(self, name: str, *arguments: str, **keywords: Any) -> None:
+        """Raise ConfigError when the function cannot be called with these arguments, named for the message, and keywords."""
+        signature = inspect.signature(self.get(name))
+        try:
+            signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            called = ", ".join([*arguments, *(f"{key}=..." for key in keywords)])
+            raise ConfigError(f"{self.kind} {name!r} takes {signature}, and is called as ({called}): {error}") from None
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
 

@@ -49,8 +49,8 @@ integration() {
 }
 
 faults() {
-    # One at a time: they break processes and measure how long it takes until others notice.
-    "$PYTHON" -m pytest tests/faults --durations=5 "$@"
+    # Whole runs beside groups of workers: most of the time processes start.
+    "$PYTHON" -m pytest tests/faults -n 2 --dist loadgroup --durations=5 "$@"
 }
 
 gpu() {

@@ -30,6 +30,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Pickled functions between vLLM's processes: never, whatever the user's environment says.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

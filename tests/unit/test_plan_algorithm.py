@@ -112,6 +112,22 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
     plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
 
 
+def test_ones_own_function_that_cannot_be_called_as_it_will_be_is_refused_with_its_signature(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def three(policy_logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high, clip_c): ...\n"
+        "def unclipped(policy_logprobs_T, old_logprobs_T, advantages_T, segments): ...\n"
+        "def good(policy_logprobs_T, old_logprobs_T, advantages_T, segments, **bounds): ...\n"
+        "def two(inp, more): ...\n"
+    )
+    for name, why in (("three", "too many positional arguments"), ("unclipped", "unexpected keyword argument 'clip_low'")):
+        (problem,) = problems_of(f"{A}.policy_loss.loss_mode={file}:{name}")
+        assert why in problem and "segments, clip_low=..., clip_high=..., clip_c=..." in problem
+    plan_of(f"{A}.policy_loss.loss_mode={file}:good")
+    (problem,) = problems_of(f"{E}={file}:two")
+    assert "takes (inp, more)" in problem and "missing a required argument: 'more'" in problem
+
+
 # ---- the critic ----------------------------------------------------------------------------------------
 
 GAE = [f"{E}=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95"]

@@ -89,6 +89,11 @@ def test_threads_spin_only_briefly_and_nothing_is_compiled_on_cpu() -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(EngineSpec("m", 10, device="cuda"))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_engine_takes_pickled_functions(device: str) -> None:
+    assert engine_environment(EngineSpec("m", 10, device=device))["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+
 def test_variables_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_RL_TEST_SET", "mine")
     monkeypatch.delenv("GRPO_RL_TEST_MISSING", raising=False)
