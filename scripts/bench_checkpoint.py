@@ -28,8 +28,8 @@ def make_actor(model: Path) -> Any:
     """One rank, with an optimizer that has moments after its first step."""
     from grpo_rl.algos.objective import Objective
     from grpo_rl.config.schema import ModelConfig, OptimConfig
-    from grpo_rl.workers.actor import ActorSpec, ActorWorker
-    from grpo_rl.workers.policy import PolicySpec, Rank
+    from grpo_rl.workers.actor import ActorWorker
+    from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,7 +45,7 @@ def make_step() -> Any:
 
     from grpo_rl.algos.aggregate import count
     from grpo_rl.types import Batch
-    from grpo_rl.workers.actor import OptimizerStep
+    from grpo_rl.workers.specs import OptimizerStep
 
     num = PROMPTS * RESPONSES
     lengths_N = torch.full((num,), RESPONSE_TOKENS)

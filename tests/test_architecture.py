@@ -329,9 +329,13 @@ def test_the_configuration_loads_nothing_heavy() -> None:
     assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 
 
-def test_the_mathematics_and_the_plan_load_torch_and_nothing_else_of_weight() -> None:
+def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need() -> None:
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    heavy = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
-    assert loaded([mathematics, plan], heavy) == [["torch"], ["hydra", "omegaconf", "torch"]]
+    controller = "import grpo_rl.cluster.launch"
+    # The last three take seconds, and only workers need them.
+    heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
+    of_plan = ["hydra", "omegaconf", "torch"]
+    of_controller = ["hydra", "omegaconf", "ray", "torch", "transformers"]
+    assert loaded([mathematics, plan, controller], heavy) == [["torch"], of_plan, of_controller]

@@ -16,7 +16,7 @@ from grpo_rl.cluster.memory import Cut
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.balance import plan_micro_batches
 from grpo_rl.types import Batch, Counts, Metrics
-from grpo_rl.workers.actor import OptimizerStep
+from grpo_rl.workers.specs import OptimizerStep
 
 
 def train(

@@ -18,8 +18,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
-from grpo_rl.workers.critic import CriticSpec
-from grpo_rl.workers.policy import PolicySpec
+from grpo_rl.workers.specs import CriticSpec, PolicySpec
 
 FOLDER = "critic"
 """Where a checkpoint has the critic's part."""

@@ -20,7 +20,7 @@ from grpo_rl.rewards.combined import REWARD_MODEL, Failure, ModelScore
 from grpo_rl.rewards.rendering import Renderer, Scorable, tokenizer_for
 from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Rollout
-from grpo_rl.workers.reward_model import RewardModelSpec, ScoreBatch
+from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch
 
 ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 

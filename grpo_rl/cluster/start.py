@@ -29,8 +29,7 @@ from grpo_rl.plan_algorithm import needs_critic, recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.environment import SPIN_COUNT, engine_environment
 from grpo_rl.telemetry.console import Console
-from grpo_rl.workers.actor import ActorSpec, SenderSpec
-from grpo_rl.workers.policy import PolicySpec, Rank
+from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
 
 class Cluster:

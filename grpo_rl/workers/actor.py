@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_rl.algos.correction import kept_lengths, mismatch_shares
-from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.config.schema import OptimConfig
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.models.optim import make_optimizer, make_scheduler
-from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
+from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.policy import (
-    PolicySpec,
-    Rank,
     build_policy,
     clip_gradients,
     collect,
@@ -39,43 +34,7 @@ from grpo_rl.workers.policy import (
 )
 from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
-
-
-@dataclass(frozen=True, slots=True)
-class SenderSpec:
-    """How this actor's weights travel to the engines."""
-
-    backend: WeightBackend = "object_store"
-    bucket_bytes: int = 512 << 20
-    dtype: str | None = None
-    """The engines' type; None sends float32."""
-    verify: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ActorSpec:
-    """What an actor rank needs to know beside its rank."""
-
-    policy: PolicySpec
-    objective: Objective
-    optim: OptimConfig
-    total_optimizer_steps: int
-    seed: int
-    sender: SenderSpec = SenderSpec()
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    old_from_engine: bool = False
-    """Old log-probs are the engine's, so they do not say how far the engine is from the trainer."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """This rank's work for one optimizer step, and the global denominators of it."""
-
-    counts: Counts
-    micro_batches: tuple[Batch | None, ...]
-    entropy_coeff: float | None = None
-    """Weight of the entropy bonus, where it is steered from step to step."""
+from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank
 
 
 class ActorWorker(Saving, Snapshots):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,16 +15,12 @@ from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.value_loss import value_loss
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.config.schema import OptimConfig
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.models.value import ValueModel
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.actor import OptimizerStep
 from grpo_rl.workers.policy import (
-    PolicySpec,
-    Rank,
     build_sharded,
     clip_gradients,
     join_group,
@@ -36,19 +31,7 @@ from grpo_rl.workers.policy import (
 )
 from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSpec:
-    """What a critic rank needs to know beside its rank."""
-
-    model: PolicySpec
-    optim: OptimConfig
-    total_optimizer_steps: int
-    seed: int
-    cliprange_value: float
-    param_offload: bool = False
-    optimizer_offload: bool = False
+from grpo_rl.workers.specs import CriticSpec, OptimizerStep, Rank
 
 
 class CriticWorker(Saving, Snapshots):

@@ -6,7 +6,6 @@ import datetime
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,38 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_rl.config.schema import ModelConfig
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences, TokenOutputs
 from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.specs import PolicySpec, Rank
 
 M = TypeVar("M", bound=PackedModel)
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One process's place in its worker group."""
-
-    rank: int
-    world_size: int
-    master_address: str
-    master_port: int
-    device: str
-    """cpu or cuda; a cuda process sees exactly one GPU."""
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySpec:
-    """How to build the policy: the model, and what of the config decides its forward pass."""
-
-    model: ModelConfig
-    temperature: float
-    dtype: str
-    reshard_after_forward: bool = True
-    train: bool = False
-    path_key: str = load.POLICY_KEY
-    """The setting that named the model's folder, for error messages."""
 
 
 def join_group(rank: Rank) -> torch.device:

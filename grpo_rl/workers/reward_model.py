@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,26 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp
 from grpo_rl.models.score import ScoreModel, load_score_config, load_scorer, scored_sequences
-from grpo_rl.workers.policy import Rank, compute_dtype, join_group
-
-
-@dataclass(frozen=True, slots=True)
-class RewardModelSpec:
-    """What a reward model's rank needs to know beside its rank."""
-
-    path: str
-    dtype: str
-    trust_remote_code: bool = False
-    param_offload: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreBatch:
-    """Sequences back to back, and the flat positions of the tokens whose scores are wanted."""
-
-    token_ids_S: Tensor
-    lengths_N: Tensor
-    positions_P: Tensor
+from grpo_rl.workers.policy import compute_dtype, join_group
+from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
 
 
 class RewardModelWorker:

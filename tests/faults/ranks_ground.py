@@ -27,9 +27,7 @@ from grpo_rl.cluster.supervised import SupervisedGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
-from grpo_rl.workers.actor import ActorSpec
-from grpo_rl.workers.critic import CriticSpec
-from grpo_rl.workers.policy import PolicySpec, Rank
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, Rank
 
 VOCAB = 32
 RANK_HEARTBEAT_S = 2.0

@@ -18,10 +18,10 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
-from grpo_rl.workers.actor import ActorSpec, ActorWorker
-from grpo_rl.workers.critic import CriticSpec, CriticWorker
-from grpo_rl.workers.policy import Rank
-from grpo_rl.workers.reward_model import RewardModelSpec, RewardModelWorker
+from grpo_rl.workers.actor import ActorWorker
+from grpo_rl.workers.critic import CriticWorker
+from grpo_rl.workers.reward_model import RewardModelWorker
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec
 
 VOCAB = 64
 DEADLINE_S = 120.0

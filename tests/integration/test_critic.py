@@ -17,8 +17,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ModelConfig, OptimConfig
 from grpo_rl.models import builtin
 from grpo_rl.types import Batch
-from grpo_rl.workers.critic import CriticSpec
-from grpo_rl.workers.policy import PolicySpec
+from grpo_rl.workers.specs import CriticSpec, PolicySpec
 
 pytestmark = pytest.mark.timeout(1080)
 WHOLE = MicroBatchRule(None, 1000)

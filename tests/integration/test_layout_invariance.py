@@ -14,8 +14,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
-from grpo_rl.workers.actor import ActorSpec
-from grpo_rl.workers.policy import PolicySpec
+from grpo_rl.workers.specs import ActorSpec, PolicySpec
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"]
 

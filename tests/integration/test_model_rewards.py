@@ -30,7 +30,7 @@ from grpo_rl.rewards.combined import ModelScore
 from grpo_rl.rewards.judge import JudgeSetup
 from grpo_rl.rewards.rendering import Renderer, split_steps
 from grpo_rl.types import Prompt, Rollout
-from grpo_rl.workers.reward_model import RewardModelSpec
+from grpo_rl.workers.specs import RewardModelSpec
 
 pytestmark = pytest.mark.timeout(1080)
 SERVER_START_S = 240.0

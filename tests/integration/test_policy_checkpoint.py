@@ -18,8 +18,7 @@ from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.errors import CheckpointError, SaveLost
-from grpo_rl.workers.actor import ActorSpec
-from grpo_rl.workers.policy import PolicySpec
+from grpo_rl.workers.specs import ActorSpec, PolicySpec
 
 BATCHES = [make_batch(seed) for seed in range(5)]
 CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)

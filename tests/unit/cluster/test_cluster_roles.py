@@ -19,7 +19,7 @@ from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
-from grpo_rl.workers.actor import OptimizerStep
+from grpo_rl.workers.specs import OptimizerStep
 
 
 def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None = None) -> Batch:

@@ -14,8 +14,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch
-from grpo_rl.workers.actor import OptimizerStep
-from grpo_rl.workers.policy import PolicySpec
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec
 
 
 class Ranks:

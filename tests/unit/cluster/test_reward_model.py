@@ -17,7 +17,7 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import Failure, ModelScore
 from grpo_rl.rewards.rendering import Renderer
 from grpo_rl.types import Prompt, Rollout
-from grpo_rl.workers.reward_model import ScoreBatch
+from grpo_rl.workers.specs import ScoreBatch
 
 TOKENIZER = build_tokenizer(128)
 PROMPT = tuple(TOKENIZER("ab")["input_ids"])

@@ -1,0 +1,108 @@
+"""What the controller tells workers: plain values. Nothing here loads what only a worker needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.config.schema import ModelConfig, OptimConfig
+from grpo_rl.models.load import POLICY_KEY
+from grpo_rl.rollout.engine import WeightBackend
+from grpo_rl.types import Batch, Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process's place in its worker group."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    device: str
+    """cpu or cuda; a cuda process sees exactly one GPU."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """How to build the policy: the model, and what of the config decides its forward pass."""
+
+    model: ModelConfig
+    temperature: float
+    dtype: str
+    reshard_after_forward: bool = True
+    train: bool = False
+    path_key: str = POLICY_KEY
+    """The setting that named the model's folder, for error messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSpec:
+    """How this actor's weights travel to the engines."""
+
+    backend: WeightBackend = "object_store"
+    bucket_bytes: int = 512 << 20
+    dtype: str | None = None
+    """The engines' type; None sends float32."""
+    verify: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What an actor rank needs to know beside its rank."""
+
+    policy: PolicySpec
+    objective: Objective
+    optim: OptimConfig
+    total_optimizer_steps: int
+    seed: int
+    sender: SenderSpec = SenderSpec()
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    old_from_engine: bool = False
+    """Old log-probs are the engine's, so they do not say how far the engine is from the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """This rank's work for one optimizer step, and the global denominators of it."""
+
+    counts: Counts
+    micro_batches: tuple[Batch | None, ...]
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus, where it is steered from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSpec:
+    """What a critic rank needs to know beside its rank."""
+
+    model: PolicySpec
+    optim: OptimConfig
+    total_optimizer_steps: int
+    seed: int
+    cliprange_value: float
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSpec:
+    """What a reward model's rank needs to know beside its rank."""
+
+    path: str
+    dtype: str
+    trust_remote_code: bool = False
+    param_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """Sequences back to back, and the flat positions of the tokens whose scores are wanted."""
+
+    token_ids_S: Tensor
+    lengths_N: Tensor
+    positions_P: Tensor
