@@ -14,8 +14,6 @@ from grpo_rl.errors import ClusterError
 
 # On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
-TOO_SMALL_S = 5.0
-"""How long a cluster that is still growing has before it is told that it is too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +33,12 @@ class Pool:
     roles share a device, and lets one process use several (tensor parallelism).
     """
 
-    def __init__(self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float) -> None:
+    def __init__(self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0) -> None:
         bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
         self.groups = [placement_group([bundle] * per_node, strategy="STRICT_PACK") for _ in range(nnodes)]
         what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
-        self._wait(timeout_s, what, lambda: _fits(nnodes, per_node, bundle))
+        self._wait(timeout_s, grow_s, what, lambda: _fits(nnodes, per_node, bundle))
         self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
 
     def slots(self, devices_per_slot: int = 1) -> list[Slot]:
@@ -57,15 +55,16 @@ class Pool:
         for group in self.groups:
             remove_placement_group(group)
 
-    def _wait(self, timeout_s: float, what: str, fits: Callable[[], bool]) -> None:
+    def _wait(self, timeout_s: float, grow_s: float, what: str, fits: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         for group in self.groups:
             # One that others use now may come free; one that is too small never does.
-            if not group.wait(min(TOO_SMALL_S, timeout_s)) and not fits():
+            if not group.wait(min(grow_s, timeout_s)) and not fits():
                 raise ClusterError(
                     f"the cluster is too small: it has {_resources(ray.cluster_resources())} on "
                     f"{sum(node['Alive'] for node in ray.nodes())} nodes, and the run needs {what}; take a larger one, or "
-                    "fewer trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes or rollout.n_gpus_per_node"
+                    "fewer trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes or rollout.n_gpus_per_node; where nodes are yet "
+                    "to join, raise ray_kwargs.ray_init.wait_for_nodes_s"
                 )
             if not group.wait(max(0.1, deadline - time.monotonic())):
                 raise ClusterError(

@@ -141,7 +141,13 @@ class Cluster:
             pool.release()
 
     def _pool(self, nnodes: int, per_node: int) -> Pool:
-        return Pool(nnodes, per_node, use_gpu=self.machine.device == "cuda", timeout_s=self.config.trainer.start_timeout_s)
+        return Pool(
+            nnodes,
+            per_node,
+            use_gpu=self.machine.device == "cuda",
+            timeout_s=self.config.trainer.start_timeout_s,
+            grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
+        )
 
 
 ENVIRONMENT = {

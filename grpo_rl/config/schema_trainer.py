@@ -94,6 +94,8 @@ class RayInitConfig:
     """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
     num_cpus: Count | None = None
     """CPUs of a local cluster; null: all."""
+    wait_for_nodes_s: Positive = 5.0
+    """How long a cluster that is too small has to grow, by nodes that join late or an autoscaler; then the run ends."""
     allow_insecure: bool = False
     """Use the cluster at `address` though it asks nobody for a token; whoever reaches its ports can run code there."""
 

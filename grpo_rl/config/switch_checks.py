@@ -170,6 +170,7 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """The same for rewards, the run and Ray."""
     trainer = config.trainer
     saves = trainer.save_freq > 0
+    has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
     return {
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
@@ -185,6 +186,7 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
         "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
+        "trainer.keep_spares": (trainer.recover != "off", "needs trainer.recover other than off: nothing is started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
@@ -192,8 +194,12 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
             config.ray_kwargs.ray_init.address is None,
             "is of a local cluster, not of ray_init.address",
         ),
+        "ray_kwargs.ray_init.wait_for_nodes_s": (
+            has_address,
+            "needs ray_kwargs.ray_init.address; a local cluster has one node",
+        ),
         "ray_kwargs.ray_init.allow_insecure": (
-            bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+            has_address,
             "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
         ),
     }
