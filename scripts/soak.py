@@ -69,7 +69,7 @@ def words(model: Path, steps: int, ranks: int) -> list[str]:
         f"trainer.save_freq={SAVE_FREQ}",
         "trainer.max_actor_ckpt_to_keep=5",
         "trainer.on_save_error=continue",
-        "trainer.heartbeat_s=2",
+        "trainer.heartbeat_s=1",
         "trainer.max_restarts=100000",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
