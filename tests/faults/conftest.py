@@ -16,14 +16,6 @@ from grpo_rl.cluster.placement import Pool
 from grpo_rl.models import builtin
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes at a time: one for whole runs, one for the workers of one Ray session."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            shares_ray = "slots" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("fault tests of workers" if shares_ray else "fault tests of runs"))
-
-
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     """Makes a training in the test's own folder: its name, its words, its faults."""

@@ -158,6 +158,8 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
     scene.arm(victim, fault)
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
+    # Whoever noticed first tells it, and may be the monitor's thread.
+    until(lambda: bool(scene.ground.lines.warnings), NOTICED_S, "the loss is told")
     assert scene.ground.lines.warnings[0][1].startswith(f"recovery: {victim.name} failed: ")
     scene.generate()
     assert scene.wait_until_all_serve() < SERVING_AGAIN_S
