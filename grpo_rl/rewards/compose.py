@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-
 # Not the whole schema, whose classes would be a third of a reward process's start.
 from grpo_rl.config.schema_reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
