@@ -70,6 +70,7 @@ def words(model: Path, steps: int, ranks: int) -> list[str]:
         "trainer.max_actor_ckpt_to_keep=5",
         "trainer.on_save_error=continue",
         "trainer.heartbeat_s=1",
+        "trainer.keep_spares=always",
         "trainer.max_restarts=100000",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
