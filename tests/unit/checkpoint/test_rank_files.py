@@ -59,6 +59,7 @@ def test_the_next_copy_goes_into_the_same_memory_and_another_size_into_new(tmp_p
     other = memory.copy("moments", {"w": part(torch.full((4,), 3.0))})["w"].tensor
     again = memory.copy("weights", {"w": part(torch.full((4,), 2.0))})["w"].tensor
     assert again.data_ptr() == first.data_ptr() and again.tolist() == [2.0] * 4 and other.tolist() == [3.0] * 4
+    assert memory.copy("moments", {}) == {}
     assert memory.copy("weights", {"w": part(torch.ones(5))})["w"].tensor.tolist() == [1.0] * 5
 
 
