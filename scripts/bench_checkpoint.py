@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--responses", type=int, default=8, help="per step: how long a step takes")
-    parser.add_argument("--length", type=int, default=4, help="steps per block")
+    parser.add_argument("--length", type=int, default=6, help="steps per block")
     parser.add_argument("--rivals", type=int, default=0)
     arguments = parser.parse_args()
     rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.rivals)]

@@ -34,6 +34,7 @@ class Share:
     rng: dict[str, Part]
 
 
+@torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
 def take(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -144,7 +145,7 @@ def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
     """Note this rank's rows of the tensor. What every rank has as a whole is rank 0's to write."""
     if not isinstance(tensor, DTensor) and rank != 0:
         return
-    rows = _local(tensor.detach())
+    rows = _local(tensor).detach()
     start = _rows(tensor)[0] if tensor.dim() else 0
     into[name] = Part(rows, start, tuple(tensor.shape))
 
