@@ -14,6 +14,9 @@ bash scripts/setup.sh "${extras[@]}" || exit 1
 # No test may reach for a hub or send statistics.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
 
+# Kept bytecode: without it every process of a test compiles the package anew, and every worker of pytest the tests.
+unset PYTHONDONTWRITEBYTECODE
+
 readonly PYTHON=.venv/bin/python
 summary=()
 exit_code=0
@@ -40,7 +43,9 @@ types() {
 
 unit() {
     # Tensors of a few numbers: a second thread only gets in the way, a second process does not.
-    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu "$@"
+    # Of pytest's plugins those that are used: the others come with packages, and pytest rewrites all of a plugin's package.
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu \
+        --disable-plugin-autoload -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin "$@"
 }
 
 integration() {

@@ -71,6 +71,11 @@ def tree(file: str) -> ast.Module:
 
 
 @cache
+def nodes(file: str) -> list[ast.AST]:
+    return list(ast.walk(tree(file)))
+
+
+@cache
 def imports(file: str) -> list[tuple[str, int, bool]]:
     """Modules that `file` imports: dotted name, line, and whether only for the type checker."""
     return list(found_imports(file))
@@ -79,11 +84,11 @@ def imports(file: str) -> list[tuple[str, int, bool]]:
 def found_imports(file: str) -> Iterator[tuple[str, int, bool]]:
     only_types = {
         id(inner)
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno, id(node) in only_types
@@ -92,9 +97,14 @@ def found_imports(file: str) -> Iterator[tuple[str, int, bool]]:
             assert node.module is not None
             for alias in node.names:
                 # `from grpo_rl import plan` imports a module, `from grpo_rl.plan import Plan` a name of one.
-                submodule = PACKAGE.parent / f"{node.module}.{alias.name}".replace(".", "/")
-                is_module = submodule.with_suffix(".py").is_file() or submodule.is_dir()
-                yield f"{node.module}.{alias.name}" if is_module else node.module, node.lineno, id(node) in only_types
+                dotted = f"{node.module}.{alias.name}"
+                yield dotted if is_module(dotted) else node.module, node.lineno, id(node) in only_types
+
+
+@cache
+def is_module(dotted: str) -> bool:
+    path = PACKAGE.parent / dotted.replace(".", "/")
+    return dotted.startswith("grpo_rl.") and (path.with_suffix(".py").is_file() or path.is_dir())
 
 
 def room(dotted: str) -> str:
@@ -157,7 +167,7 @@ def top_level_imports(file: str) -> Iterator[tuple[str, int, bool]]:
     """Imports that run when the module is imported; those inside functions run later."""
     inside = {
         node.lineno
-        for function in ast.walk(tree(file))
+        for function in nodes(file)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -216,7 +226,7 @@ def test_nothing_runs_what_it_reads() -> None:
 
 
 def calls(file: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(file)) if isinstance(node, ast.Call))
+    return (node for node in nodes(file) if isinstance(node, ast.Call))
 
 
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
@@ -229,6 +239,11 @@ ENDLESS_WAITS = {
     ("telemetry/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
+
+
+@cache
+def endless_waits_of(file: str) -> list[tuple[str, int, str]]:
+    return list(endless_waits(tree(file)))
 
 
 def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
@@ -270,7 +285,7 @@ def test_a_wait_without_a_deadline_is_found() -> None:
 
 def test_every_wait_has_a_deadline() -> None:
     def broken(file: str) -> Iterator[str]:
-        for function, line, called in endless_waits(tree(file)):
+        for function, line, called in endless_waits_of(file):
             if (file, function) not in ENDLESS_WAITS:
                 yield f"{line}: {called} waits for ever"
 
@@ -278,7 +293,7 @@ def test_every_wait_has_a_deadline() -> None:
 
 
 def test_what_may_wait_for_ever_still_does() -> None:
-    found = {(file, function) for file in names() for function, _, _ in endless_waits(tree(file))}
+    found = {(file, function) for file in names() for function, _, _ in endless_waits_of(file)}
     assert set(ENDLESS_WAITS) <= found
 
 
@@ -291,7 +306,7 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
 
 def test_no_except_is_bare() -> None:
     def broken(file: str) -> Iterator[str]:
-        handlers = (node for node in ast.walk(tree(file)) if isinstance(node, ast.ExceptHandler))
+        handlers = (node for node in nodes(file) if isinstance(node, ast.ExceptHandler))
         return (f"{handler.lineno}: except without a type" for handler in handlers if handler.type is None)
 
     every_file(broken)
@@ -300,13 +315,13 @@ def test_no_except_is_bare() -> None:
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
     talk = ("config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
     readers = [file for file in names() if file not in talk and not file.endswith("_checks.py") and "config/schema" not in file]
-    read = {node.attr for file in readers for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+    read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
     # Options of registered functions are handed over by name: the keywords of these functions read them.
     read |= {
         keyword.arg
         for file in names()
         if file.startswith("algos/policy_losses_")
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef)
         for keyword in node.args.kwonlyargs
     }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_rl.rewards.failures import ERROR, INVALID, RewardFailure
 from grpo_rl.rewards.results import Result, read_result
+
+if TYPE_CHECKING:
+    import asyncio
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -74,6 +76,8 @@ def _returned(component: Component, arguments: dict[str, Any]) -> Any:
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls, so that a function may keep its connections."""
+    import asyncio  # a sixth of a reward process's start, for functions that are async
+
     return asyncio.new_event_loop()
 
 

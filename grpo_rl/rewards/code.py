@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.rewards.code_cases import Test, read_tests
 from grpo_rl.rewards.sandbox import START_S, Limits, Outcome, Sandbox, check_available
-from grpo_rl.rewards.sandbox_remote import RemoteSandbox
+
+if TYPE_CHECKING:
+    from grpo_rl.rewards.sandbox_remote import RemoteSandbox
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
@@ -63,6 +65,9 @@ def code(
     if sandbox_url is None:
         outcomes = _here(source, tests, limits, deadline)
     else:
+        # Only here, for what it takes to load: every reward process knows this function, few ask a service.
+        from grpo_rl.rewards.sandbox_remote import RemoteSandbox
+
         outcomes = _elsewhere(RemoteSandbox(sandbox_url, source, limits, retry_s), tests, deadline, max_concurrent)
     for test in tests:
         if result["num_failed"] and not continuous:

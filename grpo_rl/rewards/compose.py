@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+# Not the whole schema, whose classes would be a third of a reward process's start.
+from grpo_rl.config.schema_reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.auto import auto, check_data_sources
 from grpo_rl.rewards.calls import ARGUMENTS, BATCH_ARGUMENTS, Component, Sample, call

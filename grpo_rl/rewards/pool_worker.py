@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.config.schema_reward import CustomRewardConfig, RewardConfig
 from grpo_rl.config.secrets import remember_environment
 from grpo_rl.rewards.calls import Component, Sample, call, call_batch
 from grpo_rl.rewards.compose import RewardFunction

@@ -7,8 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from grpo_rl.rollout.engine import EngineSpec
+if TYPE_CHECKING:
+    # With it comes torch, which a process that only needs the name of a variable should not load.
+    from grpo_rl.rollout.engine import EngineSpec
 
 SESSION_FOLDER = "GRPO_SESSION_FOLDER"
 """The variable that tells a run's processes its temporary folder."""
