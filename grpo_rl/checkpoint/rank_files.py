@@ -21,8 +21,8 @@ from grpo_rl.models.forward import PackedModel
 
 GIVEN_UP_S = 60.0
 """How long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
-NICENESS = 10
-"""Of a thread that writes: what trains goes first. Not 19: with that, whoever waits for the interpreter's lock, which the
+NICER = 4
+"""How much nicer a thread that writes is than one that trains. Not more: whoever waits for the interpreter's lock, which the
 thread holds for moments, could wait for long where every core is busy."""
 
 
@@ -161,4 +161,4 @@ def _step_back() -> None:
     """Less right to the processor for this thread: on Linux each has a niceness of its own, elsewhere it keeps what it has."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.nice(NICER)
