@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import oracles
@@ -65,9 +66,27 @@ def process_of(training: Training, name: str) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("victim", "phase"), [("gcs_server", "start"), ("raylet", "gen")])
-def test_a_run_whose_cluster_is_killed_says_so_and_ends(training, run_words, victim, phase):
-    run = training("run", two_workers(run_words), f"driver.phase:delay=60@step=1,phase={phase}").start()
+LOST_IN = {"gcs_server": "start", "raylet": "gen"}
+"""Which process of the cluster is killed, and in which phase of the run."""
+
+
+@pytest.fixture(scope="module")
+def runs(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
+    """A run for each, side by side: most of a start keeps one processor busy."""
+    folder, made = tmp_path_factory.mktemp("lost"), {}
+    try:
+        for victim, phase in LOST_IN.items():
+            fault = f"driver.phase:delay=200@step=1,phase={phase}"
+            made[victim] = Training(folder, victim, two_workers(run_words), fault).start()
+        yield made
+    finally:
+        for run in made.values():
+            run.end()
+
+
+@pytest.mark.parametrize("victim", LOST_IN)
+def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
+    run, phase = runs[victim], LOST_IN[victim]
     # Ray is connected when the first worker has a log.
     run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
     os.kill(process_of(run, victim), signal.SIGKILL)
