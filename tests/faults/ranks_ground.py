@@ -129,7 +129,7 @@ def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]
     objective = Objective.from_config(config)
     spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
     # Lost one straight after the other they would leave spares no time to import, and these cost as much as the ranks.
-    with _group(slots, folders, "actor", armed_ranks.make_actor, spec, keep_spares=False) as (ground, group):
+    with _group(slots, folders, "actor", armed_ranks.make_actor, spec, keep_spares="never") as (ground, group):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
         actor = ActorGroup(group, config, **rules, always_old=True, objective=objective, splits=True)
         yield Scene(ground, actor, actor.train_cut, _saved(actor, folders))
@@ -150,7 +150,12 @@ def _policy(folders: pytest.TempPathFactory) -> PolicySpec:
 
 @contextmanager
 def _group(
-    slots: Pool, folders: pytest.TempPathFactory, role: str, factory: Callable[..., Any], spec: Any, keep_spares: bool = True
+    slots: Pool,
+    folders: pytest.TempPathFactory,
+    role: str,
+    factory: Callable[..., Any],
+    spec: Any,
+    keep_spares: str = "after_failure",
 ) -> Iterator[tuple[Ground, SupervisedGroup]]:
     ground = Ground(slots, folders.mktemp("logs"))
     try:

@@ -39,12 +39,23 @@ print(json.dumps([text, time.monotonic() - began]))
 """
 
 
-def connect(address: str, version: str) -> tuple[str, float]:
-    """What a process of this version of Ray is told when it connects, and after how many seconds."""
-    command = [sys.executable, "-c", CONNECTS, address, version]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    return tuple(json.loads(found.stdout.splitlines()[-1]))
+def connect(address: str, version: str) -> subprocess.Popen[str]:
+    """A process of this version of Ray that connects."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CONNECTS, address, version], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def told(process: subprocess.Popen[str]) -> tuple[str, float]:
+    """What it is told, and after how many seconds."""
+    with process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    text, seconds = json.loads(out.splitlines()[-1])
+    return text, seconds
 
 
 def two_workers(words: list[str]) -> list[str]:
@@ -106,10 +117,11 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
 
 
 def test_another_version_of_ray_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
-    ours = ray.get_runtime_context().gcs_address
-    assert connect(ours, ray.__version__)[0] == "connected"
-    text, seconds = connect(ours, "2.0.0")
+    ours, nobody = ray.get_runtime_context().gcs_address, "127.0.0.1:1"
+    same, other, lost = [connect(*words) for words in ((ours, ray.__version__), (ours, "2.0.0"), (nobody, ray.__version__))]
+    assert told(same)[0] == "connected"
+    text, seconds = told(other)
     assert text.startswith(f"the cluster at {ours} runs Ray {ray.__version__} on Python 3.")
     assert ", this process Ray 2.0.0 on Python 3." in text and seconds < NAMED_S
-    text, seconds = connect("127.0.0.1:1", ray.__version__)
-    assert text.startswith("no Ray cluster at 127.0.0.1:1: Connection refused; ") and seconds < NAMED_S
+    text, seconds = told(lost)
+    assert text.startswith(f"no Ray cluster at {nobody}: Connection refused; ") and seconds < NAMED_S
