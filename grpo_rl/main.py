@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     What each code says is in `errors.EXIT_CODES`. A failure is told on stderr: its cause in one line, then the logs.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
+    gc.disable()
     try:
         return _answer(words) if _is_question(words) else _run(words)
     except (GrpoRlError, Preempted) as error:
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
         print(f"  the traceback is in {_traceback_file(error)}", file=sys.stderr)
         return exit_code_of(error)
+    finally:
+        gc.enable()
 
 
 def _is_question(words: list[str]) -> bool:

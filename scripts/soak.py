@@ -70,6 +70,7 @@ def words(model: Path, steps: int, ranks: int) -> list[str]:
         "trainer.max_actor_ckpt_to_keep=5",
         "trainer.on_save_error=continue",
         "trainer.heartbeat_s=1",
+        "trainer.keep_spares=always",
         "trainer.max_restarts=100000",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
@@ -268,6 +269,7 @@ def report(soak: Soak, undisturbed: Training, undisturbed_s: float) -> bool:
         ("final hash", f"{hashes[0][:16]}, undisturbed {hashes[1][:16]}", hashes[0] == hashes[1]),
         ("metrics.jsonl", "equal" if same_metrics else "DIFFERENT", same_metrics),
         ("effective time", f"{effective:.0%} (bar {EFFECTIVE_BAR:.0%})", effective >= EFFECTIVE_BAR),
+        ("the same steps undisturbed", f"{effective_s(undisturbed.path) / soak.wall_s:.0%} of the wall clock", None),
         ("load of the machine", f"{statistics.mean(soak.loads):.1f} on {os.cpu_count()} cores", None),
     ]
     print()

@@ -333,7 +333,7 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    controller = "import grpo_rl.cluster.launch"
+    controller = "import grpo_rl.cluster.launch, grpo_rl.cluster.training"
     # The last three take seconds, and only workers need them.
     heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]

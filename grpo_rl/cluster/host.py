@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import socket
@@ -53,6 +54,8 @@ class Host:
 
     def __init__(self, name: str, log_file: str | None, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
         os.environ.update(environment)
+        # Imports make a million objects that stay, and a collection looks at all of them again and again.
+        gc.disable()
         remember_environment()
         remember(secret)
         self._worker: Any = None
@@ -113,7 +116,10 @@ class Host:
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Make the worker."""
-        self._worker = _guard(factory, args, kwargs)
+        try:
+            self._worker = _guard(factory, args, kwargs)
+        finally:
+            gc.enable()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""

@@ -1,4 +1,4 @@
-"""What a run reads before any process starts: tokenizer, data, rewards."""
+"""What a run reads before any worker starts: tokenizer, data, rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All the wiring: from a checked configuration to worker groups, a trainer, and the report at the end."""
+"""A run from its folder to its report: what earlier ones left, how it ends, and Ray beside the training's own start."""
 
 from __future__ import annotations
 
@@ -9,42 +9,29 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
-from grpo_rl.cluster import warm_start
-from grpo_rl.cluster.inputs import read_inputs
-from grpo_rl.cluster.session import clean_earlier, ray_session
-from grpo_rl.cluster.start import Cluster, start_roles
+from grpo_rl.cluster.session import clean_earlier, connecting
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.hiding import scrub
 from grpo_rl.config.schema import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
-from grpo_rl.models import builtin
 from grpo_rl.plan import Plan
 from grpo_rl.telemetry.console import Console
-from grpo_rl.telemetry.plots import plot_curves
 from grpo_rl.telemetry.report import final_report
-from grpo_rl.telemetry.reward_plots import plot_rewards
-from grpo_rl.telemetry.rollouts import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
-from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
 
 
 def run(composed: Composed, plan: Plan) -> int:
     """Train as the plan says; 0 when the last step is done.
 
     Raises this package's errors for whatever a user can mend, with step and phase. Data, rewards and the model's
-    settings are read before any process starts.
+    settings are read while Ray starts, before there is any worker.
     """
     config = composed.config
-    # Model and tokenizer files are small beside what follows; the screen has bars of its own.
-    disable_progress_bar()
     started = time.perf_counter()
     console = Console()
     with ExitStack() as stack:
@@ -64,7 +51,13 @@ def run(composed: Composed, plan: Plan) -> int:
         if left:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
         with reported(config, run_dir, stack) as (status, stop):
-            _train(composed, plan, run_dir, console, checkpoint, stack, status, stop)
+            lost = ends_the_run(status, run_dir)
+            session = connecting(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, lost, console.warn)
+            connected = stack.enter_context(session)
+            # Ray takes seconds to start, in processes of its own, and so do these imports.
+            from grpo_rl.cluster.training import train
+
+            train(composed, plan, run_dir, console, checkpoint, stack, status, stop, connected)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 
@@ -91,57 +84,6 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
         status.end(error)
         raise
     status.end()
-
-
-def _train(
-    composed: Composed,
-    plan: Plan,
-    run_dir: RunDir,
-    console: Console,
-    checkpoint: Checkpoint | None,
-    stack: ExitStack,
-    status: Status,
-    stop: Stop,
-) -> None:
-    config = composed.config
-    inputs = read_inputs(config, run_dir, console, stack)
-
-    with console.progress("starting Ray"):
-        lost = ends_the_run(status, run_dir)
-        session = ray_session(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, lost, console.warn)
-        stack.enter_context(session)
-    stop.listen()  # Ray has taken SIGTERM for itself
-    folder = inputs.model_folder
-    if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
-        name = config.actor_rollout_ref.model.path
-        folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
-    cluster = Cluster(config, plan.machine, folder, run_dir.logs, console, status.count_restart)
-    stack.callback(cluster.shutdown)
-    actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
-    status.update(workers=cluster.pids())
-    rewarder = inputs.models.beside(inputs.rules, scorers)
-    stack.callback(rewarder.close)
-    sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
-    stack.callback(sinks.close)
-
-    trainer = SyncTrainer(
-        config,
-        Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
-        inputs.train_data,
-        inputs.val_data,
-        Output(run_dir, console, sinks, RolloutLog(run_dir), status, stop),
-        total_steps=inputs.total_steps,
-    )
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    trainer.fit()
-    if config.trainer.export_at_end and not config.trainer.val_only:
-        with console.progress("exporting the policy"):
-            actor.export(run_dir.model)
-    if trainer.step > 0:
-        with console.progress("drawing the curves"):
-            plot_curves(run_dir)
-            plot_rewards(run_dir)
 
 
 def ends_the_run(status: Status, run_dir: RunDir) -> Callable[[str], None]:

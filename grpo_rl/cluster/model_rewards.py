@@ -1,4 +1,4 @@
-"""The models of a run's reward: read before any process starts, at work beside the rules afterwards."""
+"""The models of a run's reward: read before any worker starts, at work beside the rules afterwards."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,14 @@ from typing import Any
 
 from grpo_rl.cluster import auth, presence, watch
 from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.environment import SESSION_FOLDER
 
 # Weights travel through shared memory two buckets at a time; batches are small beside them.
 OBJECT_STORE_BYTES = 2 * 2**30
 WATCH_S = 15.0
+START_S = 120.0
+LOOK_S = 60.0
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_FOLDER = 36
 
@@ -36,44 +40,107 @@ def ray_session(
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[None]:
-    """Connect to Ray, and leave it again. Raises ClusterError when that does not work.
+    """`connecting`, and connected from the first line on."""
+    with connecting(config, num_cpus, record, on_lost, warn) as connected:
+        connected()
+        yield
 
-    A local Ray has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
-    more than seconds, however this process ends. `record`, a file, says what belongs to the session while it lasts.
-    `on_lost` is called by another thread, with the cause, when the cluster has gone.
+
+@contextmanager
+def connecting(
+    config: RayInitConfig,
+    num_cpus: int,
+    record: Path | None = None,
+    on_lost: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Iterator[Callable[[], None]]:
+    """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
+
+    What it hands out waits until that is done, and raises ClusterError when it does not work. A local Ray has no
+    dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
+    however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
+    another thread, with the cause, when the cluster has gone.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "ignore_reinit_error": False}
-    address = config.address or os.environ.get("RAY_ADDRESS")
     with watched(record) as folder:
-        import ray
+        connection = _Connection(config, num_cpus, folder, on_lost, warn)
+        connection.start()
+        try:
+            yield connection.wait
+        finally:
+            connection.close()
 
-        if address:
-            presence.refuse_unreachable(address)
-            options["address"] = address
+
+class _Connection(threading.Thread):
+    """Starts or finds Ray: seconds in which this process mostly waits for others."""
+
+    def __init__(
+        self,
+        config: RayInitConfig,
+        num_cpus: int,
+        folder: Path,
+        on_lost: Callable[[str], None] | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="connecting to Ray", daemon=True)
+        self._config = config
+        self._address = config.address or os.environ.get("RAY_ADDRESS")
+        self._options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "ignore_reinit_error": False}
+        if self._address:
+            self._options["address"] = self._address
         else:
-            options |= {
+            self._options |= {
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(folder),
             }
+        self._on_lost, self._warn = on_lost, warn
+        self._watch: presence.ClusterWatch | None = None
+        self._error: BaseException | None = None
+        self._connected, self._closed = threading.Event(), threading.Event()
+
+    def run(self) -> None:
         try:
-            ray.init(**options)
-        except Exception as error:
-            raise presence.why_not_connected(address, error) from error
-        watch = None
-        try:
-            # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
-            auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=config.allow_insecure)
-            if on_lost is not None:
-                watch = _watch(on_lost, warn, is_local=not address)
-            yield
+            self._connect()
+        except BaseException as error:  # raised again by who waits
+            self._error = error
         finally:
-            if watch is not None:
-                watch.close()
-            ray.shutdown()
+            self._connected.set()
+        # The kernel ends a local Ray's processes with the thread that started them.
+        while not self._closed.wait(LOOK_S):
+            pass
+
+    def wait(self) -> None:
+        """Until Ray is there. Raises ClusterError when it does not come."""
+        if not self._connected.wait(START_S):
+            raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Leave Ray, whatever came of it."""
+        is_known = self._connected.wait(START_S)
+        if self._watch is not None:
+            self._watch.close()
+        if is_known and "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+        self._closed.set()
+
+    def _connect(self) -> None:
+        import ray
+
+        if self._address:
+            presence.refuse_unreachable(self._address)
+        try:
+            ray.init(**self._options)
+        except Exception as error:
+            raise presence.why_not_connected(self._address, error) from error
+        # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
+        auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
+        if self._on_lost is not None:
+            self._watch = _watch(self._on_lost, self._warn, is_local=not self._address)
 
 
 def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> presence.ClusterWatch:

@@ -1,8 +1,8 @@
 """Processes that wait to take a lost one's place, with everything imported that a worker there needs.
 
 Of the seconds until a new worker works, most go into starting Python and importing torch, transformers or vLLM. A spare
-has done that before it is needed. There is none until a worker has failed for the first time: a run in which nothing
-fails pays nothing.
+has done that before it is needed. Unless they are always wanted, there is none until a worker has failed for the first
+time: a run in which nothing fails pays nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -57,7 +57,7 @@ class Place:
 class Spares:
     """The spares of a run, by place. `take` and `prepare` may be called from any thread."""
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(self, wanted: Literal["after_failure", "always", "never"]) -> None:
         self.wanted = wanted
         self._waiting: dict[Hashable, list[Any]] = {}
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Spares:
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         """See to it that each of these, all at work, could be replaced by a spare."""
-        if not self.wanted:
+        if self.wanted == "never":
             return
         needed: dict[Hashable, int] = {}
         for worker in workers:
@@ -97,6 +97,6 @@ class Spares:
         """End them all."""
         with self._lock:
             spares = [spare for waiting in self._waiting.values() for spare in waiting]
-            self._waiting, self.wanted = {}, False
+            self._waiting, self.wanted = {}, "never"
         for spare in spares:
             ray.kill(spare)

@@ -132,6 +132,13 @@ class Cluster:
             for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
         }
 
+    def prepare_spares(self) -> None:
+        """Spares for all groups, where they are wanted before anything has failed."""
+        if self.supervisor.spares.wanted == "always":
+            for group in self.groups:
+                # The ranks of a group are lost together, engines one by one.
+                self.supervisor.spares.prepare(group.workers[:1] if group.role == "rollout" else group.workers)
+
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
@@ -170,27 +177,28 @@ def start_roles(
     engine_slots = cluster.rollout_slots()
     cores = cluster.cores_for(len(engine_slots))
     engine_spec = EngineSpec.from_config(config, cluster.machine.device, model_path=cluster.model_path, cores=cores)
-    # Three calls at once: a long poll, a submission beside it, and a control call.
+    # All processes first: they start beside each other. Three calls at once: a long poll, a submission, a control call.
     engines = cluster.group("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
-    engines.where(config.trainer.start_timeout_s)
-    starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
-
     actors = cluster.group("actor", slots, threads, stateful=True)
-    spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
-    ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
-    ranked = [(actors, actor_factory, (spec,), ())]
-    references = critics = scorers = None
-    if derived.needs_reference(config):
-        references = cluster.group("reference", slots, threads)
-        fsdp = config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
-        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
-    if needs_critic(config):
-        critics = cluster.group("critic", slots, threads, stateful=True)
-        ranked.append((critics, critic_factory, (critic_spec(config, spec.policy, total_steps),), ()))
+    references = cluster.group("reference", slots, threads) if derived.needs_reference(config) else None
+    critics = cluster.group("critic", slots, threads, stateful=True) if needs_critic(config) else None
+    scorers = None
     if derived.has_reward_model(config):
         places = cluster.reward_model_slots()
         scorers = cluster.group("reward_model", places, cluster.cores_for(len(places)))
+
+    engines.where(config.trainer.start_timeout_s)
+    starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
+    spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
+    ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
+    ranked = [(actors, actor_factory, (spec,), ())]
+    if references is not None:
+        fsdp = config.actor_rollout_ref.ref.fsdp_config
+        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
+    if critics is not None:
+        ranked.append((critics, critic_factory, (critic_spec(config, spec.policy, total_steps),), ()))
+    if scorers is not None:
         ranked.append((scorers, reward_model_factory, (reward_model_spec(config.reward.reward_model),), ()))
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts)
