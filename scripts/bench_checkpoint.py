@@ -1,8 +1,15 @@
-"""What a checkpoint costs a training step: `python scripts/bench_checkpoint.py` (11.8 M parameters, one rank, CPU).
+"""What checkpoints cost training: `python scripts/bench_checkpoint.py` (11.8 M parameters, one rank, CPU).
 
-The stall is the time for which training waits: with async_save the copy of weights and optimizer into host memory,
-without it the whole save. The step is the actor's update alone, on 4 prompts x 8 responses x 64 tokens: a whole step
-has sampling too and is longer, so the share that is printed is an upper bound. The bar: <= 5 %.
+Blocks of steps with a save begun after the first of them, and blocks without, take turns; a block is long enough for the
+save to end in it. The stall is the time for which training waits because of a save: the controller in `begin` and in
+its looks, and the optimizer step for the copy of the state. The bar: <= 5 % of one step. What a save costs all told is
+how much longer its block takes: the stall, and what the threads that copy and write take away from the training beside
+them, which is nothing where a core is idle; on a machine that others use too, it is mostly noise.
+
+A step is the actor's update alone, as a run's controller makes it, with one look at the save per phase of a step.
+There is no Ray and no engine: a whole step has sampling too and is longer, so the share is an upper bound.
+With `--rivals N` as many processes that compute without pause run beside it, one per core for a machine without an
+idle one.
 """
 
 from __future__ import annotations
@@ -11,21 +18,42 @@ import argparse
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-PROMPTS, RESPONSES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 8, 8, 64
+PROMPT_TOKENS, RESPONSE_TOKENS = 8, 64
+LOOKS = 6
+"""Phases of a step: generation, reward, log-probs, reference, update, save."""
 
 
-def make_actor(model: Path) -> Any:
-    """One rank, with an optimizer that has moments after its first step."""
+class InProcess:
+    """A worker group of one rank, in this process."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What the one rank answers."""
+        return [getattr(self.worker, method)(*arguments)]
+
+    def committed(self, folder: Path) -> None:
+        """There is no recovery."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def make_worker(model: Path) -> Any:
+    """One rank."""
     from grpo_rl.algos.objective import Objective
     from grpo_rl.config.schema import ModelConfig, OptimConfig
     from grpo_rl.workers.actor import ActorWorker
@@ -35,21 +63,45 @@ def make_actor(model: Path) -> Any:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     policy = PolicySpec(ModelConfig(path=str(model)), temperature=1.0, dtype="float32", train=True)
-    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-6), total_optimizer_steps=100, seed=1)
+    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-6), total_optimizer_steps=10_000, seed=1)
     return ActorWorker(spec, Rank(0, 1, "127.0.0.1", port, "cpu", 60.0))
 
 
-def make_step() -> Any:
-    """The work of one optimizer step."""
+def make_saving(worker: Any, run_dir: Path) -> Any:
+    """The saves of a run with this one rank, which keeps two checkpoints."""
+    from grpo_rl.algos.objective import Objective
+    from grpo_rl.cluster.roles import ActorGroup
+    from grpo_rl.config.derived import MicroBatchRule
+    from grpo_rl.config.schema import ActorConfig, Config, TrainerConfig
+    from grpo_rl.telemetry.durable import DurableMetrics
+    from grpo_rl.trainer.saving import Saving
+
+    group: Any = InProcess(worker)
+    group.is_restarted = False
+    rule = MicroBatchRule(None, 8)
+    actor = ActorGroup(group, ActorConfig(), train_rule=rule, forward_rule=rule, always_old=False, objective=Objective())
+    metrics = DurableMetrics(run_dir / "metrics.jsonl", print)
+    output: Any = SimpleNamespace(
+        run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),
+        console=SimpleNamespace(warn=print),
+        sinks=metrics,
+        status=SimpleNamespace(update=lambda **_: None),
+        stop=SimpleNamespace(finishing=lambda: None),
+    )
+    roles: Any = SimpleNamespace(actor=actor, critic=None, committed=actor.committed)
+    return Saving(Config(trainer=TrainerConfig(max_actor_ckpt_to_keep=2)), roles, output)
+
+
+def make_step(num: int) -> Any:
+    """The work of one optimizer step on `num` responses, four of each prompt."""
     import torch
 
     from grpo_rl.algos.aggregate import count
     from grpo_rl.types import Batch
     from grpo_rl.workers.specs import OptimizerStep
 
-    num = PROMPTS * RESPONSES
     lengths_N = torch.full((num,), RESPONSE_TOKENS)
-    group_N = torch.arange(PROMPTS).repeat_interleave(RESPONSES)
+    group_N = torch.arange(num) // 4
     batch = Batch(
         prompt_lengths_N=torch.full((num,), PROMPT_TOKENS),
         response_lengths_N=lengths_N,
@@ -57,7 +109,7 @@ def make_step() -> Any:
         token_ids_S=torch.randint(64, 2048, (num * (PROMPT_TOKENS + RESPONSE_TOKENS),)),
         rewards_N=torch.rand(num),
         rollout_logprobs_T=torch.full((num * RESPONSE_TOKENS,), -7.6),
-        advantages_T=torch.randn(num).repeat_interleave(RESPONSE_TOKENS),
+        advantages_T=torch.randn(num * RESPONSE_TOKENS),
     )
     return OptimizerStep(count(lengths_N, group_N), (batch,))
 
@@ -69,48 +121,100 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def bench(folder: Path, repeats: int) -> None:
+class Blocks:
+    """Blocks of steps, with a save and without."""
+
+    def __init__(self, worker: Any, saving: Any, step: Any, length: int) -> None:
+        self.worker, self.saving, self.step, self.length = worker, saving, step, length
+        self.number = 0
+        self.steps: list[float] = []
+        """Of blocks without a save."""
+        self.costs: list[float] = []
+        """How much longer a block with a save took than the one before it."""
+        self.waits: list[float] = []
+        """What of that the controller waited."""
+        self.gates: list[float] = []
+        """What of that optimizer steps waited."""
+        self._gate_s = 0.0
+        before = list(worker.optimizer._optimizer_step_pre_hooks.values())
+        worker.optimizer._optimizer_step_pre_hooks.clear()
+        worker.optimizer.register_step_pre_hook(lambda *told: self._pass_gate(before, told))
+        self.ended_after: list[int] = []
+        """Steps after which the save was over."""
+
+    def pair(self) -> None:
+        """One block of each kind."""
+        without = [self._one_step() for _ in range(self.length)]
+        self.number += 1
+        gate_s = self._gate_s
+        wait = timed(lambda: self.saving.begin(self.number, {"step": self.number}))
+        began, looks, ended = time.perf_counter(), 0.0, self.length + 1
+        for number in range(1, self.length + 1):
+            self.worker.update([self.step])
+            looks += sum(timed(self.saving.poll) for _ in range(LOOKS))
+            if number < ended and not self.saving.goes_on:
+                ended = number
+        self.costs.append(wait + time.perf_counter() - began - sum(without))
+        self.saving.finish()
+        self.steps += without
+        self.waits.append(wait + looks)
+        self.gates.append(self._gate_s - gate_s)
+        self.ended_after.append(ended)
+
+    def _pass_gate(self, hooks: list[Any], told: tuple[Any, ...]) -> None:
+        self._gate_s += timed(lambda: [hook(*told) for hook in hooks])
+
+    def _one_step(self) -> float:
+        def whole() -> None:
+            self.worker.update([self.step])
+            for _ in range(LOOKS):
+                self.saving.poll()
+
+        return timed(whole)
+
+
+def bench(folder: Path, repeats: int, responses: int, length: int) -> None:
     """Print medians."""
     from bench_step import make_model
 
     from grpo_rl.checkpoint.files import show_bytes
-    from grpo_rl.checkpoint.store import CheckpointStore
 
-    actor, step = make_actor(make_model(folder / "model", "10m")), make_step()
-    actor.update([step])
-    store = CheckpointStore(folder / "checkpoints", keep=2)
-    steps, stalls, busy_steps, background, whole, commits, verified = ([] for _ in range(7))
-    for number in range(repeats):
-        steps.append(timed(lambda: actor.update([step])))
-        began = time.perf_counter()
-        draft = store.begin(2 * number, {}, actor.save_bytes())
-        actor.begin_save(str(draft.folder), True)
-        stalls.append(time.perf_counter() - began)
-        busy_steps.append(timed(lambda: actor.update([step])))
-        while (written := actor.saved(0.01)) is None:
-            pass
-        background.append(time.perf_counter() - began)
-        commits.append(timed(lambda draft=draft, written=written: store.commit(draft, written)))
-        write = lambda path: actor.save(str(path))  # noqa: E731
-        whole.append(timed(lambda number=number, write=write: store.save(2 * number + 1, write, {})))
-        verified.append(timed(lambda: store.latest(print)))
-    size = sum(path.stat().st_size for path in (store.folder / f"step_{2 * repeats - 1}").rglob("*"))
+    worker, step = make_worker(make_model(folder / "model", "10m")), make_step(responses)
+    saving = make_saving(worker, folder)
+    blocks = Blocks(worker, saving, step, length)
+    blocks.pair()  # a first optimizer step makes the moments, a first save the memory it copies into
+    for results in (blocks.steps, blocks.costs, blocks.waits, blocks.gates, blocks.ended_after):
+        results.clear()
+    for _ in range(repeats):
+        blocks.pair()
     median = statistics.median
-    stall = median(stalls) + median(commits)
-    print(f"checkpoint: {show_bytes(size)}, medians of {repeats}")
-    print(f"update: {median(steps):.2f} s; while a checkpoint is written: {median(busy_steps):.2f} s")
-    print(f"stall, in the background: copy {median(stalls) * 1e3:.0f} ms + commit {median(commits) * 1e3:.0f} ms")
-    print(f"  = {100 * stall / median(steps):.1f} % of the update; written after at most {median(background):.2f} s")
-    print(f"stall, async_save=false: {median(whole) * 1e3:.0f} ms = {100 * median(whole) / median(steps):.1f} % of the update")
-    print(f"verified on resume: {median(verified) * 1e3:.0f} ms = {size / median(verified) / 1e6:.0f} MB/s")
+    one, cost, wait, gate = (median(of) for of in (blocks.steps, blocks.costs, blocks.waits, blocks.gates))
+    stall = median(sum(both) for both in zip(blocks.waits, blocks.gates, strict=True))
+    size = sum(path.stat().st_size for path in (saving.store.folder / f"step_{blocks.number}").rglob("*"))
+    verified = timed(lambda: saving.store.latest(print))
+    print(f"checkpoint: {show_bytes(size)}; medians of {repeats} pairs of blocks of {length} steps")
+    print(f"step without a save: {one:.3f} s; a save was over after {median(blocks.ended_after):g} steps")
+    print(f"stall: {stall * 1e3:.1f} ms = {100 * stall / one:.1f} % of a step: ", end="")
+    print(f"controller {wait * 1e3:.1f} ms, optimizer step {gate * 1e3:.1f} ms")
+    print(f"cost all told: {cost * 1e3:.0f} ms = {100 * cost / one:.1f} % of a step")
+    print(f"verified on resume: {verified * 1e3:.0f} ms = {size / verified / 1e6:.0f} MB/s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--responses", type=int, default=8, help="per step: how long a step takes")
+    parser.add_argument("--length", type=int, default=6, help="steps per block")
+    parser.add_argument("--rivals", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench(Path(folder), arguments.repeats)
+    rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.rivals)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            bench(Path(folder), arguments.repeats, arguments.responses, arguments.length)
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.wait(10)
 
 
 if __name__ == "__main__":

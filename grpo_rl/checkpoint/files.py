@@ -18,6 +18,7 @@ Files = dict[str, Entry]
 """Files of a folder by their names relative to it."""
 
 _PIECE_BYTES = 16 << 20
+_READ_BYTES = 4 << 20
 
 
 def make_folder(path: Path) -> None:
@@ -77,8 +78,12 @@ def entry_of(path: Path) -> Entry:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path.name} is not a regular file")
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(min(found.st_size + 1, _READ_BYTES)))
     with path.open("rb", buffering=0) as file:
-        return found.st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        while length := file.readinto(piece):
+            digest.update(piece[:length])
+    return found.st_size, digest.hexdigest()
 
 
 def walk(folder: Path) -> Iterator[tuple[str, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.checkpoint.files import Files, flush, write_file
+from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
 
@@ -33,27 +34,31 @@ class Share:
     rng: dict[str, Part]
 
 
+@torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
 def take(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     rank: int,
-    *,
-    copy: bool,
 ) -> Share:
     """This rank's rows of everything that decides the policy's future; not a collective.
 
-    With `copy` they are in host memory and stay what they are while training goes on. The parameters must be sharded
-    (see `fsdp.reshard`).
+    Weights and moments are the ones in use, until the next optimizer step: see `copied`. The parameters must be
+    sharded (see `fsdp.reshard`).
     """
     weights: dict[str, Part] = {}
     moments: dict[str, Part] = {}
     for name, parameter in policy.named_parameters():
-        _keep(weights, name, parameter, rank, copy)
+        _keep(weights, name, parameter, rank)
         for key, value in optimizer.state.get(parameter, {}).items():
-            _keep(moments, f"{key}:{name}", value, rank, copy)
+            _keep(moments, f"{key}:{name}", value, rank)
     rng = {f"rng_{key}": Part(value, 0, tuple(value.shape)) for key, value in rng_state().items()}
     return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng)
+
+
+def copied(share: Share, memory: HostMemory) -> Share:
+    """The share in this host memory, where it stays what it is while training goes on."""
+    return replace(share, weights=memory.copy("weights", share.weights), moments=memory.copy("moments", share.moments))
 
 
 def write(folder: Path, share: Share) -> Files:
@@ -136,13 +141,13 @@ def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
     return moment
 
 
-def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int, copy: bool) -> None:
+def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
     """Note this rank's rows of the tensor. What every rank has as a whole is rank 0's to write."""
     if not isinstance(tensor, DTensor) and rank != 0:
         return
-    rows = _local(tensor.detach())
+    rows = _local(tensor).detach()
     start = _rows(tensor)[0] if tensor.dim() else 0
-    into[name] = Part(rows.to("cpu", copy=True) if copy else rows, start, tuple(tensor.shape))
+    into[name] = Part(rows, start, tuple(tensor.shape))
 
 
 def _rows(tensor: Any) -> tuple[int, int]:

@@ -1,20 +1,29 @@
-"""One rank's part of a checkpoint: written at once, or by a thread from a copy while the training goes on."""
+"""One rank's part of a checkpoint: written at once, or copied and written by a thread while the training goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from grpo_rl.checkpoint import policy_state
-from grpo_rl.checkpoint.files import Files, entry_of, not_written
+from grpo_rl.checkpoint.files import Files, entry_of, not_written, write_file
+from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
 GIVEN_UP_S = 60.0
-"""How long a new save waits for the thread of one that was given up."""
+"""How long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
+NICER = 4
+"""How much nicer a thread that writes is than one that trains. Not more: whoever waits for the interpreter's lock, which the
+thread holds for moments, could wait for long where every core is busy."""
 
 
 class RankFiles:
@@ -28,13 +37,21 @@ class RankFiles:
         rank: int,
     ) -> None:
         self.policy, self.optimizer, self.scheduler, self.rank = policy, optimizer, scheduler, rank
+        self._memory = HostMemory()
+        self._copied = threading.Event()
+        self._copied.set()
+        optimizer.register_step_pre_hook(self._wait_for_copy)
         self._thread: threading.Thread | None = None
         self._outcome: Files | CheckpointError | None = None
 
-    def save(self, folder: Path, *, check: bool = False, background: bool = False) -> None:
-        """Write this rank's files into `folder`; in the background, only their copy in memory is made before this returns.
+    def save(
+        self, folder: Path, *, check: bool = False, background: bool = False, texts: Mapping[str, str] | None = None
+    ) -> None:
+        """Write this rank's files into `folder`; in the background, a thread does it all while the training goes on.
 
-        With `check` they are read back. `saved` tells how it went. Raises CheckpointError when an earlier save does not end.
+        What it writes is the state of this moment: an optimizer step waits until it is copied. With `check` files are
+        read back. `texts` are files that rank 0 writes beside its own. `saved` tells how it went. Raises CheckpointError
+        when an earlier save does not end.
         """
         if self._thread is not None:
             self._thread.join(GIVEN_UP_S)
@@ -42,11 +59,15 @@ class RankFiles:
                 raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
         self._outcome = self._thread = None
         fsdp.reshard(self.policy)
-        share = policy_state.take(self.policy, self.optimizer, self.scheduler, self.rank, copy=background)
+        share = policy_state.take(self.policy, self.optimizer, self.scheduler, self.rank)
+        texts = texts if texts and self.rank == 0 else {}
         if not background:
-            self._write(folder, share, check)
+            self._write(folder, share, texts, check)
             return
-        self._thread = threading.Thread(target=self._write, args=(folder, share, check), name="checkpoint", daemon=True)
+        self._copied.clear()
+        # In a list, from which the thread takes it: what it names is let go of as soon as it is copied.
+        arguments = (folder, [share], texts, check, _Moment.of(share))
+        self._thread = threading.Thread(target=self._copy_and_write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def saved(self, wait_s: float = 0.0) -> Files | None:
@@ -70,13 +91,34 @@ class RankFiles:
 
     def load(self, folder: Path) -> None:
         """Restore what ranks of any number wrote into `folder`."""
+        self._wait_for_copy()
         fsdp.reshard(self.policy)
         policy_state.load(folder, self.policy, self.optimizer, self.scheduler, self.rank)
 
-    def _write(self, folder: Path, share: policy_state.Share, check: bool) -> None:
+    def _wait_for_copy(self, *_: Any) -> None:
+        """Called before anything changes what is being copied."""
+        if not self._copied.wait(GIVEN_UP_S):
+            raise CheckpointError(f"the state of rank {self.rank} was not copied for its checkpoint within {GIVEN_UP_S:.0f} s")
+
+    def _copy_and_write(
+        self, folder: Path, state: list[policy_state.Share], texts: Mapping[str, str], check: bool, moment: _Moment
+    ) -> None:
+        try:
+            with moment.copying():
+                share = policy_state.copied(state.pop(), self._memory)
+        except Exception as error:
+            self._outcome = CheckpointError(f"cannot copy what {folder} is to hold: {type(error).__name__}: {error}")
+            return
+        finally:
+            self._copied.set()
+        _step_back()
+        self._write(folder, share, texts, check)
+
+    def _write(self, folder: Path, share: policy_state.Share, texts: Mapping[str, str], check: bool) -> None:
         """Set the outcome. Whatever goes wrong is told by `saved`: a thread has nobody else to tell."""
         try:
-            entries = policy_state.write(folder, share)
+            entries = {name: write_file(folder / name, [text.encode()]) for name, text in texts.items()}
+            entries |= policy_state.write(folder, share)
             for name, entry in entries.items() if check else ():
                 if entry_of(folder / name) != entry:
                     raise OSError(5, f"{name} does not read back as it was written")
@@ -85,3 +127,38 @@ class RankFiles:
             self._outcome = not_written(folder, error, policy_state.share_bytes(share))
         except Exception as error:
             self._outcome = CheckpointError(f"cannot write {folder}: {type(error).__name__}: {error}")
+
+
+class _Moment:
+    """What a GPU's main stream has been given up to now: a copy that another thread makes comes after it."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device, self.event = device, None
+        if device is not None:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(device))
+
+    @staticmethod
+    def of(share: policy_state.Share) -> _Moment:
+        """Now, for copying this; nothing where no GPU has it."""
+        parts = (*share.weights.values(), *share.moments.values())
+        return _Moment(next((part.tensor.device for part in parts if part.tensor.is_cuda), None))
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies made in here wait for that moment, and for nothing that the training starts after it."""
+        if self.event is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self.event)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def _step_back() -> None:
+    """Less right to the processor for this thread: on Linux each has a niceness of its own, elsewhere it keeps what it has."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.nice(NICER)

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,18 @@ class Draft:
     """Where its files go; it gets its name when they are all there."""
     needed: int
     """Bytes that were expected."""
-    known: Files = field(default_factory=dict)
-    """Files of the controller's that are written already."""
+    state: bytes = b"{}"
+    """The controller's part, written with the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that has its name; older ones are still there."""
+
+    step: int
+    folder: Path
+    replaced: Path | None
+    """Where one of the same name, from before, is now."""
 
 
 class CheckpointStore:
@@ -66,7 +76,7 @@ class CheckpointStore:
         return self.commit(draft, written or {})
 
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
-        """A temporary folder for the checkpoint of `step`, with the controller's part in it.
+        """An empty temporary folder for the checkpoint of `step`.
 
         Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
         """
@@ -76,27 +86,33 @@ class CheckpointStore:
             self._tidy()
             if files.free_bytes(self.folder) < needed:
                 raise OSError(28, "No space left on device (nothing was written)")
-            draft = Draft(step, self.folder / _temporary("writing", final.name), needed)
+            draft = Draft(step, self.folder / _temporary("writing", final.name), needed, json.dumps(state).encode())
             files.make_folder(draft.folder)
         except OSError as error:
             raise files.not_written(final, error, needed) from error
         try:
             fault_point("ckpt.before_write")
-            draft.known[STATE] = files.write_file(draft.folder / STATE, [json.dumps(state).encode()])
         except OSError as error:
             self.abandon(draft)
             raise files.not_written(final, error, needed) from error
         return draft
 
     def commit(self, draft: Draft, written: Files) -> Path:
-        """The folder of the checkpoint, complete and under its name, with all that its draft's folder holds.
+        """The folder of the checkpoint, published, and older ones cleared away."""
+        committed = self.publish(draft, written)
+        self.clear(committed)
+        return committed.folder
+
+    def publish(self, draft: Draft, written: Files) -> Committed:
+        """Give the checkpoint its name, complete, with all that its draft's folder holds. From here on it is committed.
 
         `written` are files that are flushed, with what they must hold; others are flushed and read here.
         Raises CheckpointError when that fails; the draft is gone then, and earlier checkpoints are untouched.
         """
         final = self.folder / f"step_{draft.step}"
         try:
-            entries = self._entries(draft, written)
+            state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
+            entries = self._entries(draft, written | state)
             write_manifest(draft.folder, draft.step, entries)
             files.flush(draft.folder)
             fault_point("ckpt.before_rename")
@@ -108,8 +124,40 @@ class CheckpointStore:
             self.abandon(draft)
             raise
         fault_point("ckpt.after_rename")
-        self._purge(draft.step, replaced)
-        return final
+        return Committed(draft.step, final, replaced)
+
+    def clear(self, committed: Committed) -> None:
+        """Remove all but the newest `keep`, of which this is always one. What cannot be removed stays, and is told of.
+
+        Nothing goes before this one is where a resuming run finds it, with every file in its full size: CheckpointError
+        where it is not.
+        """
+        newest, replaced = committed.step, committed.replaced
+        unwanted = [] if replaced is None else [replaced]
+        if self.keep is not None:
+            others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]
+            unwanted += others[: max(0, len(others) - self.keep + 1)]
+        if not unwanted:
+            return
+        manifest = read_manifest(self.folder / f"step_{newest}")
+        sizes = {name: (self.folder / f"step_{newest}" / name).stat().st_size for name in manifest.files}
+        if sizes != {name: size for name, (size, _) in manifest.files.items()}:
+            raise CheckpointError(f"step_{newest} in {self.folder} changed while it was committed; no older one was removed")
+        for folder in unwanted:
+            if not self._is_ours(folder):
+                self.warn(f"{folder} is kept: it is damaged, or holds files that this program has not written")
+                continue
+            going = folder
+            if folder != replaced:
+                going = self.folder / _temporary("removing", folder.name)
+                try:
+                    # Half removed under its old name it would be taken for a damaged checkpoint.
+                    files.rename(folder, going)
+                    files.flush(self.folder)
+                except OSError as error:
+                    self.warn(f"{folder} is kept: {error}")
+                    continue
+            self._remove(going)
 
     def not_written(self, draft: Draft, error: OSError) -> CheckpointError:
         """What to tell of a draft that the disk refused."""
@@ -166,7 +214,7 @@ class CheckpointStore:
 
     def _entries(self, draft: Draft, written: Files) -> Files:
         """Every file of the draft, all of them on the disk."""
-        entries = draft.known | written
+        entries = dict(written)
         present = list(files.walk(draft.folder))
         for name, is_folder in present:
             path = draft.folder / name
@@ -194,37 +242,6 @@ class CheckpointStore:
         files.rename(temporary, final)
         files.flush(self.folder)
         return replaced
-
-    def _purge(self, newest: int, replaced: Path | None) -> None:
-        """Remove all but the newest `keep`, of which `newest` is always one. What cannot be removed stays, and is told of.
-
-        Nothing goes before the newest is where a resuming run finds it, with every file in its full size.
-        """
-        unwanted = [] if replaced is None else [replaced]
-        if self.keep is not None:
-            others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]
-            unwanted += others[: max(0, len(others) - self.keep + 1)]
-        if not unwanted:
-            return
-        manifest = read_manifest(self.folder / f"step_{newest}")
-        sizes = {name: (self.folder / f"step_{newest}" / name).stat().st_size for name in manifest.files}
-        if sizes != {name: size for name, (size, _) in manifest.files.items()}:
-            raise CheckpointError(f"step_{newest} in {self.folder} changed while it was committed; no older one was removed")
-        for folder in unwanted:
-            if not self._is_ours(folder):
-                self.warn(f"{folder} is kept: it is damaged, or holds files that this program has not written")
-                continue
-            going = folder
-            if folder != replaced:
-                going = self.folder / _temporary("removing", folder.name)
-                try:
-                    # Half removed under its old name it would be taken for a damaged checkpoint.
-                    files.rename(folder, going)
-                    files.flush(self.folder)
-                except OSError as error:
-                    self.warn(f"{folder} is kept: {error}")
-                    continue
-            self._remove(going)
 
     def _is_ours(self, folder: Path) -> bool:
         """Whether everything in the folder was written here."""

@@ -60,7 +60,6 @@ class ActorGroup:
         self.num_shuffles = 0
         self.version = 0
         """Of the weights: the number of batches they were trained on."""
-        self._saving: Files = {}
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """The batch with `old_logprobs_T` where a later update, or the reward, reads them.
@@ -93,12 +92,11 @@ class ActorGroup:
 
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        return merge(self.group.call("save", str(folder))) | self._save_own(folder)
+        return merge(self.group.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
-        self._saving = self._save_own(folder)
-        self.group.call("begin_save", str(folder), check)
+        self.group.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
         """What the save that was begun has written; None when it has not ended within `wait_s`.
@@ -106,17 +104,17 @@ class ActorGroup:
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
         written = self.group.call("saved", wait_s)
-        return None if None in written else merge(written) | self._saving
+        return None if None in written else merge(written)
 
     def save_bytes(self) -> int:
         """About how much `save` writes."""
         return sum(self.group.call("save_bytes"))
 
-    def _save_own(self, folder: Path) -> Files:
+    def _own(self) -> str:
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
         if self.entropy is not None:
             state["entropy"] = self.entropy.state_dict()
-        return {_OWN: write_file(folder / _OWN, [json.dumps(state).encode()])}
+        return json.dumps(state)
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""

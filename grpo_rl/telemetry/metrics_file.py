@@ -52,10 +52,6 @@ class MetricsFile:
         self._file.write(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
         self._file.flush()
 
-    def flush(self) -> None:
-        """Have every line survive a power cut."""
-        os.fsync(self._file.fileno())
-
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
         self._file.close()

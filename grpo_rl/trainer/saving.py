@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
+from grpo_rl.roles import Actor, Critic
+from grpo_rl.trainer.background_save import BackgroundSave
 from grpo_rl.trainer.parts import Output, Roles
 from grpo_rl.types import Metrics
 
@@ -28,13 +32,20 @@ class Saving:
         self.in_background = checkpoint.async_save
         self.with_export = "hf_model" in checkpoint.save_contents
         self.actor, self.critic, self.committed, self.output = roles.actor, roles.critic, roles.committed, output
+        self.roles: list[Actor | Critic] = [role for role in (roles.actor, roles.critic) if role is not None]
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
         self.num_failed = 0
-        self._draft: Draft | None = None
+        self._going: BackgroundSave | None = None
+        self._needed: int | None = None
 
     def is_saved(self, step: int) -> bool:
         """Whether there is a checkpoint of this step, or will be unless its save fails."""
-        return (self._draft is not None and self._draft.step == step) or step in self.store.steps()
+        return (self._going is not None and self._going.draft.step == step) or step in self.store.steps()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a save has been begun and not ended."""
+        return self._going is not None
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Save the roles' state as it is now, and `state`. It is committed by a later `poll` or `finish`, or at once.
@@ -46,10 +57,10 @@ class Saving:
             self._begin(step, state, in_background=self.in_background)
 
     def poll(self) -> None:
-        """Commit the save that is going on if all of it is written. Raises as `begin`."""
-        if self._draft is not None:
+        """Have the save that is going on committed if all of it is written; waits for nothing. Raises as `begin`."""
+        if self._going is not None:
             with self._tolerant():
-                self._commit_if_written(0.0)
+                self._advance(0.0)
 
     def finish(self) -> None:
         """Wait for the save that is going on, and commit it. Raises as `begin`."""
@@ -83,64 +94,76 @@ class Saving:
     # ---- parts ---------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, state: dict[str, Any], *, in_background: bool) -> None:
-        of_actor = self.actor.save_bytes()
-        needed = of_actor + (of_actor // 3 if self.with_export else 0)
-        needed += self.critic.save_bytes() if self.critic is not None else 0
-        self.output.sinks.flush()  # a checkpoint must not outlive the rows of the steps before it
-        draft = self.store.begin(step, state, needed)
+        draft = self.store.begin(step, state, self._bytes())
         written: Files = {}
         with self._abandoning(draft):
-            for role in (self.actor, self.critic):
-                if role is not None and in_background:
+            for role in self.roles:
+                if in_background:
                     role.begin_save(draft.folder, self.store.keep is not None)
-                elif role is not None:
+                else:
                     written |= role.save(draft.folder)
             if self.with_export:
                 self.actor.export(draft.folder / "huggingface")
         if in_background:
-            self._draft = draft
-        else:
-            self._commit(draft, written)
+            self._going = BackgroundSave(draft, self.store, self.roles, self._flush, self._committed)
+            return
+        with self._abandoning(draft):
+            self._flush()
+            committed = self.store.publish(draft, written)
+        self._committed(committed.folder)
+        self.store.clear(committed)
+
+    def _bytes(self) -> int:
+        """What a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
+        if self._needed is None:
+            of_actor = self.actor.save_bytes()
+            self._needed = of_actor + (of_actor // 3 if self.with_export else 0)
+            self._needed += self.critic.save_bytes() if self.critic is not None else 0
+        return self._needed
+
+    def _flush(self) -> None:
+        """A checkpoint must not outlive the rows of the steps before it."""
+        self.output.sinks.flush()
+
+    def _committed(self, folder: Path) -> None:
+        self.committed(folder)
+        self.output.status.update(last_commit=step_of(folder.name))
 
     def _finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self._draft is not None and not self._commit_if_written(_WAIT_S):
+        while self._going is not None and not self._advance(_WAIT_S):
             if time.monotonic() > deadline:
-                draft, self._draft = self._draft, None
-                self.store.abandon(draft)
+                going, self._going = self._going, None
+                if going.is_committed:
+                    self.output.console.warn(
+                        f"older checkpoints than that of step {going.draft.step} cannot be removed in time"
+                    )
+                    return
+                self.store.abandon(going.draft)
                 raise CheckpointError(
-                    f"the checkpoint of step {draft.step} was not written within {timeout_s:.0f} s, and is given up; "
+                    f"the checkpoint of step {going.draft.step} was not written within {timeout_s:.0f} s, and is given up; "
                     "is the disk hanging? Where it is only slow, raise trainer.step_timeout_s"
                 )
 
-    def _commit_if_written(self, wait_s: float) -> bool:
-        draft, written = self._draft, Files()
-        assert draft is not None
-        with self._abandoning(draft):
-            for role in (self.actor, self.critic):
-                if role is not None:
-                    part = role.saved(wait_s)
-                    if part is None:
-                        return False
-                    written |= part
-        self._draft = None
-        self._commit(draft, written)
+    def _advance(self, wait_s: float) -> bool:
+        going = self._going
+        assert going is not None
+        with self._abandoning(going.draft):
+            if not going.advance(wait_s):
+                return False
+        self._going = None
         return True
-
-    def _commit(self, draft: Draft, written: Files) -> None:
-        self.committed(self.store.commit(draft, written))
-        self.output.status.update(last_commit=draft.step)
 
     @contextmanager
     def _abandoning(self, draft: Draft) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._draft = None
+            self._going = None
             self.store.abandon(draft)
             raise self.store.not_written(draft, error) from error
         except Exception:
-            self._draft = None
+            self._going = None
             self.store.abandon(draft)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_rl.checkpoint.files import Files
@@ -18,9 +19,9 @@ class Saving:
         self.files.save(Path(folder))
         return self.files.saved() or {}
 
-    def begin_save(self, folder: str, check: bool) -> None:
-        """Copy what `save` writes, and write it while the training goes on; with `check` it is read back."""
-        self.files.save(Path(folder), check=check, background=True)
+    def begin_save(self, folder: str, check: bool, texts: Mapping[str, str] | None = None) -> None:
+        """Begin to write what `save` would write now; with `check` it is read back. `texts` are rank 0's to write too."""
+        self.files.save(Path(folder), check=check, background=True, texts=texts)
 
     def saved(self, wait_s: float) -> Files | None:
         """The files of the last save; None while they are written, none where this process has not begun one."""

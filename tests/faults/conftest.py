@@ -27,7 +27,7 @@ def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
 
     yield make
     for one in made:
-        _end(one)
+        one.end()
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def undisturbed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) 
     """That training with nothing but its bad gradient, started by the first test that asks: `wait` for its end."""
     made = Training(tmp_path_factory.mktemp("undisturbed"), "undisturbed", run_words, tiny_run.BAD_GRADIENT)
     yield made.start()
-    _end(made)
+    made.end()
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +63,3 @@ def critic_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Two critic ranks, which tests may break, since they are made anew."""
     with ranks_ground.critic_scene(slots, tmp_path_factory) as scene:
         yield scene
-
-
-def _end(training: Training) -> None:
-    if training.process is not None and training.process.poll() is None:
-        training.kill()

@@ -93,6 +93,11 @@ class Training:
         self.process.kill()
         self.process.wait(10)
 
+    def end(self) -> None:
+        """kill -9 of the controller where it is still running."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
     def error_lines(self) -> list[str]:
         return (self.folder / f"{self.name}.err").read_text(errors="replace").strip().splitlines()
 
@@ -156,18 +161,32 @@ def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int) -> N
     assert not (run / "rollouts" / f"step_{steps + 1}.jsonl").exists()
 
 
-def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> float:
-    """Within so many seconds no process, temporary folder, or port of these is left of the run; after how many it was."""
+@dataclass(frozen=True)
+class Left:
+    """What is still there of a run whose controller has ended, and after how many seconds that was so."""
+
+    lines: list[str]
+    seconds: float
+
+
+def left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> Left:
+    """The processes, temporary folders and ports of these that stay; looked for until there is none, or for so long."""
     assert training.sessions, "the run was never seen with a session"
     began = time.monotonic()
-    left: list[str] = ["not looked yet"]
-    while left and time.monotonic() < began + seconds:
-        left = [line for session in training.sessions for line in leftovers(session)]
+    lines: list[str] = ["not looked yet"]
+    while lines and time.monotonic() < began + seconds:
+        lines = [line for session in training.sessions for line in leftovers(session)]
         # A process that is ending shows no environment any more, and its sockets are still there for an instant.
-        left += [f"port {address}" for address, _ in ports & listening()]
+        lines += [f"port {address}" for address, _ in ports & listening()]
         time.sleep(0.02)
-    assert not left, f"left after {seconds:g} s: {left}"
-    return time.monotonic() - began
+    return Left(lines, time.monotonic() - began)
+
+
+def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> float:
+    """Within so many seconds no process, temporary folder, or port of these is left of the run; after how many it was."""
+    found = left(training, seconds, ports)
+    assert not found.lines, f"left after {seconds:g} s: {found.lines}"
+    return found.seconds
 
 
 def leftovers(session: dict[str, Any]) -> Iterator[str]:

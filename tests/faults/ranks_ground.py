@@ -128,7 +128,8 @@ def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]
     config = ActorConfig(ppo_mini_batch_size=2, use_kl_loss=False)
     objective = Objective.from_config(config)
     spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
-    with _group(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, group):
+    # Lost one straight after the other they would leave spares no time to import, and these cost as much as the ranks.
+    with _group(slots, folders, "actor", armed_ranks.make_actor, spec, keep_spares="never") as (ground, group):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
         actor = ActorGroup(group, config, **rules, always_old=True, objective=objective, splits=True)
         yield Scene(ground, actor, actor.train_cut, _saved(actor, folders))
@@ -149,11 +150,17 @@ def _policy(folders: pytest.TempPathFactory) -> PolicySpec:
 
 @contextmanager
 def _group(
-    slots: Pool, folders: pytest.TempPathFactory, role: str, factory: Callable[..., Any], spec: Any
+    slots: Pool,
+    folders: pytest.TempPathFactory,
+    role: str,
+    factory: Callable[..., Any],
+    spec: Any,
+    keep_spares: str = "after_failure",
 ) -> Iterator[tuple[Ground, SupervisedGroup]]:
     ground = Ground(slots, folders.mktemp("logs"))
     try:
-        group = ground.group(role, 2, ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S), stateful=True)
+        supervisor = ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S, keep_spares=keep_spares)
+        group = ground.group(role, 2, supervisor, stateful=True)
 
         def recipe() -> list[ray.ObjectRef]:
             places = group.where(START_S)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import oracles
@@ -38,12 +39,23 @@ print(json.dumps([text, time.monotonic() - began]))
 """
 
 
-def connect(address: str, version: str) -> tuple[str, float]:
-    """What a process of this version of Ray is told when it connects, and after how many seconds."""
-    command = [sys.executable, "-c", CONNECTS, address, version]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    return tuple(json.loads(found.stdout.splitlines()[-1]))
+def connect(address: str, version: str) -> subprocess.Popen[str]:
+    """A process of this version of Ray that connects."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CONNECTS, address, version], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def told(process: subprocess.Popen[str]) -> tuple[str, float]:
+    """What it is told, and after how many seconds."""
+    with process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    text, seconds = json.loads(out.splitlines()[-1])
+    return text, seconds
 
 
 def two_workers(words: list[str]) -> list[str]:
@@ -65,9 +77,27 @@ def process_of(training: Training, name: str) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("victim", "phase"), [("gcs_server", "start"), ("raylet", "gen")])
-def test_a_run_whose_cluster_is_killed_says_so_and_ends(training, run_words, victim, phase):
-    run = training("run", two_workers(run_words), f"driver.phase:delay=60@step=1,phase={phase}").start()
+LOST_IN = {"gcs_server": "start", "raylet": "gen"}
+"""Which process of the cluster is killed, and in which phase of the run."""
+
+
+@pytest.fixture(scope="module")
+def runs(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
+    """A run for each, side by side: most of a start keeps one processor busy."""
+    folder, made = tmp_path_factory.mktemp("lost"), {}
+    try:
+        for victim, phase in LOST_IN.items():
+            fault = f"driver.phase:delay=200@step=1,phase={phase}"
+            made[victim] = Training(folder, victim, two_workers(run_words), fault).start()
+        yield made
+    finally:
+        for run in made.values():
+            run.end()
+
+
+@pytest.mark.parametrize("victim", LOST_IN)
+def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
+    run, phase = runs[victim], LOST_IN[victim]
     # Ray is connected when the first worker has a log.
     run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
     os.kill(process_of(run, victim), signal.SIGKILL)
@@ -87,10 +117,11 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(training, run_words, vic
 
 
 def test_another_version_of_ray_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
-    ours = ray.get_runtime_context().gcs_address
-    assert connect(ours, ray.__version__)[0] == "connected"
-    text, seconds = connect(ours, "2.0.0")
+    ours, nobody = ray.get_runtime_context().gcs_address, "127.0.0.1:1"
+    same, other, lost = [connect(*words) for words in ((ours, ray.__version__), (ours, "2.0.0"), (nobody, ray.__version__))]
+    assert told(same)[0] == "connected"
+    text, seconds = told(other)
     assert text.startswith(f"the cluster at {ours} runs Ray {ray.__version__} on Python 3.")
     assert ", this process Ray 2.0.0 on Python 3." in text and seconds < NAMED_S
-    text, seconds = connect("127.0.0.1:1", ray.__version__)
-    assert text.startswith("no Ray cluster at 127.0.0.1:1: Connection refused; ") and seconds < NAMED_S
+    text, seconds = told(lost)
+    assert text.startswith(f"no Ray cluster at {nobody}: Connection refused; ") and seconds < NAMED_S

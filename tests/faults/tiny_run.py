@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-STEPS, BATCH_SIZE, SAMPLES = 4, 4, 4
-BAD_GRADIENT = "actor.update.loss:nan@step=1"
-"""Armed in all of these trainings, so that one is like the other: the update of step 1 is left out."""
+STEPS, SAVED_EVERY, BATCH_SIZE, SAMPLES = 4, 2, 4, 4
+BAD_STEP = 3
+BAD_GRADIENT = f"actor.update.loss:nan@step={BAD_STEP}"
+"""Armed in all of these trainings, so that one is like the other: the update of this step is left out."""
 
 
 def words(model: Path) -> list[str]:
@@ -31,7 +32,7 @@ def words(model: Path) -> list[str]:
         f"{policy}.rollout.n_gpus_per_node=2",
         "trainer.heartbeat_s=2",
         f"trainer.total_training_steps={STEPS}",
-        f"trainer.save_freq={STEPS}",
+        f"trainer.save_freq={SAVED_EVERY}",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
 from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.trainer import saving
+from grpo_rl.trainer import background_save, saving
 from grpo_rl.trainer.sync import SyncTrainer
 
 
@@ -48,8 +49,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
     trainer, policy = make(make_config(save_freq=2), total_steps=4, with_val=False)
     slow = Slow(policy, looks=100).install(monkeypatch)
     commits = []
-    commit = trainer.store.commit
-    monkeypatch.setattr(trainer.store, "commit", lambda *a: commits.append((trainer.step, policy.version)) or commit(*a))
+    publish = trainer.store.publish
+    monkeypatch.setattr(trainer.store, "publish", lambda *a: commits.append((trainer.step, policy.version)) or publish(*a))
     trainer.fit()
     # The save of step 2 is waited for when that of step 4 is due, and that one at the end.
     assert commits == [(4, 4), (4, 4)] and trainer.store.steps() == [2, 4]
@@ -61,10 +62,50 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
 def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=1), total_steps=2, with_val=False)
     Slow(policy, looks=1).install(monkeypatch)
+    ended = background_save.Aside.ended
+    monkeypatch.setattr(background_save.Aside, "ended", lambda self, wait_s: ended(self, 10.0))  # a disk that is quick
     seen = []
     policy.is_solved = lambda uid: bool(seen.append((trainer.step, trainer.store.steps()))) or False
     trainer.fit()
     assert (2, [1]) in seen
+
+
+def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
+    store, events = trainer.store, []
+    publish, clear = store.publish, store.clear
+    may_commit = threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        assert arguments[0].step == 2 or may_commit.wait(10.0)
+        return publish(*arguments)
+
+    def cleared(committed: Any) -> None:
+        events.append(("cleared", committed.step))
+        clear(committed)
+
+    def update(batch: Any) -> Any:
+        if policy.version == 4:
+            events.append(("trained", store.steps()))
+            may_commit.set()
+        return real(batch)
+
+    real = policy.update
+    monkeypatch.setattr(store, "publish", held)
+    monkeypatch.setattr(store, "clear", cleared)
+    monkeypatch.setattr(policy, "update", update)
+    monkeypatch.setattr(trainer.saving, "committed", lambda folder: events.append(("told", folder.name)))
+    trainer.fit()
+    assert events == [
+        ("told", "step_2"),
+        ("cleared", 2),
+        ("trained", [2]),
+        ("told", "step_4"),
+        ("cleared", 4),
+        ("told", "step_5"),
+        ("cleared", 5),
+    ]
+    assert store.steps() == [5]
 
 
 def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):  # noqa: F811

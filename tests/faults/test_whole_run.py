@@ -1,0 +1,167 @@
+"""One training loses a replica, its reference and its actor, then its controller, and is told to stop: nothing comes of it.
+
+Each start of the program costs many seconds: the run is broken once, and every test reads a part of what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import oracles
+import pytest
+from oracles import Training
+from tiny_run import BAD_GRADIENT, BAD_STEP, BATCH_SIZE, SAMPLES, SAVED_EVERY, STEPS
+
+from grpo_rl.cluster import watch
+from grpo_rl.telemetry.metrics_file import read_metrics
+
+END_S = 300.0
+STOPPED_S = 0.5
+"""A controller that ends by itself leaves nothing at all; its watcher may still be ending."""
+pytestmark = pytest.mark.timeout(1200)
+
+REPLICA = "rollout.step:kill9@step=1,worker=rollout1,n=5,once"
+REFERENCE = "reference.logprobs:kill9@step=2,once"
+ACTOR = "actor.update.mid_backward:kill9@step=2,micro_batch=1,once"
+MID_STEP = "driver.phase:delay=60@step=4,phase=update_actor"
+MID_GENERATION = "driver.response:delay=60@step=4,count=5"
+
+
+@dataclass
+class Story:
+    """What was seen of the run while it was broken."""
+
+    run: Training
+    shared_before: set[str]
+    lost: dict[str, Any]
+    """The status before the controller was killed in step 4, when all workers had been lost once."""
+    names: set[str]
+    """Of the run's processes then."""
+    num_ports: int
+    left_after_kill: oracles.Left
+    stopped_in: dict[str, Any]
+    """The status before the SIGTERM."""
+    stop_code: int
+    stopped: dict[str, Any]
+    stop_lines: list[str]
+    left_after_stop: oracles.Left
+    end_code: int
+    left_after_end: oracles.Left
+
+
+@pytest.fixture(scope="module")
+def story(run_words: list[str], undisturbed: Training, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """The same command three times: killed in step 4, stopped in step 4, and left alone."""
+    run = Training(tmp_path_factory.mktemp("broken"), "broken", run_words)
+    try:
+        yield _broken(run)
+    finally:
+        run.end()
+
+
+def _broken(run: Training) -> Story:
+    shared_before = oracles.shared_memory()
+    run.faults = ";".join([BAD_GRADIENT, REPLICA, REFERENCE, ACTOR, MID_STEP])
+    lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
+    family = list(watch.processes(run.sessions[-1]["token"]))
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
+    num_ports, ports = len(oracles.ports_of(family)), oracles.ports_of([*family, run.process.pid])
+    run.kill()
+    left_after_kill = oracles.left(run, ports=ports)
+
+    run.faults = ";".join([BAD_GRADIENT, MID_GENERATION])
+    stopped_in = run.start().until(lambda _: MID_GENERATION in happened(run), END_S)
+    run.process.send_signal(signal.SIGTERM)
+    stop_code = run.wait(END_S)
+    left_after_stop = oracles.left(run, STOPPED_S)
+    stopped, stop_lines = run.status, run.error_lines()
+
+    run.faults = ""
+    run.start().until(lambda status: status["phase"] != "start", END_S)
+    end_code = run.wait(END_S)
+    left_after_end = oracles.left(run)
+    return Story(
+        run,
+        shared_before,
+        lost,
+        names,
+        num_ports,
+        left_after_kill,
+        stopped_in,
+        stop_code,
+        stopped,
+        stop_lines,
+        left_after_stop,
+        end_code,
+        left_after_end,
+    )
+
+
+def happened(run: Training) -> list[str]:
+    """The faults in order. A bad gradient is one, of however many micro-batches it comes."""
+    return [fault for fault, _ in groupby(fired["fault"] for fired in run.fired())]
+
+
+def rows_of(run: Training) -> dict[int, Any]:
+    return {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl")}
+
+
+def test_a_killed_replica_reference_and_actor_are_each_started_again_once(story, undisturbed):
+    assert happened(story.run)[:3] == [REPLICA, REFERENCE, ACTOR]
+    assert story.lost["restarts"] == {"rollout1": 1, "reference0": 1, "actor0": 1}
+    assert rows_of(story.run)[1]["recovery/resampled"] > 0, "it was killed with requests in flight"
+    assert undisturbed.wait(END_S) == 0, undisturbed.describe()
+    assert undisturbed.status["restarts"] == {}
+
+
+def test_a_killed_controller_leaves_no_process_folder_or_port(story):
+    assert happened(story.run)[3:5] == [BAD_GRADIENT, MID_STEP]
+    assert (story.lost["state"], story.lost["last_commit"]) == ("running", SAVED_EVERY)
+    assert {"raylet", "gcs_server"} <= story.names and story.num_ports > 0
+    print(f"MEASURED driver killed: nothing left after {story.left_after_kill.seconds:.2f} s")
+    assert story.left_after_kill.lines == []
+
+
+def test_a_controller_that_is_told_to_stop_saves_the_last_whole_step_says_so_and_leaves_nothing(story):
+    assert happened(story.run)[5:] == [BAD_GRADIENT, MID_GENERATION]
+    status = story.stopped_in
+    assert (status["state"], status["step"], status["phase"]) == ("running", 4, "gen")
+    assert set(status["workers"]) == {"actor0", "reference0", "rollout0", "rollout1"}
+    assert story.stop_code == 75, story.run.describe()
+    [said, first, *_] = story.stop_lines
+    assert said.startswith("SIGTERM: stopping within 60 s")
+    assert first == "stopped: by SIGTERM: step 3 of 4 is saved; the same command goes on from there"
+    assert (story.stopped["state"], story.stopped["last_commit"]) == ("preempted", 3)
+    assert story.stopped["error"]["exit_code"] == 75
+    assert story.left_after_stop.lines == []
+
+
+def test_the_run_ends_as_the_undisturbed_one_to_the_last_bit(story, undisturbed):
+    assert story.end_code == 0, story.run.describe()
+    assert story.run.status["state"] == "done"
+    assert undisturbed.wait(END_S) == 0, undisturbed.describe()
+    assert oracles.state_hash(story.run.path, STEPS) == oracles.state_hash(undisturbed.path, STEPS)
+    assert oracles.learnt(story.run.path) == oracles.learnt(undisturbed.path)
+    oracles.assert_each_sample_once(story.run.path, STEPS, BATCH_SIZE, SAMPLES)
+
+
+def test_after_its_end_nothing_of_the_run_is_left(story, undisturbed):
+    assert story.left_after_end.lines == []
+    assert undisturbed.wait(END_S) == 0, undisturbed.describe()
+    assert oracles.shared_memory() <= story.shared_before
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_once_however_often_its_step_is_begun(story, undisturbed):
+    assert undisturbed.wait(END_S) == 0, undisturbed.describe()
+    for run in (undisturbed, story.run):
+        rows = rows_of(run)
+        assert [step for step in range(1, STEPS + 1) if rows[step]["actor/nonfinite"] != 0.0] == [BAD_STEP]
+        assert rows[BAD_STEP]["actor/nonfinite"] == 1.0
+        assert all(math.isfinite(rows[step]["actor/grad_norm"]) for step in rows if step != BAD_STEP)
+        assert (run.path / f"nonfinite_step_{BAD_STEP}.jsonl").read_text().count("\n") == BATCH_SIZE * SAMPLES

@@ -1,0 +1,137 @@
+"""A rank's state is copied and written beside the training: what is written is the state of the moment it was asked for."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from grpo_rl.checkpoint import policy_state, rank_files, tensors
+from grpo_rl.checkpoint.files import entry_of
+from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.checkpoint.rank_files import RankFiles
+from grpo_rl.checkpoint.tensors import Part, write_parts
+from grpo_rl.errors import CheckpointError
+
+WAIT_S = 10.0
+
+
+def part(values: torch.Tensor) -> Part:
+    return Part(values, 0, tuple(values.shape))
+
+
+def mixed() -> dict[str, Part]:
+    """Every element size, something empty, something that lies crosswise in memory, and a number."""
+    return {
+        "a": part(torch.arange(3, dtype=torch.uint8)),
+        "b": part(torch.arange(12, dtype=torch.float32).view(3, 4).t()),
+        "c": part(torch.tensor(5, dtype=torch.int64)),
+        "d": part(torch.empty(0, 4, dtype=torch.bfloat16)),
+        "e": part(torch.arange(5, dtype=torch.bfloat16)),
+    }
+
+
+def test_a_copy_holds_what_was_there_and_is_written_as_the_original_in_one_piece(tmp_path, monkeypatch):
+    parts = mixed()
+    copies = HostMemory().copy("weights", parts)
+    assert all(torch.equal(copies[name].tensor, parts[name].tensor) for name in parts)
+    expected = write_parts(tmp_path / "original", parts)
+    pieces: list[int] = []
+    write_file = tensors.write_file
+    monkeypatch.setattr(
+        tensors,
+        "write_file",
+        lambda path, found: write_file(path, (pieces.append(memoryview(piece).nbytes) or piece for piece in found)),
+    )
+    assert write_parts(tmp_path / "copy", copies) == expected == entry_of(tmp_path / "copy")
+    assert pieces[1:] == [8 + 12 * 4 + 5 * 2 + 3], "after the header"
+    assert load_file(tmp_path / "copy")["b"].tolist() == [[0.0, 4.0, 8.0], [1.0, 5.0, 9.0], [2.0, 6.0, 10.0], [3.0, 7.0, 11.0]]
+
+
+def test_the_next_copy_goes_into_the_same_memory_and_another_size_into_new(tmp_path):
+    memory = HostMemory()
+    first = memory.copy("weights", {"w": part(torch.ones(4))})["w"].tensor
+    other = memory.copy("moments", {"w": part(torch.full((4,), 3.0))})["w"].tensor
+    again = memory.copy("weights", {"w": part(torch.full((4,), 2.0))})["w"].tensor
+    assert again.data_ptr() == first.data_ptr() and again.tolist() == [2.0] * 4 and other.tolist() == [3.0] * 4
+    assert memory.copy("moments", {}) == {}
+    assert memory.copy("weights", {"w": part(torch.ones(5))})["w"].tensor.tolist() == [1.0] * 5
+
+
+class Rank:
+    """One rank with a model of one layer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model: Any = nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        self.files = RankFiles(self.model, self.optimizer, scheduler, 0)
+
+    def train(self) -> None:
+        """One optimizer step."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def rank(monkeypatch) -> Rank:
+    monkeypatch.setattr(policy_state.dist, "get_world_size", lambda: 1)
+    return Rank()
+
+
+def test_an_optimizer_step_waits_until_the_state_is_copied_and_changes_nothing_of_what_is_written(rank, tmp_path, monkeypatch):
+    rank.train()
+    expected = {name: value.tolist() for name, value in rank.model.state_dict().items()}
+    moment = rank.optimizer.state[rank.model.weight]["exp_avg"].tolist()
+    copied, may_copy, stepped = policy_state.copied, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        assert may_copy.wait(WAIT_S)
+        assert not stepped.is_set(), "the step did not wait"
+        return copied(*arguments)
+
+    monkeypatch.setattr(policy_state, "copied", slow)
+    rank.files.save(tmp_path, background=True, texts={"actor.json": "{}"})
+    loss = rank.model(torch.ones(1, 3)).sum()  # what only reads does not wait
+    loss.backward()
+    rank.optimizer.register_step_post_hook(lambda *_: stepped.set())
+    training = threading.Thread(target=rank.train)
+    training.start()
+    may_copy.set()
+    training.join(WAIT_S)
+    assert stepped.is_set()
+    entries = rank.files.saved(WAIT_S)
+    assert entries is not None and entries["actor.json"] == entry_of(tmp_path / "actor.json")
+    weights = load_file(tmp_path / "weights_rank0.safetensors")
+    assert {name: value.tolist() for name, value in weights.items()} == expected
+    assert rank.model.weight.tolist() != expected["weight"]
+    assert load_file(tmp_path / "optimizer_rank0.safetensors")["exp_avg:weight"].tolist() == moment
+
+
+def test_a_copy_that_fails_is_told_and_lets_the_training_go_on(rank, tmp_path, monkeypatch):
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(policy_state, "copied", fail)
+    rank.files.save(tmp_path, background=True)
+    rank.train()
+    with pytest.raises(CheckpointError, match=r"cannot copy what .* is to hold: MemoryError: no room"):
+        rank.files.saved(WAIT_S)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_copy_that_never_ends_is_an_error_and_not_a_wait_for_ever(rank, tmp_path, monkeypatch):
+    end = threading.Event()
+    monkeypatch.setattr(policy_state, "copied", lambda *_: end.wait(WAIT_S))
+    monkeypatch.setattr(rank_files, "GIVEN_UP_S", 0.01)
+    rank.files.save(tmp_path, background=True)
+    with pytest.raises(CheckpointError, match="rank 0 was not copied for its checkpoint within 0 s"):
+        rank.train()
+    end.set()
