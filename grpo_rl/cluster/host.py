@@ -22,8 +22,6 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
-# Ray starts its workers with a niceness of 15.
-PRELOAD_NICENESS = 19
 PRELOADED = "everything is imported"
 """What a spare says in its log when it is ready."""
 # A new process has more right to the processor than a spare that imports, and is soon further.
@@ -73,6 +71,7 @@ class Host:
         """
         with self._lock:
             if self._preloading is not None:
+                _schedule("SCHED_OTHER")
                 self._preloading.join(PRELOADED_S)
                 if self._preloading.is_alive():
                     raise RuntimeError("still importing")
@@ -84,7 +83,7 @@ class Host:
         return list(sys.modules)
 
     def preload(self, modules: list[str]) -> None:
-        """Import all of these, beside whatever else happens and with less right to the processor, unless it has a place already."""
+        """Import all of these, while a core is idle, unless it has a place already."""
         with self._lock:
             if not self._has_place:
                 self._preloading = threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True)
@@ -149,15 +148,21 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _import_all(modules: list[str]) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        # On Linux each thread has a niceness of its own.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRELOAD_NICENESS)
+    _schedule("SCHED_IDLE", [threading.get_native_id()])
     for name in modules:
         if name not in sys.modules:
             # Whoever needs it imports it again, and hears why that does not work.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     print(PRELOADED, flush=True)
+
+
+def _schedule(policy: str, threads: Sequence[int] | None = None) -> None:
+    """Have these threads of this process, or all, scheduled by this policy, on Linux and as far as that is permitted."""
+    with contextlib.suppress(OSError, AttributeError):
+        # Threads that a library starts while it is imported take the policy of whoever imports it.
+        for thread in threads if threads is not None else map(int, os.listdir("/proc/self/task")):
+            os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
 
 
 def _redirect_output(log_file: Path) -> None:
