@@ -71,7 +71,9 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
     stack.callback(stop.close)
     try:
         yield status, stop
-    except BaseException as error:
+    except BaseException as raised:
+        # What a signal's handler raises in the middle of Ray's C++ part comes out of it as a SystemError.
+        error = raised.__cause__ if isinstance(raised, SystemError) and isinstance(raised.__cause__, Preempted) else raised
         stop.finishing()
         if isinstance(error, GrpoRlError) and not isinstance(error, ConfigError):
             error.where = error.where or status.where()
@@ -82,6 +84,8 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
             log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
         status.end(error)
+        if error is not raised:
+            raise error from None
         raise
     status.end()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +30,8 @@ OBJECT_STORE_BYTES = 2 * 2**30
 WATCH_S = 15.0
 START_S = 120.0
 LOOK_S = 60.0
+# More than a struct sigaction has on any system.
+SIGACTION_BYTES = 512
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_FOLDER = 36
 
@@ -134,13 +138,25 @@ class _Connection(threading.Thread):
         if self._address:
             presence.refuse_unreachable(self._address)
         try:
-            ray.init(**self._options)
+            with _our_own_answer_to(signal.SIGTERM):
+                ray.init(**self._options)
         except Exception as error:
             raise presence.why_not_connected(self._address, error) from error
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
         auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
             self._watch = _watch(self._on_lost, self._warn, is_local=not self._address)
+
+
+@contextmanager
+def _our_own_answer_to(number: int) -> Iterator[None]:
+    """Ray's C++ part answers SIGTERM by aborting; only a main thread could tell Python to take the signal back."""
+    libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
+    libc.sigaction(number, None, answer)
+    try:
+        yield
+    finally:
+        libc.sigaction(number, answer, None)
 
 
 def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> presence.ClusterWatch:

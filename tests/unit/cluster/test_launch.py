@@ -1,0 +1,44 @@
+"""How a run ends, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.cluster.launch import reported
+from grpo_rl.config.compose import compose
+from grpo_rl.errors import Preempted
+from grpo_rl.telemetry.rundir import RunDir
+
+
+def raised_in_c(cause: BaseException) -> SystemError:
+    """What C code makes of an exception that came about beside it, and that it knows nothing of."""
+    error = SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set")
+    error.__cause__ = cause
+    return error
+
+
+def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
+    """What leaves a run in which this is raised, and the state in its status."""
+    config = compose([f"trainer.default_local_dir={run_dir.path.parent}"]).config
+    with ExitStack() as stack, pytest.raises(BaseException) as found:
+        stack.callback(run_dir.release)
+        with reported(config, run_dir, stack):
+            raise error
+    return found.value, json.loads(run_dir.status_file.read_text())["state"]
+
+
+def test_a_signal_that_comes_while_ray_waits_ends_the_run_as_any_other_signal_does(tmp_path: Path) -> None:
+    plain, state = end_of(RunDir.create(str(tmp_path), "plain"), Preempted("by SIGTERM"))
+    assert isinstance(plain, Preempted)
+    wrapped, same = end_of(RunDir.create(str(tmp_path), "wrapped"), raised_in_c(Preempted("by SIGTERM")))
+    assert (type(wrapped), str(wrapped), same) == (Preempted, str(plain), state)
+
+
+def test_any_other_error_in_c_stays_what_it_is(tmp_path: Path) -> None:
+    error, state = end_of(RunDir.create(str(tmp_path), "other"), raised_in_c(ValueError("bad")))
+    assert isinstance(error, SystemError)
+    assert state == "failed"
