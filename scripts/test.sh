@@ -41,15 +41,37 @@ types() {
     "$PYTHON" -m mypy "$@"
 }
 
+# The tests of one half of the unit tests; the other half is everything else.
+readonly HALF=(tests/unit/{config,data,rewards,security,telemetry})
+
 unit() {
     # Thousands of small files are made and removed: in memory where there is room (kB), for a busy disk takes a millisecond each.
     local room
     room=$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)
     if [[ -w /dev/shm ]] && ((${room:-0} > 1000000)); then local -x PYTEST_DEBUG_TEMPROOT=/dev/shm; fi
     # Tensors of a few numbers: a second thread only gets in the way, a second process does not.
+    local -x OMP_NUM_THREADS=1
     # Of pytest's plugins those that are used: the others come with packages, and pytest rewrites all of a plugin's package.
-    OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests -n auto --dist worksteal --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu \
-        --disable-plugin-autoload -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin "$@"
+    local command=("$PYTHON" -m pytest --disable-plugin-autoload -p pytest_timeout -p _hypothesis_pytestplugin)
+    local rest=(tests --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu)
+    if (($(nproc) > 2)); then
+        "${command[@]}" "${rest[@]}" -p xdist.plugin -n auto --dist worksteal "$@"
+        return
+    fi
+    # Two cores: two processes that collect only their own tests, and nobody between them who hands tests out.
+    local log half code=0 other=0
+    log=$(mktemp)
+    "${command[@]}" "${HALF[@]}" "$@" >"$log" 2>&1 &
+    half=$!
+    trap 'kill "$half" 2>/dev/null' INT TERM
+    "${command[@]}" "${rest[@]}" "${HALF[@]/#/--ignore=}" "$@" || code=$?
+    wait "$half" || other=$?
+    trap - INT TERM
+    printf '\n--- %s\n' "${HALF[*]}"
+    cat "$log"
+    rm -f "$log"
+    # 5: what was asked for by name is all in the other half.
+    ((code == 0 || (code == 5 && other == 0))) && ((other == 0 || (other == 5 && code == 0)))
 }
 
 integration() {

@@ -53,11 +53,11 @@ def run(composed: Composed, plan: Plan) -> int:
         with reported(config, run_dir, stack) as (status, stop):
             lost = ends_the_run(status, run_dir)
             session = connecting(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, lost, console.warn)
-            connected = stack.enter_context(session)
+            connection = stack.enter_context(session)
             # Ray takes seconds to start, in processes of its own, and so do these imports.
             from grpo_rl.cluster.training import train
 
-            train(composed, plan, run_dir, console, checkpoint, stack, status, stop, connected)
+            train(composed, plan, run_dir, console, checkpoint, stack, status, stop, connection)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.errors import ClusterError
@@ -81,6 +81,22 @@ class Pool:
             for b in range(self.per_node)
         ]
         return ray.get(refs, timeout=120.0)
+
+
+def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
+    """Where the raylet of each node listens that somebody has a slot on, by what to call the node."""
+    on_node: dict[str, list[str]] = {}
+    for name, slot in slots.items():
+        table = placement_group_table(slot.placement_group)
+        on_node.setdefault(table["bundles_to_node_id"][slot.bundles[0]], []).append(name)
+    return {
+        f"its node {node['NodeManagerAddress']} ({', '.join(on_node[node['NodeID']])})": (
+            node["NodeManagerAddress"],
+            node["NodeManagerPort"],
+        )
+        for node in ray.nodes()
+        if node["NodeID"] in on_node
+    }
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:

@@ -20,6 +20,8 @@ LOCAL_PATIENCE_S = 2.0
 """A local cluster that has gone does not come back."""
 REMOTE_PATIENCE_S = 60.0
 """As long as Ray's own processes wait for a head that is started again, or a network that is."""
+NODE_PATIENCE_S = 6.0
+"""A node whose raylet has ended is gone with all that ran on it."""
 NAMED_S = 5.0
 """Silence of a remote cluster that is worth a warning."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")

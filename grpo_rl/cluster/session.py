@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ def ray_session(
     warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[None]:
     """`connecting`, and connected from the first line on."""
-    with connecting(config, num_cpus, record, on_lost, warn) as connected:
-        connected()
+    with connecting(config, num_cpus, record, on_lost, warn) as connection:
+        connection.wait()
         yield
 
 
@@ -57,10 +57,10 @@ def connecting(
     record: Path | None = None,
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    What it hands out waits until that is done, and raises ClusterError when it does not work. A local Ray has no
+    `Connection.wait` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
     however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
     another thread, with the cause, when the cluster has gone.
@@ -68,15 +68,15 @@ def connecting(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with watched(record) as folder:
-        connection = _Connection(config, num_cpus, folder, on_lost, warn)
+        connection = Connection(config, num_cpus, folder, on_lost, warn)
         connection.start()
         try:
-            yield connection.wait
+            yield connection
         finally:
             connection.close()
 
 
-class _Connection(threading.Thread):
+class Connection(threading.Thread):
     """Starts or finds Ray: seconds in which this process mostly waits for others."""
 
     def __init__(
@@ -101,7 +101,7 @@ class _Connection(threading.Thread):
                 "_temp_dir": str(folder),
             }
         self._on_lost, self._warn = on_lost, warn
-        self._watch: presence.ClusterWatch | None = None
+        self._watches: list[presence.ClusterWatch] = []
         self._error: BaseException | None = None
         self._connected, self._closed = threading.Event(), threading.Event()
 
@@ -123,11 +123,16 @@ class _Connection(threading.Thread):
         if self._error is not None:
             raise self._error
 
+    def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
+        """Watch over these nodes of a cluster as well; a local one has none but its own."""
+        if self._on_lost is not None and self._address:
+            self._watches.append(presence.ClusterWatch(raylets, self._on_lost, self._warn, presence.NODE_PATIENCE_S))
+
     def close(self) -> None:
         """Leave Ray, whatever came of it."""
         is_known = self._connected.wait(START_S)
-        if self._watch is not None:
-            self._watch.close()
+        for each in self._watches:
+            each.close()
         if is_known and "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         self._closed.set()
@@ -145,7 +150,7 @@ class _Connection(threading.Thread):
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
         auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
-            self._watch = _watch(self._on_lost, self._warn, is_local=not self._address)
+            self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))
 
 
 @contextmanager

@@ -132,6 +132,10 @@ class Cluster:
             for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
         }
 
+    def slots(self) -> dict[str, Slot]:
+        """Where every worker is, by its name."""
+        return {worker.name: worker.place.slot for group in self.groups for worker in group.workers}
+
     def prepare_spares(self) -> None:
         """Spares for all groups, where they are wanted before anything has failed."""
         if self.supervisor.spares.wanted == "always":

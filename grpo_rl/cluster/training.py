@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from transformers.utils.logging import disable_progress_bar
@@ -11,6 +10,8 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_rl.checkpoint.manifest import Checkpoint
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.inputs import read_inputs
+from grpo_rl.cluster.placement import raylets
+from grpo_rl.cluster.session import Connection
 from grpo_rl.cluster.start import Cluster, start_roles
 from grpo_rl.config.compose import Composed
 from grpo_rl.models import builtin
@@ -35,15 +36,15 @@ def train(
     stack: ExitStack,
     status: Status,
     stop: Stop,
-    connected: Callable[[], None],
+    connection: Connection,
 ) -> None:
-    """Train from `checkpoint` on, or from the start; `connected` waits until Ray is there. `stack` ends what starts here."""
+    """Train from `checkpoint` on, or from the start; `connection` is that to Ray, being made. `stack` ends what starts here."""
     config = composed.config
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
     inputs = read_inputs(config, run_dir, console, stack)
     with console.progress("starting Ray"):
-        connected()
+        connection.wait()
     gc.enable()  # everything is imported
     folder = inputs.model_folder
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
@@ -53,6 +54,7 @@ def train(
     stack.callback(cluster.shutdown)
     actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
     status.update(workers=cluster.pids())
+    connection.watch_nodes(raylets(cluster.slots()))
     cluster.prepare_spares()
     rewarder = inputs.models.beside(inputs.rules, scorers)
     stack.callback(rewarder.close)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +20,7 @@ import pytest
 import ray
 from oracles import Training
 
-from grpo_rl.cluster import watch
+from grpo_rl.cluster import presence, watch
 
 START_S, NAMED_S = 240.0, 10.0
 pytestmark = pytest.mark.timeout(600)
@@ -81,14 +85,68 @@ LOST_IN = {"gcs_server": "start", "raylet": "gen"}
 """Which process of the cluster is killed, and in which phase of the run."""
 
 
+class TwoNodes:
+    """A cluster of two nodes on this machine: the head, where nothing can run, and another."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.tokens = {"head": secrets.token_hex(16), "node": secrets.token_hex(16)}
+        port = self.address.rpartition(":")[2]
+        self._start("head", folder, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
+        self._until_it_answers()
+        self._start("node", folder, f"--address={self.address}", "--num-cpus=2")
+
+    def kill(self, name: str) -> None:
+        """kill -9 of everything that runs on this node."""
+        while found := list(watch.processes(self.tokens[name])):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:
+                process.poll()
+
+    def _start(self, name: str, folder: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words]
+        with (folder / f"{name}.log").open("wb") as log:
+            environment = {**os.environ, watch.TOKEN: self.tokens[name]}
+            self._started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+
+    def _until_it_answers(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        deadline = time.monotonic() + START_S
+        while presence.unanswered((host, int(port))) is not None:
+            assert time.monotonic() < deadline, "the head does not start"
+            time.sleep(0.1)  # polling: a port
+
+
 @pytest.fixture(scope="module")
-def runs(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        cluster = TwoNodes(tmp_path_factory.mktemp("nodes"))
+        try:
+            yield cluster
+        finally:
+            for name in cluster.tokens:
+                cluster.kill(name)
+
+
+@pytest.fixture(scope="module")
+def runs(run_words: list[str], two_nodes: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
     """A run for each, side by side: most of a start keeps one processor busy."""
     folder, made = tmp_path_factory.mktemp("lost"), {}
     try:
         for victim, phase in LOST_IN.items():
             fault = f"driver.phase:delay=200@step=1,phase={phase}"
             made[victim] = Training(folder, victim, two_workers(run_words), fault).start()
+        at = [f"ray_kwargs.ray_init.address={two_nodes.address}", "ray_kwargs.ray_init.wait_for_nodes_s=60"]
+        fault = "driver.phase:delay=200@step=2,phase=gen"
+        saves = ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=false"]
+        made["node"] = Training(folder, "node", [*two_workers(run_words), *at, *saves], fault).start()
         yield made
     finally:
         for run in made.values():
@@ -114,6 +172,22 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
     status = run.status
     assert (status["state"], status["error"]["exit_code"], status["error"]["type"]) == ("failed", 6, "ClusterError")
     oracles.assert_nothing_left(run)
+
+
+def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_run_ends(runs, two_nodes):
+    run = runs["node"]
+    run.until(lambda status: status["phase"] == "gen" and status.get("last_commit") == 1, START_S)
+    two_nodes.kill("node")
+    began = time.monotonic()
+    code = run.wait(START_S)
+    took = time.monotonic() - began
+    print(f"MEASURED node killed: the run ended after {took:.2f} s")
+    assert code == 6, run.describe()
+    assert took < NAMED_S
+    [line] = [line for line in run.error_lines() if line.startswith("error: ")]
+    assert re.search(r"the Ray cluster is lost: its node [\d.]+ \(rollout0, actor0\) has not answered for ", line)
+    assert "the same command goes on from step 1, the last commit" in line
+    assert run.status["error"]["exit_code"] == 6
 
 
 def test_another_version_of_ray_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
