@@ -37,7 +37,7 @@ from grpo_rl.telemetry.metrics_file import read_metrics  # noqa: E402
 
 BATCH_SIZE, SAMPLES, SAVE_FREQ = 8, 4, 2
 CALIBRATION_STEPS = 8
-EXPECTED_SHARE = 0.75
+EXPECTED_SHARE = 0.8
 EFFECTIVE_BAR = 0.70
 LOOK_S = 0.2
 FUTILE_STARTS = 5

@@ -46,7 +46,7 @@ def ray_session(
 ) -> Iterator[None]:
     """`connecting`, and connected from the first line on."""
     with connecting(config, num_cpus, record, on_lost, warn) as connection:
-        connection.wait()
+        connection.connected()
         yield
 
 
@@ -60,7 +60,7 @@ def connecting(
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    `Connection.wait` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
+    `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
     however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
     another thread, with the cause, when the cluster has gone.
@@ -103,7 +103,7 @@ class Connection(threading.Thread):
         self._on_lost, self._warn = on_lost, warn
         self._watches: list[presence.ClusterWatch] = []
         self._error: BaseException | None = None
-        self._connected, self._closed = threading.Event(), threading.Event()
+        self._tried, self._closed = threading.Event(), threading.Event()
 
     def run(self) -> None:
         try:
@@ -111,14 +111,14 @@ class Connection(threading.Thread):
         except BaseException as error:  # raised again by who waits
             self._error = error
         finally:
-            self._connected.set()
+            self._tried.set()
         # The kernel ends a local Ray's processes with the thread that started them.
         while not self._closed.wait(LOOK_S):
             pass
 
-    def wait(self) -> None:
+    def connected(self) -> None:
         """Until Ray is there. Raises ClusterError when it does not come."""
-        if not self._connected.wait(START_S):
+        if not self._tried.wait(START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
         if self._error is not None:
             raise self._error
@@ -130,7 +130,7 @@ class Connection(threading.Thread):
 
     def close(self) -> None:
         """Leave Ray, whatever came of it."""
-        is_known = self._connected.wait(START_S)
+        is_known = self._tried.wait(START_S)
         for each in self._watches:
             each.close()
         if is_known and "ray" in sys.modules:

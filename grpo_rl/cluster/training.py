@@ -44,7 +44,7 @@ def train(
     disable_progress_bar()
     inputs = read_inputs(config, run_dir, console, stack)
     with console.progress("starting Ray"):
-        connection.wait()
+        connection.connected()
     gc.enable()  # everything is imported
     folder = inputs.model_folder
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
