@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
 from grpo_rl.errors import ClusterError
@@ -51,7 +51,19 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
             f"{where} runs Ray {theirs} on Python {their_python}, this process Ray {ours} on Python {our_python}: "
             "install the same versions on every node"
         )
+    if address and any("token" in str(cause).lower() for cause in _causes(error)):
+        return ClusterError(
+            f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
+            "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
+        )
     return ClusterError(f"cannot connect to {where}: {type(error).__name__}: {' '.join(text.split())}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def unanswered(address: tuple[str, int] | str) -> str | None:

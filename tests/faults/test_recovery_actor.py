@@ -44,14 +44,15 @@ def test_a_critic_rank_lost_in_its_second_optimizer_step_leaves_no_trace_in_the_
     lose_a_rank(critic_ranks, "critic.update.loss:kill9@micro_batch=1,n=2", 1)
 
 
-def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(actor_ranks, tmp_path):
-    scene = actor_ranks
+def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(actor_ranks, tmp_path_factory):
+    # Not the test's own folder, which goes with it: the group keeps to this checkpoint until it has another state.
+    scene, folder = actor_ranks, tmp_path_factory.mktemp("checkpoint")
     undisturbed, keeper = scene.undisturbed, scene.group.keeper
     keeper.in_memory = False
     try:
         scene.begin(1)
-        scene.role.save(tmp_path)
-        scene.role.committed(tmp_path)
+        scene.role.save(folder)
+        scene.role.committed(folder)
         scene.role.update(make_batch(1))
         assert keeper.num_updates == 1
         scene.arm("actor.update.after_optimizer:kill9", 0)
