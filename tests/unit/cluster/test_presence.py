@@ -48,6 +48,12 @@ def test_another_version_is_told_in_one_line_with_both() -> None:
         "the cluster at 10.0.0.2:6379 runs Ray 2.59.0 on Python 3.11.4, this process Ray 2.60.0 on Python 3.11.7: "
         "install the same versions on every node"
     )
+    refused = ConnectionError("Failed to connect to Ray cluster at 10.0.0.2:6379")
+    refused.__cause__ = RuntimeError("InvalidAuthToken: the authentication token is incorrect")
+    assert str(why_not_connected("10.0.0.2:6379", refused)) == (
+        "the cluster at 10.0.0.2:6379 asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the "
+        "cluster's own in RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
+    )
     assert str(why_not_connected(None, ValueError("no\n  room"))) == "cannot connect to a local Ray: ValueError: no room"
 
 
