@@ -24,7 +24,7 @@ BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
 PRELOADED = "everything is imported"
 """What a spare says in its log when it is ready."""
-# A new process has more right to the processor than a spare that imports, and is soon further.
+# Where a spare may not have its right to the processor back, a new process is soon further.
 PRELOADED_S = 2.0
 
 

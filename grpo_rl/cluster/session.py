@@ -103,6 +103,8 @@ class Connection(threading.Thread):
         self._on_lost, self._warn = on_lost, warn
         self._watches: list[presence.ClusterWatch] = []
         self._error: BaseException | None = None
+        self._is_ours = False
+        """Ray has started here, or let us in: a Ray that somebody else had in this process is left to them."""
         self._tried, self._closed = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -117,7 +119,7 @@ class Connection(threading.Thread):
             pass
 
     def connected(self) -> None:
-        """Until Ray is there. Raises ClusterError when it does not come."""
+        """Wait until Ray is there. Raises ClusterError when it does not come."""
         if not self._tried.wait(START_S):
             raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
         if self._error is not None:
@@ -130,11 +132,13 @@ class Connection(threading.Thread):
 
     def close(self) -> None:
         """Leave Ray, whatever came of it."""
-        is_known = self._tried.wait(START_S)
+        self._tried.wait(START_S)
         for each in self._watches:
             each.close()
-        if is_known and "ray" in sys.modules:
-            sys.modules["ray"].shutdown()
+        if self._is_ours:
+            import ray
+
+            ray.shutdown()
         self._closed.set()
 
     def _connect(self) -> None:
@@ -147,6 +151,7 @@ class Connection(threading.Thread):
                 ray.init(**self._options)
         except Exception as error:
             raise presence.why_not_connected(self._address, error) from error
+        self._is_ours = True
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
         auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:

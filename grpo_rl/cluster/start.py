@@ -173,8 +173,7 @@ def start_roles(
 ) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool, WorkerGroup | None]:
     """Actor, reference (where a KL term reads it), critic (where the estimator does), rollout pool and reward model, ready to work."""
     config = cluster.config
-    actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    objective = Objective.from_config(actor_config, config.data.max_response_length)
+    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
     slots = cluster.actor_pool().slots()
     threads = cluster.cores_for(len(slots))
 
@@ -209,26 +208,34 @@ def start_roles(
     for group, *_ in ranked:
         group.built()
 
-    transfer = Transfer(engine_spec.weight_backend, actors, engines, engine_spec.tensor_parallel_size)
-
-    def build_engine(worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(rollout_factory, engine_spec)
-
-    can_replace = transfer.can_lose_engines and cluster.supervisor.restarts
-    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
-    options = PoolOptions(
-        max_num_seqs=rollout_config.max_num_seqs,
-        sleeps=engine_spec.sleep_mode,
-        verify_checksum=rollout_config.checkpoint_engine.verify_checksum,
-        step_timeout_s=config.trainer.step_timeout_s,
-    )
-    pool = ReplicaPool(replicas, transfer, decoder(tokenizer), options)
+    pool = _make_pool(cluster, engines, actors, engine_spec, tokenizer)
     actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
         rule, splits = derived.logprob_rule(config, "ref"), config.trainer.on_out_of_memory == "split"
         reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl, splits=splits)
     return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
+
+
+def _make_pool(
+    cluster: Cluster, engines: SupervisedGroup, actors: SupervisedGroup, spec: EngineSpec, tokenizer: Any
+) -> ReplicaPool:
+    """The rollout role over its engines, which take their weights from the actors."""
+    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
+
+    def build_engine(worker: Worker) -> ray.ObjectRef:
+        return worker.actor.build.remote(rollout_factory, spec)
+
+    can_replace = transfer.can_lose_engines and cluster.supervisor.restarts
+    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
+    rollout = cluster.config.actor_rollout_ref.rollout
+    options = PoolOptions(
+        max_num_seqs=rollout.max_num_seqs,
+        sleeps=spec.sleep_mode,
+        verify_checksum=rollout.checkpoint_engine.verify_checksum,
+        step_timeout_s=cluster.config.trainer.step_timeout_s,
+    )
+    return ReplicaPool(replicas, transfer, decoder(tokenizer), options)
 
 
 def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tokenizer: Any) -> ActorGroup:

@@ -42,11 +42,6 @@ class Saving:
         """Whether there is a checkpoint of this step, or will be unless its save fails."""
         return (self._going is not None and self._going.draft.step == step) or step in self.store.steps()
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a save has been begun and not ended."""
-        return self._going is not None
-
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Save the roles' state as it is now, and `state`. It is committed by a later `poll` or `finish`, or at once.
 
