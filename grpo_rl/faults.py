@@ -132,6 +132,9 @@ class _Armed:
         os.close(descriptor)
 
 
+VARIABLES = ("GRPO_FAULT", "GRPO_FAULT_STATE")
+"""Arm fault points: what, and the folder in which processes note what has fired."""
+
 _armed: _Armed | None = None
 _unread = bool(os.environ.get("GRPO_FAULT"))
 
@@ -163,7 +166,7 @@ def told() -> dict[str, Any] | None:
 
 def environment() -> dict[str, str]:
     """What a process of this run that does not inherit this one's environment needs, to have the same faults armed."""
-    return {name: os.environ[name] for name in ("GRPO_FAULT", "GRPO_FAULT_STATE") if os.environ.get(name)}
+    return {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
 def arm(spec: str | None = None, state: str | None = None) -> None:

@@ -21,7 +21,7 @@ from grpo_rl.config.derived import (
     update_rule,
 )
 from grpo_rl.config.schema import Config
-from grpo_rl.models.builtin import PREFIX, get_builtin
+from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
 
 GIB = 2**30
 _TRAINING_BYTES = 16
@@ -71,7 +71,7 @@ def model_size(path: str) -> ModelSize | None:
     return _from_config(config.get("text_config", config), stored_params(folder))
 
 
-_BUILTIN_FAMILY = {"model_type": "qwen3", "tie_word_embeddings": True}
+_BUILTIN_FAMILY = {"model_type": MODEL_TYPE, "tie_word_embeddings": True}
 
 
 def stored_params(folder: Path) -> int | None:

@@ -4,8 +4,8 @@
 
 A tiny random model, two rollout replicas, a reference, checkpoints every second step. Every `rate` seconds a fault: a
 process killed or stopped, the driver signalled or killed and its newest checkpoint damaged, a fault point passed (see
-soak_faults.py). The driver is started again by the same command whenever it ends. It takes about twice the minutes: the
-undisturbed training of the same steps comes after. Exit code 1 when a bar is missed: committed steps lost 0, the same
+soak_faults.py). The driver is started again by the same command whenever it ends, and stopped, by SIGTERM, when the minutes
+are over. It takes about twice as long: the undisturbed training of the same steps comes after. Exit code 1 when a bar is missed: committed steps lost 0, the same
 SHA-256 of weights and optimizer and the same metrics, nothing left behind, no end of the driver that was not asked for,
 effective time >= 70 % of the wall clock.
 """
@@ -37,16 +37,16 @@ from grpo_rl.telemetry.metrics_file import read_metrics  # noqa: E402
 
 BATCH_SIZE, SAMPLES, SAVE_FREQ = 8, 4, 2
 CALIBRATION_STEPS = 8
-EXPECTED_SHARE = 0.8
 EFFECTIVE_BAR = 0.70
 LOOK_S = 0.2
 FUTILE_STARTS = 5
+THE_END = "SIGTERM driver, the time is over"
 ASIDE = re.compile(r"resumed from \S+ at step (\d+)")
 BACK = re.compile(r"recovery: (\w+?)\d* is back after ([\d.]+) s")
 
 
-def words(model: Path, steps: int, ranks: int) -> list[str]:
-    """The command's words."""
+def words(model: Path, steps: int, ranks: int, last: int | None = None) -> list[str]:
+    """The command's words: for a training of so many steps, or one of them that ends at step `last`."""
     policy = "actor_rollout_ref"
     return [
         f"{policy}.model.path={model}",
@@ -65,12 +65,11 @@ def words(model: Path, steps: int, ranks: int) -> list[str]:
         f"{policy}.rollout.n_gpus_per_node=2",
         f"{policy}.rollout.ignore_eos=true",
         f"trainer.n_gpus_per_node={ranks}",
-        f"trainer.total_training_steps={steps}",
+        f"trainer.total_training_steps={last or steps}",
         f"trainer.save_freq={SAVE_FREQ}",
         "trainer.max_actor_ckpt_to_keep=5",
         "trainer.on_save_error=continue",
         "trainer.heartbeat_s=1",
-        "trainer.keep_spares=always",
         "trainer.max_restarts=100000",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
@@ -78,7 +77,7 @@ def words(model: Path, steps: int, ranks: int) -> list[str]:
 
 
 class Soak:
-    """The disturbed training, from its first start to its last step."""
+    """The disturbed training, from its first start to `steps`, or to the step at which the time was over."""
 
     def __init__(self, training: Training, source: soak_faults.Source, steps: int, rate: float, always: str) -> None:
         self.training, self.source, self.steps, self.rate, self.always = training, source, steps, rate, always
@@ -89,7 +88,7 @@ class Soak:
         self.left_s: list[float] = []
         self.loads: list[float] = []
         self.wall_s = 0.0
-        self._due = float("inf")
+        self._due = self._over = float("inf")
         self._asked: str | None = None
         self._died = time.monotonic()
         self._num_fired = 0
@@ -97,9 +96,10 @@ class Soak:
         self._cleaning: list[tuple[float, dict[str, Any]]] = []
         self._commit, self._futile = 0, 0
 
-    def run(self, longest_s: float) -> None:
-        """Until the training is done. Raises AssertionError when it takes too long or gets nowhere."""
+    def run(self, seconds: float | None, longest_s: float) -> None:
+        """Until the training is done or so many seconds are over. Raises AssertionError when it takes too long or gets nowhere."""
         began = self._died = time.monotonic()
+        self._over = began + seconds if seconds is not None else float("inf")
         self._start()
         while not self._ended():
             assert time.monotonic() - began < longest_s, f"not done after {longest_s:.0f} s\n{self.training.describe()}"
@@ -131,6 +131,9 @@ class Soak:
         if self.training.sessions:
             self._cleaning.append((time.monotonic(), self.training.sessions[-1]))
         if code == 0:
+            return True
+        if code == 75 and self._asked == THE_END:
+            self.steps = max(soak_faults.intact(self.training.path / "checkpoints"))
             return True
         self._died = time.monotonic()
         if code != (75 if self._asked == "SIGTERM driver" else -9) or self._asked is None:
@@ -165,6 +168,9 @@ class Soak:
             self._due = time.monotonic() + self.rate
         if self._count_fired():
             self._due = time.monotonic() + self.rate
+        elif time.monotonic() >= self._over and self._asked is None:
+            self._asked = THE_END
+            soak_faults.send(status["pid"], self._asked)
         elif time.monotonic() >= self._due and self._asked is None:
             self._strike(status)
 
@@ -296,7 +302,7 @@ def seconds_per_step(folder: Path, model: Path, ranks: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="about so long with faults (default 30)")
+    parser.add_argument("--minutes", type=float, default=30, help="so long with faults (default 30)")
     parser.add_argument("--rate", type=float, default=20, help="seconds between two faults (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default 0)")
     parser.add_argument("--ranks", type=int, default=1, help="actor ranks (default 1)")
@@ -313,17 +319,19 @@ def main() -> int:
     model = builtin.build("builtin:arithmetic", folder / "random")
     say(f"everything is kept in {folder}")
     seconds = seconds_per_step(folder, model, given.ranks)
-    steps = given.steps or max(CALIBRATION_STEPS, int(given.minutes * 60 * EXPECTED_SHARE / seconds))
-    say(f"a step takes {seconds:.2f} s: {steps} steps")
+    # More than there is time for: the learning rate is constant, so a training that is stopped earlier is the same until there.
+    steps = given.steps or max(CALIBRATION_STEPS, int(2 * given.minutes * 60 / seconds))
+    say(f"a step takes {seconds:.2f} s")
     always = f"actor.update.loss:nan@step={given.nan_step}" if given.nan_step else ""
     disturbed = Training(folder, "disturbed", words(model, steps, given.ranks))
     soak = Soak(
         disturbed, soak_faults.Source(given.seed, given.ranks, SAVE_FREQ, given.rate / seconds), steps, given.rate, always
     )
-    undisturbed = Training(folder, "undisturbed", words(model, steps, given.ranks), always)
+    undisturbed = Training(folder, "undisturbed", [], always)
     try:
-        soak.run(longest_s=max(600.0, given.minutes * 60 * 4))
-        say("the undisturbed training")
+        soak.run(None if given.steps else given.minutes * 60, longest_s=max(600.0, given.minutes * 60 * 4))
+        undisturbed.words = words(model, steps, given.ranks, last=soak.steps)
+        say(f"the undisturbed training of {soak.steps} steps")
         began = time.monotonic()
         assert undisturbed.start().wait(max(600.0, given.minutes * 60 * 4)) == 0, undisturbed.describe()
         return 0 if report(soak, undisturbed, time.monotonic() - began) else 1

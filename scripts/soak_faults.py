@@ -23,6 +23,7 @@ FROM_OUTSIDE: dict[str, float] = {
     "kill -9 replica": 6,
     "SIGSTOP replica": 4,
     "kill -9 reward process": 3,
+    "kill -9 fork server": 1,
     "kill -9 reference": 2,
     "SIGSTOP reference": 1,
     "kill -9 actor rank": 2,
@@ -50,6 +51,7 @@ ARMED = (
 AHEAD = ((0.5, 1.5), (1.5, 2.5))
 """Two faults are armed at once; each waits for a step so far after the newest commit, in steps between two faults."""
 FEWEST_AHEAD = 3
+FORK_SERVER = b"grpo_rl/cluster/fork_server.py"
 REWARD_PROCESS = b"grpo_rl.rewards.pool_worker"
 
 
@@ -87,6 +89,8 @@ class Source:
         family = set(watch.processes(session["token"]))
         if kind.endswith("reward process"):
             candidates = [pid for pid in family if _parent(pid) == status["pid"] and REWARD_PROCESS in _words(pid)]
+        elif kind.endswith("fork server"):
+            candidates = [pid for pid in family if _parent(pid) == status["pid"] and FORK_SERVER in _words(pid)]
         else:
             role = {"replica": "rollout", "reference": "reference", "rank": "actor"}[kind.split()[-1]]
             candidates = [pid for name, pid in status.get("workers", {}).items() if name.startswith(role)]

@@ -13,9 +13,8 @@ import ray
 from grpo_rl import faults
 from grpo_rl.cluster.host import BEATS, RemoteError
 from grpo_rl.cluster.memory import what_to_do
-from grpo_rl.cluster.placement import Slot
+from grpo_rl.cluster.placement import Place, Slot
 from grpo_rl.cluster.processes import end_process
-from grpo_rl.cluster.spares import Place, Spares
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
 
 LOG_TAIL_LINES = 12
@@ -55,7 +54,7 @@ class NoAnswer(WorkerFailed):
 class Worker:
     """A handle to one process."""
 
-    def __init__(self, name: str, place: Place, log_file: Path, spares: Spares | None = None) -> None:
+    def __init__(self, name: str, place: Place, log_file: Path) -> None:
         self.name = name
         self.place = place
         self.log_file = log_file
@@ -65,8 +64,7 @@ class Worker:
         """Why the controller ended the process, if it did."""
         self.excused = False
         """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
-        spare = None if spares is None else spares.take(place, name, log_file)
-        self.actor: Any = place.start(name, log_file) if spare is None else spare
+        self.actor: Any = place.start(name, log_file)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
@@ -75,9 +73,9 @@ class Worker:
             return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
-    def again(self, spares: Spares | None = None) -> Worker:
+    def again(self) -> Worker:
         """Another process in the same place, with no worker in it yet."""
-        return Worker(self.name, self.place, self.log_file, spares)
+        return Worker(self.name, self.place, self.log_file)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
         """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""

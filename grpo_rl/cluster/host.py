@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,10 +19,6 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
-PRELOADED = "everything is imported"
-"""What a spare says in its log when it is ready."""
-# Where a spare may not have its right to the processor back, a new process is soon further.
-PRELOADED_S = 2.0
 
 
 class RemoteError(Exception):
@@ -46,8 +39,8 @@ class RemoteError(Exception):
 class Host:
     """Runs in a process of its own; `build` makes the worker there, `call` calls it.
 
-    The environment is set before anything heavy is imported, because thread counts and visible devices
-    are read when torch is loaded.
+    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
+    where everything is imported already (`forks`), it has nothing that would come too late.
     """
 
     def __init__(self, name: str, log_file: str | None, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
@@ -57,40 +50,8 @@ class Host:
         remember_environment()
         remember(secret)
         self._worker: Any = None
-        self._preloading: threading.Thread | None = None
-        self._has_place = False
-        self._lock = threading.Lock()
-        faults.arm()
-        self._go_by(name, log_file)
-
-    def become(self, name: str, log_file: str | None) -> None:
-        """Go by this name from now on, and print to this log.
-
-        Raises RuntimeError for a process that is still importing: who imports the same from another thread may get half
-        of a module.
-        """
-        with self._lock:
-            if self._preloading is not None:
-                _schedule("SCHED_OTHER")
-                self._preloading.join(PRELOADED_S)
-                if self._preloading.is_alive():
-                    raise RuntimeError("still importing")
-            self._has_place = True
-        self._go_by(name, log_file)
-
-    def modules(self) -> list[str]:
-        """All that is imported here, in the order in which it was."""
-        return list(sys.modules)
-
-    def preload(self, modules: list[str]) -> None:
-        """Import all of these, while a core is idle, unless it has a place already."""
-        with self._lock:
-            if not self._has_place:
-                self._preloading = threading.Thread(target=_import_all, args=(modules,), name="preload", daemon=True)
-                self._preloading.start()
-
-    def _go_by(self, name: str, log_file: str | None) -> None:
         self.name = name
+        faults.arm()
         faults.tell(worker=name)
         if log_file is not None:
             _redirect_output(Path(log_file))
@@ -115,6 +76,7 @@ class Host:
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Make the worker."""
+        _settle_threads()
         try:
             self._worker = _guard(factory, args, kwargs)
         finally:
@@ -147,22 +109,11 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
-def _import_all(modules: list[str]) -> None:
-    _schedule("SCHED_IDLE", [threading.get_native_id()])
-    for name in modules:
-        if name not in sys.modules:
-            # Whoever needs it imports it again, and hears why that does not work.
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-    print(PRELOADED, flush=True)
-
-
-def _schedule(policy: str, threads: Sequence[int] | None = None) -> None:
-    """Have these threads of this process, or all, scheduled by this policy, on Linux and as far as that is permitted."""
-    with contextlib.suppress(OSError, AttributeError):
-        # Threads that a library starts while it is imported take the policy of whoever imports it.
-        for thread in threads if threads is not None else map(int, os.listdir("/proc/self/task")):
-            os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
+def _settle_threads() -> None:
+    """Have torch use as many threads as OpenMP was told to, which it has not read in a copied process (`forks`)."""
+    number = os.environ.get("OMP_NUM_THREADS")
+    if number and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(number))
 
 
 def _redirect_output(log_file: Path) -> None:
@@ -177,5 +128,4 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    if not isinstance(sys.stdout, HidingStream):  # a process may get another name, and another log
-        sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
+    sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)

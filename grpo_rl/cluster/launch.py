@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.cluster.forks import modules_for
 from grpo_rl.cluster.session import clean_earlier, connecting
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.hiding import scrub
@@ -52,7 +53,10 @@ def run(composed: Composed, plan: Plan) -> int:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
         with reported(config, run_dir, stack) as (status, stop):
             lost = ends_the_run(status, run_dir)
-            session = connecting(config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, lost, console.warn)
+            # A GPU's driver does not survive a fork.
+            copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
+            ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
+            session = connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied)
             connection = stack.enter_context(session)
             # Ray takes seconds to start, in processes of its own, and so do these imports.
             from grpo_rl.cluster.training import train

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_rl.cluster import forks
+from grpo_rl.cluster.host import BEATS, Host
+from grpo_rl.config import secrets
 from grpo_rl.errors import ClusterError
 
 # On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
@@ -23,6 +28,32 @@ class Slot:
     placement_group: PlacementGroup
     bundles: tuple[int, ...]
     gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs and with what environment."""
+
+    slot: Slot
+    environment: Mapping[str, str]
+    threads: int
+    """Calls that it answers at once."""
+
+    def start(self, name: str, log_file: Path) -> Any:
+        """A new process: a Ray actor of class Host."""
+        strategy = PlacementGroupSchedulingStrategy(self.slot.placement_group, self.slot.bundles[0])
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self.slot.gpu_ids)} if self.slot.gpu_ids else {}
+        environment = {**self.environment, **devices}
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": self.threads, "scheduling_strategy": strategy}
+        copied = forks.runtime_env(environment)
+        if copied:
+            options["runtime_env"] = copied
+        remote: Any = ray.remote  # whose types do not know concurrency groups
+        return (
+            remote(concurrency_groups={BEATS: 1})(Host)
+            .options(**options)
+            .remote(name, str(log_file), environment, secrets.known())
+        )
 
 
 class Pool:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_rl.cluster.health import Monitor
-from grpo_rl.cluster.spares import Spares
 from grpo_rl.config.schema import TrainerConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.telemetry.console import Console
@@ -97,7 +96,6 @@ class Supervisor:
         self.budget = Budget(trainer.max_restarts, trainer.restart_window_s)
         self.log = RecoveryLog(console.warn, on_restart)
         self.monitor = Monitor(trainer.heartbeat_s, trainer.start_timeout_s)
-        self.spares = Spares(trainer.keep_spares)
 
     @property
     def restarts(self) -> bool:
@@ -108,7 +106,6 @@ class Supervisor:
         """Stop watching and starting again, before workers are ended in good order."""
         self.closed = True
         self.monitor.close()
-        self.spares.close()
 
 
 def _first_line(text: str) -> str:

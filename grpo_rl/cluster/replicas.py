@@ -105,7 +105,7 @@ class Replicas:
 
     def _replace(self, worker: Worker) -> None:
         assert self.supervisor is not None and self._build is not None
-        fresh = worker.again(self.supervisor.spares)
+        fresh = worker.again()
         with self._lock:
             if self.supervisor.closed:
                 fresh.kill()
@@ -125,7 +125,6 @@ class Replicas:
         except GrpoRlError as error:
             self._give_up(error)
             return
-        self.supervisor.spares.prepare([fresh])
         self.supervisor.log.on_restart(fresh.name, fresh.pid)
         with self._lock:
             self._ready.append(fresh)

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.cluster import auth, presence, watch
+from grpo_rl.cluster.forks import ForkServer
 from grpo_rl.config.schema import RayInitConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.environment import SESSION_FOLDER
@@ -43,9 +44,10 @@ def ray_session(
     record: Path | None = None,
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
+    copied: Sequence[str] = (),
 ) -> Iterator[None]:
     """`connecting`, and connected from the first line on."""
-    with connecting(config, num_cpus, record, on_lost, warn) as connection:
+    with connecting(config, num_cpus, record, on_lost, warn, copied) as connection:
         connection.connected()
         yield
 
@@ -57,18 +59,23 @@ def connecting(
     record: Path | None = None,
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
+    copied: Sequence[str] = (),
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
     `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
     however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
-    another thread, with the cause, when the cluster has gone.
+    another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that has
+    imported the modules in `copied` (`forks`), where there are any.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with watched(record) as folder:
+    with watched(record) as folder, ExitStack() as stack:
         connection = Connection(config, num_cpus, folder, on_lost, warn)
+        if copied and connection.is_local:
+            stack.callback(ForkServer(folder, copied).close)
+            connection.start_no_worker_early()
         connection.start()
         try:
             yield connection
@@ -106,6 +113,15 @@ class Connection(threading.Thread):
         self._is_ours = False
         """Ray has started here, or let us in: a Ray that somebody else had in this process is left to them."""
         self._tried, self._closed = threading.Event(), threading.Event()
+
+    @property
+    def is_local(self) -> bool:
+        """Ray is started here, for this run alone."""
+        return not self._address
+
+    def start_no_worker_early(self) -> None:
+        """Have Ray start none of the usual workers before it is asked to."""
+        self._options["_system_config"] = {"prestart_worker_first_driver": False}
 
     def run(self) -> None:
         try:

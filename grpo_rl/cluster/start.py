@@ -13,6 +13,7 @@ import ray
 from grpo_rl import faults
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.critic import CriticGroup, critic_factory, critic_spec, make_critic
+from grpo_rl.cluster.forks import ENVIRONMENT
 from grpo_rl.cluster.groups import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.placement import Pool, Slot
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
@@ -27,7 +28,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema import Config
 from grpo_rl.plan_algorithm import needs_critic, recomputes_old_logprobs
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.environment import SPIN_COUNT, engine_environment
+from grpo_rl.rollout.environment import engine_environment
 from grpo_rl.telemetry.console import Console
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
@@ -89,8 +90,7 @@ class Cluster:
         stateful: bool = False,
     ) -> SupervisedGroup:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
-        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | ENVIRONMENT | dict(environment)
-        environment |= faults.environment()
+        environment = {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT | dict(environment) | faults.environment()
         group = SupervisedGroup(
             role,
             slots,
@@ -136,13 +136,6 @@ class Cluster:
         """Where every worker is, by its name."""
         return {worker.name: worker.place.slot for group in self.groups for worker in group.workers}
 
-    def prepare_spares(self) -> None:
-        """Spares for all groups, where they are wanted before anything has failed."""
-        if self.supervisor.spares.wanted == "always":
-            for group in self.groups:
-                # The ranks of a group are lost together, engines one by one.
-                self.supervisor.spares.prepare(group.workers[:1] if group.role == "rollout" else group.workers)
-
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
@@ -159,13 +152,6 @@ class Cluster:
             timeout_s=self.config.trainer.start_timeout_s,
             grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
         )
-
-
-ENVIRONMENT = {
-    "GOMP_SPINCOUNT": str(SPIN_COUNT),
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-}
 
 
 def start_roles(

@@ -196,15 +196,13 @@ class SupervisedGroup(WorkerGroup):
         assert self.supervisor is not None and self._recipe is not None
         # Ranks that only noticed wait in a collective, or hold what the new ones need.
         self.shutdown()
-        spares = self.supervisor.spares
-        self.workers = [worker.again(spares) for worker in self.workers]
+        self.workers = [worker.again() for worker in self.workers]
         wait_all(self.workers, self._recipe(), self.supervisor.start_timeout_s, f"start {self.role} again")
         for worker in self.workers:
             self.supervisor.log.on_restart(worker.name, worker.pid)
         self._watch()
         if self.keeper is not None:
             self.keeper.restore()
-        spares.prepare(self.workers)
 
     def _how(self, what: str) -> str:
         if self.keeper is None:

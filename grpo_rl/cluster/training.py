@@ -55,7 +55,6 @@ def train(
     actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
     status.update(workers=cluster.pids())
     connection.watch_nodes(raylets(cluster.slots()))
-    cluster.prepare_spares()
     rewarder = inputs.models.beside(inputs.rules, scorers)
     stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)

@@ -70,10 +70,6 @@ class TrainerConfig:
     """When memory runs out in an update or a pass for log-probs or values: stop, or start the role's ranks again with the
     state they had and go on with micro-batches of half the size, until the end of the run. The gradient is the same up
     to rounding."""
-    keep_spares: Literal["after_failure", "always", "never"] = "after_failure"
-    """Keep a process ready that has everything imported, so that starting a worker again takes a second or two: in a
-    worker's place once it has failed, from the start of the run, or never. Costs the memory of its libraries, some
-    hundred MB each, and always: some seconds of processor time at the start."""
     heartbeat_s: Positive = 5.0
     """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
     max_restarts: CountOrZero = 5

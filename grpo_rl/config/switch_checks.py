@@ -186,7 +186,6 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
         "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
-        "trainer.keep_spares": (trainer.recover != "off", "needs trainer.recover other than off: nothing is started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),

@@ -21,6 +21,7 @@ import torch
 from grpo_rl.errors import ConfigError
 
 PREFIX = "builtin:"
+MODEL_TYPE = "qwen3"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant")
 CHAT_TEMPLATE = (

@@ -29,8 +29,12 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     OpenMP reads its variables when torch is loaded: set them before the process starts. The others are
     read when vLLM is imported, and the engine sets those that are missing (set_missing).
     """
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    if spec.device == "cpu":
+        environment |= {"OMP_NUM_THREADS": str(spec.threads), "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    if spec.name != "vllm":
+        return environment
+    environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Pickled functions between vLLM's processes: never, whatever the user's environment says.
@@ -40,11 +44,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
     }
     if spec.device == "cpu":
-        environment |= {
-            "OMP_NUM_THREADS": str(spec.threads),
-            "GOMP_SPINCOUNT": str(SPIN_COUNT),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if spec.enforce_eager:
             # vLLM compiles a few helpers even when it runs the model eagerly: 18 s and a C++ compiler
             # on a fresh machine, for nothing that is slower without.

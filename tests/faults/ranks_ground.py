@@ -128,8 +128,7 @@ def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]
     config = ActorConfig(ppo_mini_batch_size=2, use_kl_loss=False)
     objective = Objective.from_config(config)
     spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
-    # Lost one straight after the other they would leave spares no time to import, and these cost as much as the ranks.
-    with _group(slots, folders, "actor", armed_ranks.make_actor, spec, keep_spares="never") as (ground, group):
+    with _group(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, group):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
         actor = ActorGroup(group, config, **rules, always_old=True, objective=objective, splits=True)
         yield Scene(ground, actor, actor.train_cut, _saved(actor, folders))
@@ -155,11 +154,10 @@ def _group(
     role: str,
     factory: Callable[..., Any],
     spec: Any,
-    keep_spares: str = "after_failure",
 ) -> Iterator[tuple[Ground, SupervisedGroup]]:
     ground = Ground(slots, folders.mktemp("logs"))
     try:
-        supervisor = ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S, keep_spares=keep_spares)
+        supervisor = ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S)
         group = ground.group(role, 2, supervisor, stateful=True)
 
         def recipe() -> list[ray.ObjectRef]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from grpo_rl.cluster.forks import MODULES
 from grpo_rl.cluster.groups import Worker, wait_all
 from grpo_rl.cluster.placement import Pool
 from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
@@ -24,6 +25,7 @@ from grpo_rl.config.schema import RayInitConfig, TrainerConfig
 from grpo_rl.telemetry.console import Console
 
 HEARTBEAT_S = 1.0
+COPIED = (*MODULES, "transformers.models.qwen3.modeling_qwen3", "armed_ranks", "tiny_roles")
 START_S = 120.0
 STEP_S = 120.0
 
@@ -33,7 +35,7 @@ def ray_with_slots(count: int) -> Iterator[Pool]:
     """A local Ray whose processes find the modules beside this file."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        stack.enter_context(ray_session(RayInitConfig(), 2))
+        stack.enter_context(ray_session(RayInitConfig(), 2, copied=COPIED))
         pool = Pool(1, count, use_gpu=False, timeout_s=START_S)
         yield pool
         pool.release()

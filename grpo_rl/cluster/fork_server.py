@@ -1,0 +1,163 @@
+"""Imports what workers need, once, and makes every worker a copy of itself: run beside a controller, as its own process.
+
+A worker spends most of its start on importing torch and transformers: four seconds of a processor for each. A copy (a
+fork) of a process that has done that starts in less than one, and shares the memory of what was imported. `forks.py`
+starts this, `fork_request.py` asks it.
+
+Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray knows, so
+that `later` modules are imported when the first worker is asked for, with its variables.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOOK_S = 60.0
+REQUEST_S = 10.0
+REFUSED = b"no"
+"""The answer to a request that has to be met by a process started from nothing."""
+PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """The process that Ray wanted: what it would have inherited, and what it would have run."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    umask: int
+    priority: int
+    oom_score: str
+    descriptors: Sequence[int]
+    """Standard input, output and error."""
+
+    @property
+    def of_ray(self) -> dict[str, str]:
+        """Ray's own variables."""
+        return {name: value for name, value in self.environment.items() if name.startswith("RAY_")}
+
+
+def main(order: dict[str, Any]) -> None:
+    """`listener`, a descriptor; `path`, Python's; `modules` to import now and `later`. Ends with the pipe on standard input."""
+    # A million objects that stay: a collection looks at all of them, and writes into pages that copies share.
+    gc.disable()
+    sys.path[:] = order["path"]
+    listener = socket.socket(fileno=order["listener"])
+    import_all(order["modules"])
+    request = serve(listener, order["later"])
+    if request is not None:
+        listener.close()
+        become(request)
+
+
+def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
+    """Make copies until the controller is gone. Returns a request in each copy, and None here at the end."""
+    # Copies that have ended are nobody's to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    of_ray: dict[str, str] | None = None
+    while True:
+        readable, _, _ = select.select([0, listener.fileno()], [], [], LOOK_S)
+        if 0 in readable and not os.read(0, PIECE):
+            return None
+        if listener.fileno() not in readable:
+            continue
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(REQUEST_S)
+            try:
+                request = receive(connection)
+            except (OSError, ValueError, TypeError):
+                continue  # who asked hears that the connection ends
+            if of_ray is None:
+                of_ray = request.of_ray
+                os.environ.update(of_ray)
+                import_all(later)
+                gc.collect()
+                gc.freeze()
+            if request.of_ray == of_ray and may_fork():
+                pid = os.fork()
+                if pid == 0:
+                    return request
+                answer = str(pid).encode()
+            else:
+                answer = REFUSED
+            with contextlib.suppress(OSError):
+                connection.sendall(answer)
+            for descriptor in request.descriptors:
+                os.close(descriptor)
+
+
+def receive(connection: socket.socket) -> Request:
+    """The request that somebody sends, with three descriptors. Raises OSError, ValueError or TypeError."""
+    descriptors = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(PIECE, socket.CMSG_SPACE(3 * descriptors.itemsize))
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content)
+    while not data.endswith(b"\n"):
+        connection.settimeout(REQUEST_S)
+        more = connection.recv(PIECE)
+        if not more:
+            raise ValueError("half a request")
+        data += more
+    return Request(**json.loads(data), descriptors=list(descriptors))
+
+
+def become(request: Request) -> None:
+    """Be the process that Ray wanted, as far as what it was started with can tell."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, descriptor in enumerate(request.descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # Ray ends a worker with its group of processes.
+    os.setpgid(0, 0)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, request.priority)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(request.oom_score)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    if "numpy" in sys.modules:
+        # Python seeds its own generator anew in a copy; numpy does not.
+        sys.modules["numpy"].random.seed()
+    sys.argv = list(request.words)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def may_fork() -> bool:
+    """Whether a copy would work: it has only one of the threads, and no GPU of which this process knows."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return False
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+                return False
+    return True
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import all of these that can be; who needs one imports it again, and hears why that does not work."""
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,183 @@
+"""Copies of a process that has imported everything: with real processes, and a script in Ray's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster import fork_request, forks
+from grpo_rl.cluster.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
+from grpo_rl.rollout.environment import SESSION_FOLDER
+
+SCRIPT = """
+import json, os, random, signal, sys
+if "SLEEP" in os.environ:
+    import time; print(os.getpid(), flush=True); time.sleep(600)
+umask = os.umask(0)
+print(json.dumps({
+    "parent": os.getppid(), "group": os.getpgid(0), "pid": os.getpid(), "words": sys.argv[1:], "folder": os.getcwd(),
+    "environment": dict(os.environ), "umask": umask, "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    "oom": open("/proc/self/oom_score_adj").read(), "input": sys.stdin.read(), "name": __name__,
+    "has": [name for name in ("ready_early", "ready_late", "ready_thread") if name in sys.modules],
+    "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "random": random.random(),
+}))
+"""
+RAY = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7"}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Modules to be imported early and late, and one that leaves a thread behind."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "ready_early.py").write_text("import random, os\nassert 'RAY_JOB_ID' not in os.environ\n")
+    (folder / "ready_late.py").write_text("import os\nassert os.environ['RAY_JOB_ID'] == '01000000'\n")
+    (folder / "ready_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def serve(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ForkServer]]:
+    """Starts a server, and ends it."""
+    monkeypatch.setattr(forks, "WITH_RAY", ("ready_late",))
+    monkeypatch.delenv("RAY_JOB_ID", raising=False)
+    made: list[ForkServer] = []
+
+    def start(*names: str) -> ForkServer:
+        made.append(ForkServer(tmp_path, names))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def ask(folder: Path, *words: str, before: Any = None, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-S", "-E", fork_request.__file__, str(folder / forks.SOCKET), str(folder / "script.py"), *words]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        command,
+        env=inherited | RAY | environment,
+        cwd=folder / "modules",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+    )
+
+
+def answer(process: subprocess.Popen[str], given: str = "") -> dict[str, Any]:
+    out, _ = process.communicate(given, timeout=60)
+    return dict(json.loads(out))
+
+
+def test_a_copy_is_what_would_have_been_started_with_everything_imported(serve, tmp_path):
+    def before() -> None:
+        os.umask(0o027)
+        os.nice(3)
+
+    server = serve("ready_early")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    process = ask(tmp_path, "--word", "two words", before=before, MINE="yes")
+    found = answer(process, "something to read")
+    assert found["parent"] == server.pid and found["pid"] != process.pid
+    assert found["has"] == ["ready_early", "ready_late"]
+    assert found["words"] == ["--word", "two words"] and found["name"] == "__main__"
+    assert found["input"] == "something to read"
+    assert found["folder"] == str(tmp_path / "modules")
+    assert found["group"] == found["pid"], "it is ended with its group"
+    assert (found["umask"], found["nice"]) == (0o027, min(19, nice + 3))
+    assert found["oom"] == Path("/proc/self/oom_score_adj").read_text()
+    assert found["child"]
+    assert found["environment"].items() >= {**RAY, "MINE": "yes"}.items()
+    # What only the process that is copied was told stays there.
+    assert {"GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS"}.isdisjoint(found["environment"].keys() - os.environ.keys())
+
+
+def test_copies_draw_numbers_of_their_own(serve, tmp_path):
+    serve("ready_early")
+    numbers = [answer(ask(tmp_path))["random"] for _ in range(3)]
+    assert len(set(numbers)) == 3
+
+
+def test_what_cannot_be_copied_is_started_from_nothing(serve, tmp_path):
+    server = serve("ready_early")
+    assert answer(ask(tmp_path))["parent"] == server.pid
+    # Ray's C++ part has read its variables, and they were others.
+    process = ask(tmp_path, "a word", RAY_JOB_ID="02000000")
+    other = answer(process)
+    assert other["pid"] == process.pid and other["has"] == [] and other["words"] == ["a word"]
+    assert other["environment"]["RAY_JOB_ID"] == "02000000"
+    assert answer(ask(tmp_path))["parent"] == server.pid
+
+
+def test_a_thread_that_a_copy_would_lack_forbids_copies(serve, tmp_path):
+    serve("ready_early", "ready_thread")
+    process = ask(tmp_path)
+    assert answer(process)["pid"] == process.pid
+
+
+def test_without_the_process_to_copy_another_is_started(serve, tmp_path):
+    server = serve("ready_early")
+    os.kill(server.pid, signal.SIGKILL)
+    process = ask(tmp_path, "a word")
+    found = answer(process, "something to read")
+    assert (found["pid"], found["words"], found["input"]) == (process.pid, ["a word"], "something to read")
+
+
+def test_who_goes_away_in_the_middle_of_a_request_leaves_the_next_one_alone(serve, tmp_path):
+    server = serve("ready_early")
+    for half in (b"", b"{", b"[]\n", b"{}\n"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / forks.SOCKET))
+            connection.sendall(half)
+    assert answer(ask(tmp_path))["parent"] == server.pid
+
+
+def test_it_ends_with_its_controller_and_its_copies_stay(serve, tmp_path):
+    server = serve("ready_early")
+    process = ask(tmp_path, SLEEP="yes")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    try:
+        server.close()
+        assert not Path(f"/proc/{server.pid}").exists()
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+def test_a_module_that_cannot_be_imported_is_left_to_who_needs_it(serve, tmp_path):
+    server = serve("no_such_module", "ready_early")
+    assert answer(ask(tmp_path))["parent"] == server.pid
+
+
+def test_only_workers_whose_variables_are_read_late_or_are_everybodys_are_copied(serve, tmp_path, monkeypatch):
+    monkeypatch.setenv(SESSION_FOLDER, str(tmp_path))
+    assert runtime_env({}) == {}, "nothing to copy"
+    serve("ready_early")
+    command = runtime_env({"OMP_NUM_THREADS": "2", "GRPO_FAULT": "driver.step:kill9", **ENVIRONMENT})["py_executable"]
+    assert command.split()[-1] == str(tmp_path / forks.SOCKET)
+    assert runtime_env({"CUDA_VISIBLE_DEVICES": "0"}) == {}
+    assert runtime_env(ENVIRONMENT | {"GOMP_SPINCOUNT": "1"}) == {}
+
+
+def test_the_model_says_which_code_is_imported(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert modules_for(str(tmp_path))[-1] == "transformers.models.llama.modeling_llama"
+    assert modules_for("builtin:arithmetic")[-1] == "transformers.models.qwen3.modeling_qwen3"
+    assert modules_for(str(tmp_path / "missing")) == forks.MODULES
