@@ -263,7 +263,7 @@ def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
         waits = method in WAITS and (len(node.args) == (method == "wait_for") or method == "recv")
         inside = [function for function in functions if function.lineno <= node.lineno <= (function.end_lineno or 0)]
         # A socket's deadline is set beside the call and not in it.
-        is_timed_socket = method == "recv" and any(".settimeout(" in ast.unparse(function) for function in inside)
+        is_timed_socket = method in ("recv", "accept") and any(".settimeout(" in ast.unparse(function) for function in inside)
         if called in TIMED_CALLS or called == "dist.init_process_group" or (waits and not is_timed_socket):
             yield max(inside, key=lambda f: f.lineno).name if inside else "", node.lineno, called
 

@@ -36,7 +36,10 @@ def granted(address: str, words: Sequence[str]) -> bool:
         data = json.dumps(request).encode() + b"\n"
         sent = connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
         connection.sendall(data[sent:])
-        return connection.recv(64).isdigit()
+        if connection.recv(64) != b"ready":
+            return False
+        connection.sendall(b"taken")
+        return True
 
 
 def main(arguments: Sequence[str]) -> None:

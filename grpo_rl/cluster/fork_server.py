@@ -28,8 +28,8 @@ from typing import Any
 
 LOOK_S = 60.0
 REQUEST_S = 10.0
-REFUSED = b"no"
-"""The answer to a request that has to be met by a process started from nothing."""
+READY, TAKEN = b"ready", b"taken"
+"""What a copy says to who asked for it, and the answer. Who hears nothing has to start a process from nothing."""
 PIECE = 1 << 16
 
 
@@ -69,6 +69,7 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
     """Make copies until the controller is gone. Returns a request in each copy, and None here at the end."""
     # Copies that have ended are nobody's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener.settimeout(REQUEST_S)
     of_ray: dict[str, str] | None = None
     while True:
         readable, _, _ = select.select([0, listener.fileno()], [], [], LOOK_S)
@@ -76,7 +77,10 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
             return None
         if listener.fileno() not in readable:
             continue
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            continue  # who asked has gone
         with connection:
             connection.settimeout(REQUEST_S)
             try:
@@ -89,17 +93,21 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
                 import_all(later)
                 gc.collect()
                 gc.freeze()
-            if request.of_ray == of_ray and may_fork():
-                pid = os.fork()
-                if pid == 0:
+            if request.of_ray == of_ray and may_fork() and os.fork() == 0:
+                if is_wanted(connection):
                     return request
-                answer = str(pid).encode()
-            else:
-                answer = REFUSED
-            with contextlib.suppress(OSError):
-                connection.sendall(answer)
+                os._exit(0)
             for descriptor in request.descriptors:
                 os.close(descriptor)
+
+
+def is_wanted(connection: socket.socket) -> bool:
+    """In a copy: whether who asked for it still waits, and leaves it at that. There must never be two of one worker."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(REQUEST_S)
+        connection.sendall(READY)
+        return connection.recv(len(TAKEN)) == TAKEN
+    return False
 
 
 def receive(connection: socket.socket) -> Request:

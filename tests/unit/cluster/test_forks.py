@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import signal
@@ -136,6 +137,28 @@ def test_without_the_process_to_copy_another_is_started(serve, tmp_path):
     process = ask(tmp_path, "a word")
     found = answer(process, "something to read")
     assert (found["pid"], found["words"], found["input"]) == (process.pid, ["a word"], "something to read")
+
+
+def test_who_no_longer_waits_for_a_copy_gets_none(serve, tmp_path):
+    server = serve("ready_early")
+    fields = {
+        "words": [str(tmp_path / "script.py")],
+        "environment": RAY,
+        "folder": "/",
+        "umask": 0,
+        "priority": 0,
+        "oom_score": "0",
+    }
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(tmp_path / forks.SOCKET))
+        data = json.dumps(fields).encode() + b"\n"
+        connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reading, writing, writing]))])
+        assert connection.recv(64) == b"ready"
+    os.close(writing)
+    with open(reading) as output:
+        assert output.read() == "", "two processes would take themselves for the same worker"
+    assert answer(ask(tmp_path))["parent"] == server.pid
 
 
 def test_who_goes_away_in_the_middle_of_a_request_leaves_the_next_one_alone(serve, tmp_path):
