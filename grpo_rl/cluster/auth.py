@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from grpo_rl.errors import ClusterError
 
 ALLOW_KEY = "ray_kwargs.ray_init.allow_insecure"
@@ -21,6 +23,22 @@ def answers_without_token(address: str) -> bool:
             # Refused; or nobody listens there, which the connection itself tells.
             return False
     return True
+
+
+def refuses_our_token(address: str) -> bool:
+    """Whether the cluster at `address` (host:port) says that this process's token, or its lack of one, is wrong."""
+    import grpc
+    import ray._raylet
+
+    raylet: Any = ray._raylet  # which has no types
+    ours = raylet.AuthenticationTokenLoader.instance()
+    headers = ours.get_token_for_http_header() if ours.has_token() else {}
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_METHOD)(b"", timeout=_PROBE_TIMEOUT_S, metadata=tuple(headers.items()))
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:

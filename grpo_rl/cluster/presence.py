@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
+from grpo_rl.cluster import auth
 from grpo_rl.errors import ClusterError
 
 CONNECT_S = 3.0
@@ -28,7 +29,10 @@ _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise ClusterError where nobody listens at `address`; words such as `auto` are for Ray to look up."""
+    """Raise ClusterError where nobody listens at `address`, or who does wants another token, for which Ray tries 20 s.
+
+    Words such as `auto` are for Ray to look up.
+    """
     found = _HOST_PORT.match(address)
     if found is None:
         return
@@ -38,6 +42,8 @@ def refuse_unreachable(address: str) -> None:
             f"no Ray cluster at {address}: {reason}; start it (ray start --head), or mend ray_kwargs.ray_init.address "
             "or the variable RAY_ADDRESS"
         )
+    if auth.refuses_our_token(f"{found[1]}:{found[2]}"):
+        raise wrong_token(f"the cluster at {address}")
 
 
 def why_not_connected(address: str | None, error: Exception) -> ClusterError:
@@ -52,11 +58,16 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
             "install the same versions on every node"
         )
     if address and any("token" in str(cause).lower() for cause in _causes(error)):
-        return ClusterError(
-            f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
-            "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
-        )
+        return wrong_token(where)
     return ClusterError(f"cannot connect to {where}: {type(error).__name__}: {' '.join(text.split())}")
+
+
+def wrong_token(where: str) -> ClusterError:
+    """What to do where a cluster asks for a token."""
+    return ClusterError(
+        f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
+        "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -43,10 +43,14 @@ print(json.dumps([text, time.monotonic() - began]))
 """
 
 
-def connect(address: str, version: str) -> subprocess.Popen[str]:
+def connect(address: str, version: str, **environment: str) -> subprocess.Popen[str]:
     """A process of this version of Ray that connects."""
     return subprocess.Popen(
-        [sys.executable, "-c", CONNECTS, address, version], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", CONNECTS, address, version],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -192,12 +196,17 @@ def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_
     assert run.status["error"]["exit_code"] == 6
 
 
-def test_another_version_of_ray_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
+def test_another_version_another_token_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):
     ours, nobody = ray.get_runtime_context().gcs_address, "127.0.0.1:1"
     same, other, lost = [connect(*words) for words in ((ours, ray.__version__), (ours, "2.0.0"), (nobody, ray.__version__))]
+    stranger = connect(ours, ray.__version__, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     assert told(same)[0] == "connected"
     text, seconds = told(other)
     assert text.startswith(f"the cluster at {ours} runs Ray {ray.__version__} on Python 3.")
     assert ", this process Ray 2.0.0 on Python 3." in text and seconds < NAMED_S
     text, seconds = told(lost)
     assert text.startswith(f"no Ray cluster at {nobody}: Connection refused; ") and seconds < NAMED_S
+    text, seconds = told(stranger)
+    assert (
+        text.startswith(f"the cluster at {ours} asks for a token, and this process has none or another") and seconds < NAMED_S
+    )

@@ -17,7 +17,8 @@ import pytest
 
 from grpo_rl.cluster import fork_request, forks
 from grpo_rl.cluster.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
-from grpo_rl.rollout.environment import SESSION_FOLDER
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.environment import SESSION_FOLDER, engine_environment
 
 SCRIPT = """
 import json, os, random, signal, sys
@@ -195,6 +196,8 @@ def test_only_workers_whose_variables_are_read_late_or_are_everybodys_are_copied
     serve("ready_early")
     command = runtime_env({"OMP_NUM_THREADS": "2", "GRPO_FAULT": "driver.step:kill9", **ENVIRONMENT})["py_executable"]
     assert command.split()[-1] == str(tmp_path / forks.SOCKET)
+    assert runtime_env(engine_environment(EngineSpec("m", 10, name="hf"))) == {"py_executable": command}
+    assert runtime_env(engine_environment(EngineSpec("m", 10, name="vllm"))) == {}
     assert runtime_env({"CUDA_VISIBLE_DEVICES": "0"}) == {}
     assert runtime_env(ENVIRONMENT | {"GOMP_SPINCOUNT": "1"}) == {}
 
