@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The first who asks waits for the imports. Ray gives up a worker that is not there after a minute.
+# The first who asks waits for the imports. Ray waits longer for its worker (`session.py`).
 ANSWER_S = 40.0
 
 

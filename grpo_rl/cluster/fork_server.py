@@ -93,7 +93,11 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
                 import_all(later)
                 gc.collect()
                 gc.freeze()
-            if request.of_ray == of_ray and may_fork() and os.fork() == 0:
+            try:
+                is_copy = request.of_ray == of_ray and may_fork() and os.fork() == 0
+            except OSError:
+                is_copy = False  # no room for another process now
+            if is_copy:
                 if is_wanted(connection):
                     return request
                 os._exit(0)

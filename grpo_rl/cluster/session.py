@@ -75,7 +75,7 @@ def connecting(
         connection = Connection(config, num_cpus, folder, on_lost, warn)
         if copied and connection.is_local:
             stack.callback(ForkServer(folder, copied).close)
-            connection.start_no_worker_early()
+            connection.wait_for_copies()
         connection.start()
         try:
             yield connection
@@ -119,9 +119,10 @@ class Connection(threading.Thread):
         """Ray is started here, for this run alone."""
         return not self._address
 
-    def start_no_worker_early(self) -> None:
-        """Have Ray start none of the usual workers before it is asked to."""
-        self._options["_system_config"] = {"prestart_worker_first_driver": False}
+    def wait_for_copies(self) -> None:
+        """Have Ray start none of the usual workers before it is asked to, and wait for those that wait for imports."""
+        patience = {"worker_register_timeout_seconds": int(START_S)}
+        self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
 
     def run(self) -> None:
         try:
