@@ -42,7 +42,7 @@ types() {
 }
 
 # The tests of one half of the unit tests; the other half is everything else.
-readonly HALF=(tests/unit/{config,data,rewards,security})
+readonly HALF=(tests/unit/{config,data,rewards,security,telemetry})
 
 unit() {
     # Thousands of small files are made and removed: in memory where there is room (kB), for a busy disk takes a millisecond each.
