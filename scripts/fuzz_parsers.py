@@ -1,4 +1,4 @@
-"""Look for text that breaks what reads it, guided by coverage: `pip install 'grpo_rl[fuzz]'`, then
+"""Look for text that breaks what reads it, guided by coverage: `bash scripts/setup.sh dev data fuzz`, then
 
     python scripts/fuzz_parsers.py --seconds 600                  all targets, one after the other
     python scripts/fuzz_parsers.py jsonl manifest --seconds 60

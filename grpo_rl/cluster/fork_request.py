@@ -36,6 +36,7 @@ def granted(address: str, words: Sequence[str]) -> bool:
         data = json.dumps(request).encode() + b"\n"
         sent = connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
         connection.sendall(data[sent:])
+        # READY and TAKEN of fork_server.py, which this does not import: it would load a package for two words.
         if connection.recv(64) != b"ready":
             return False
         connection.sendall(b"taken")
