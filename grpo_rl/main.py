@@ -18,7 +18,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
 
 if TYPE_CHECKING:
-    from grpo_rl.plan import Plan
+    from grpo_rl.plan.decisions import Plan
 
 _USAGE = """\
 usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--cfg | --help | --version]
@@ -99,7 +99,7 @@ def _run(words: list[str]) -> int:
 
 def _plan(composed: Composed) -> Plan:
     # Imported late: a misspelt key is refused before torch is loaded.
-    from grpo_rl.plan import make_plan
+    from grpo_rl.plan.decisions import make_plan
 
     return make_plan(composed)
 

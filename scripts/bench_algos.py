@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, token_rewards
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 
 BAR_SECONDS = 2.0
 GROUP = 8

@@ -55,7 +55,7 @@ class InProcess:
 def make_worker(model: Path) -> Any:
     """One rank."""
     from grpo_rl.algos.objective import Objective
-    from grpo_rl.config.schema import ModelConfig, OptimConfig
+    from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
     from grpo_rl.workers.actor import ActorWorker
     from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank
 
@@ -70,10 +70,10 @@ def make_worker(model: Path) -> Any:
 def make_saving(worker: Any, run_dir: Path) -> Any:
     """The saves of a run with this one rank, which keeps two checkpoints."""
     from grpo_rl.algos.objective import Objective
-    from grpo_rl.cluster.roles import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorGroup
     from grpo_rl.config.derived import MicroBatchRule
-    from grpo_rl.config.schema import ActorConfig, Config, TrainerConfig
-    from grpo_rl.telemetry.durable import DurableMetrics
+    from grpo_rl.config.schema.tree import ActorConfig, Config, TrainerConfig
+    from grpo_rl.telemetry.metrics.durable import DurableMetrics
     from grpo_rl.trainer.saving import Saving
 
     group: Any = InProcess(worker)

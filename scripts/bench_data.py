@@ -57,9 +57,9 @@ def peak_mb() -> float:
 
 
 def load(path: Path, curriculum: str, cache_dir: str) -> None:
-    from grpo_rl.config.schema import Config, DataConfig
+    from grpo_rl.config.schema.tree import Config, DataConfig
     from grpo_rl.data.dataset import load_dataset
-    from grpo_rl.data.order import make_sampler
+    from grpo_rl.data.draw_order.choose import make_sampler
     from grpo_rl.models.builtin import build_tokenizer
 
     tokenizer = build_tokenizer(512)

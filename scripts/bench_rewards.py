@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import Prompt, Rollout
 from tests.hostile_responses import CANARY, hostile_responses
 

@@ -8,8 +8,8 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from grpo_rl.rewards.code import code
-from grpo_rl.rewards.sandbox import Case, Sandbox, interpreter
+from grpo_rl.rewards.code.code_rule import code
+from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, interpreter
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 

@@ -98,7 +98,7 @@ class BareEngine:
     """vLLM's own LLM class, with the program's settings."""
 
     def __init__(self, spec: Any, max_tokens: int, ignore_eos: bool) -> None:
-        from grpo_rl.rollout.vllm_build import build_llm_engine
+        from grpo_rl.rollout.vllm.build import build_llm_engine
 
         # The engine's settings are the program's; how it is driven is not.
         self.engine = build_llm_engine(spec)
@@ -178,19 +178,19 @@ class BareLoop:
 def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     """One run: program and bare parts in turns, and the table."""
     from grpo_rl.cluster.inputs import num_training_steps
-    from grpo_rl.cluster.session import ray_session
-    from grpo_rl.cluster.start import Cluster, start_roles
+    from grpo_rl.cluster.session.ray_session import ray_session
+    from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.config.derived import Machine
     from grpo_rl.data.dataset import load_dataset
     from grpo_rl.models.load import load_tokenizer
     from grpo_rl.rewards.compose import RewardFunction
-    from grpo_rl.rewards.runner import RewardRunner
+    from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.rollout.engine import EngineSpec
     from grpo_rl.telemetry.console import Console
-    from grpo_rl.telemetry.rollouts import RolloutLog
+    from grpo_rl.telemetry.metrics.sinks import Sinks
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
-    from grpo_rl.telemetry.sinks import Sinks
     from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
 
     model, data = folder / "model", folder / "prompts.jsonl"

@@ -25,10 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo_rl.config.schema import TrainerConfig  # noqa: E402
+from grpo_rl.config.schema.tree import TrainerConfig  # noqa: E402
+from grpo_rl.telemetry.metrics.sinks import Sinks  # noqa: E402
+from grpo_rl.telemetry.metrics.tracking import Background, Connect  # noqa: E402
 from grpo_rl.telemetry.rundir import RunDir  # noqa: E402
-from grpo_rl.telemetry.sinks import Sinks  # noqa: E402
-from grpo_rl.telemetry.tracking import Background, Connect  # noqa: E402
 
 STEP_S, BAR = 0.5, 0.01
 NUM_STEPS, NUM_METRICS, BETWEEN_S = 300, 80, 0.01

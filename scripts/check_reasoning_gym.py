@@ -17,7 +17,7 @@ import time
 
 from grpo_rl import gym
 from grpo_rl.data.tasks.reasoning_gym import PREFIX, reasoning_gym_rows
-from grpo_rl.rewards.auto import auto
+from grpo_rl.rewards.rules.auto import auto
 
 GARBAGE = ("", "banana", "[1, 2", "<answer>0 0</answer>", "__import__('os')", "9**9**9**9")
 

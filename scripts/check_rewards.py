@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_rl.rewards.auto import auto
 from grpo_rl.rewards.check import percentile
 from grpo_rl.rewards.check_data import Row, read_rows
+from grpo_rl.rewards.rules.auto import auto
 
 SETS = {
     "GSM8K test": "gsm8k/gsm8k_test.parquet",

@@ -20,11 +20,11 @@ from config_tools import CPU, nested  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from valid_configs import valid_settings  # noqa: E402
 
-from grpo_rl.config.checks import check  # noqa: E402
+from grpo_rl.config.checks.all_rules import check  # noqa: E402
 from grpo_rl.config.compose import compose  # noqa: E402
 from grpo_rl.config.convert import convert  # noqa: E402
 from grpo_rl.errors import ConfigError  # noqa: E402
-from grpo_rl.plan import make_plan  # noqa: E402
+from grpo_rl.plan.decisions import make_plan  # noqa: E402
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_rl.rewards.arithmetic import arithmetic_process
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.rewards.rules.arithmetic_rule import arithmetic_process
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACCURACY = "val/arithmetic/mean@1"

@@ -33,7 +33,7 @@ import soak_faults  # noqa: E402
 from oracles import Training  # noqa: E402
 
 from grpo_rl.models import builtin  # noqa: E402
-from grpo_rl.telemetry.metrics_file import read_metrics  # noqa: E402
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
 
 BATCH_SIZE, SAMPLES, SAVE_FREQ = 8, 4, 2
 CALIBRATION_STEPS = 8

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.manifest import step_of, verify
-from grpo_rl.cluster import watch
+from grpo_rl.cluster.session import run_watcher
 from grpo_rl.errors import CheckpointError
 
 # A run loses replicas often, ranks now and then, and its driver seldom: each weight is how often one is drawn.
@@ -51,8 +51,8 @@ ARMED = (
 AHEAD = ((0.5, 1.5), (1.5, 2.5))
 """Two faults are armed at once; each waits for a step so far after the newest commit, in steps between two faults."""
 FEWEST_AHEAD = 3
-FORK_SERVER = b"grpo_rl/cluster/fork_server.py"
-REWARD_PROCESS = b"grpo_rl.rewards.pool_worker"
+FORK_SERVER = b"grpo_rl/cluster/processes/fork_server.py"
+REWARD_PROCESS = b"grpo_rl.rewards.runtime.reward_process_main"
 
 
 class Source:
@@ -86,7 +86,7 @@ class Source:
 
     def victim(self, kind: str, status: Mapping[str, Any], session: Mapping[str, Any]) -> int | None:
         """The process that this kind is for; None where there is none just now."""
-        family = set(watch.processes(session["token"]))
+        family = set(run_watcher.processes(session["token"]))
         if kind.endswith("reward process"):
             candidates = [pid for pid in family if _parent(pid) == status["pid"] and REWARD_PROCESS in _words(pid)]
         elif kind.endswith("fork server"):

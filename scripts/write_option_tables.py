@@ -1,4 +1,4 @@
-"""Write grpo_rl/config/option_tables.py: the options of tasks, data sets and rewards, for checks that load none of them."""
+"""Write grpo_rl/config/checks/option_tables.py: the options of tasks, data sets and rewards, for checks that load none of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Literal
 from grpo_rl import gym
 from grpo_rl.data.tasks.reasoning_gym import OWN_OPTIONS
 from grpo_rl.data.tasks.registry import TASKS
-from grpo_rl.rewards.calls import ARGUMENTS
+from grpo_rl.rewards.contract.calls import ARGUMENTS
 from grpo_rl.rewards.registry import REWARDS
 
-FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/option_tables.py"
+FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/checks/option_tables.py"
 _HEAD = '''"""The options of tasks, data sets and rewards by name, as plain data: a misspelt one is told at once, with all other mistakes.
 
 Written by scripts/write_option_tables.py; a test compares it with the functions themselves.

@@ -23,7 +23,7 @@ BASE_MS: dict[str, float] = {"overrides": 400.0}
 
 
 def answers(data: bytes, folder: Path) -> None:
-    from grpo_rl.rewards import answers as module
+    from grpo_rl.rewards.rules import answers as module
 
     text = data.decode("utf-8", "surrogateescape")
     for find in (module.final_answer, module.after_thought, module.last_pair, module.last_tagged, module.after_phrase):
@@ -33,7 +33,7 @@ def answers(data: bytes, folder: Path) -> None:
 
 
 def boxed(data: bytes, folder: Path) -> None:
-    from grpo_rl.rewards.answers import last_boxed
+    from grpo_rl.rewards.rules.answers import last_boxed
 
     text = data.decode("utf-8", "surrogateescape")
     found = last_boxed(text)
@@ -43,9 +43,9 @@ def boxed(data: bytes, folder: Path) -> None:
 
 
 def jsonl(data: bytes, folder: Path) -> None:
-    from grpo_rl.config.schema import DataConfig
-    from grpo_rl.data.jsonl import open_json
+    from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.data.rows import example
+    from grpo_rl.data.sources.jsonl import open_json
 
     # The first byte chooses the kind of file.
     path = folder / ("rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.gz")[data[0] % 4 if data else 0]
@@ -95,10 +95,10 @@ def _tokenizer() -> Any:
 
 
 def template(data: bytes, folder: Path) -> None:
-    from grpo_rl.config.schema import DataConfig
-    from grpo_rl.data.jsonl import parse_row
+    from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.data.prompts import Renderer
     from grpo_rl.data.rows import example
+    from grpo_rl.data.sources.jsonl import parse_row
 
     # A template or none, and a row.
     given, _, line = data.rpartition(b"\n")

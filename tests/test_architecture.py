@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from grpo_rl.config.fields import leaves
+from grpo_rl.config.schema.fields import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_rl"
@@ -23,7 +23,7 @@ FLOORS = {
     "hub": 0,
     "faults": 0,
     "config": 0,
-    "roles": 1,
+    "protocols": 1,
     "algos": 1,
     "data": 1,
     "rewards": 1,
@@ -35,27 +35,20 @@ FLOORS = {
     "workers": 2,
     "cluster": 3,
     "plan": 3,
-    "plan_algorithm": 3,
-    "plan_text": 3,
-    "plan_memory": 3,
     "main": 4,
 }
 NEIGHBOURS = {
-    # The plan is four files, and what it decides is carried out by the cluster.
-    ("plan", "plan_algorithm"),
-    ("plan", "plan_text"),
-    ("plan_text", "plan_memory"),
+    # What the plan decides is carried out by the cluster.
     ("cluster", "plan"),
-    ("cluster", "plan_algorithm"),
     # A checkpoint holds a sharded model's state.
     ("checkpoint", "models"),
     # What a role says it has written.
-    ("roles", "checkpoint"),
+    ("protocols", "checkpoint"),
 }
 LONGEST_FILE = 300
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
-    "vllm": lambda file: file.startswith("rollout/vllm_"),
+    "vllm": lambda file: file.startswith("rollout/vllm/"),
     "hydra": lambda file: file.startswith("config/") or file == "main.py",
     "omegaconf": lambda file: file.startswith("config/") or file == "main.py",
 }
@@ -96,7 +89,7 @@ def found_imports(file: str) -> Iterator[tuple[str, int, bool]]:
             assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
             assert node.module is not None
             for alias in node.names:
-                # `from grpo_rl import plan` imports a module, `from grpo_rl.plan import Plan` a name of one.
+                # `from grpo_rl import plan` imports a module, `from grpo_rl.plan.decisions import Plan` a name of one.
                 dotted = f"{node.module}.{alias.name}"
                 yield dotted if is_module(dotted) else node.module, node.lineno, id(node) in only_types
 
@@ -108,7 +101,7 @@ def is_module(dotted: str) -> bool:
 
 
 def room(dotted: str) -> str:
-    """`config` for grpo_rl.config.schema, `plan` for grpo_rl.plan, empty for grpo_rl itself."""
+    """`config` for grpo_rl.config.schema.tree, `plan` for grpo_rl.plan.decisions, empty for grpo_rl itself."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -232,11 +225,17 @@ def calls(file: str) -> Iterator[ast.Call]:
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
-    ("rewards/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
-    ("rewards/pool.py", "_read_answers"): "the channel does not block: it is read when poll says so",
-    ("cluster/reward_model.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
-    ("rewards/wire.py", "_exactly"): "a reward process with nothing to do; it ends when the run's side of the channel closes",
-    ("telemetry/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
+    ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    ("rewards/runtime/reward_process.py", "_read_answers"): "the channel does not block: it is read when poll says so",
+    (
+        "cluster/roles/reward_model_role.py",
+        "_work",
+    ): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    (
+        "rewards/runtime/messages.py",
+        "_exactly",
+    ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
+    ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
 
@@ -299,7 +298,10 @@ def test_what_may_wait_for_ever_still_does() -> None:
 
 def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     # It jumps: deadlines and order go by the monotonic clock and by step numbers.
-    stamps = {f"telemetry/{name}.py" for name in ("metrics_file", "status", "tracking", "sinks")} | {"faults.py"}
+    stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "tracking", "sinks")} | {
+        "telemetry/status.py",
+        "faults.py",
+    }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}
     assert {str(path.relative_to(PACKAGE)) for path in readers} == stamps
 
@@ -313,14 +315,14 @@ def test_no_except_is_bare() -> None:
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
-    talk = ("config/reference.py", "config/checks.py", "plan_text.py", "plan_memory.py")
-    readers = [file for file in names() if file not in talk and not file.endswith("_checks.py") and "config/schema" not in file]
+    talk = ("config/reference_page.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
+    readers = [file for file in names() if file not in talk and not file.startswith(("config/checks/", "config/schema/"))]
     read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
     # Options of registered functions are handed over by name: the keywords of these functions read them.
     read |= {
         keyword.arg
         for file in names()
-        if file.startswith("algos/policy_losses_")
+        if file.startswith("algos/losses/")
         for node in nodes(file)
         if isinstance(node, ast.FunctionDef)
         for keyword in node.args.kwonlyargs
@@ -339,7 +341,7 @@ def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
 
 
 def test_the_configuration_loads_nothing_heavy() -> None:
-    parts = ["schema", "compose", "checks", "derived", "reference"]
+    parts = ["schema.tree", "compose", "checks.all_rules", "derived", "reference_page"]
     heavy = loaded([f"import grpo_rl.config.{part}" for part in parts], {"torch", "ray", "vllm", "transformers", "numpy"})
     assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 
@@ -348,7 +350,7 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    controller = "import grpo_rl.cluster.launch, grpo_rl.cluster.training"
+    controller = "import grpo_rl.cluster.launch, grpo_rl.cluster.wiring"
     # The last three take seconds, and only workers need them.
     heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]

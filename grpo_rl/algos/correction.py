@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.schema import RejectionMode, RolloutCorrectionConfig
+from grpo_rl.config.schema.tree import RejectionMode, RolloutCorrectionConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
 

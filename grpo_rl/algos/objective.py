@@ -13,10 +13,10 @@ from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.options import check_options, options_of, own_options, takes
-from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.schema import ActorConfig
+from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.groups import Groups
+from grpo_rl.algos.group_statistics import Groups
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
 from grpo_rl.cluster import warm_start
-from grpo_rl.cluster.model_rewards import ModelRewards
-from grpo_rl.cluster.start import decoder
-from grpo_rl.config.schema import Config
-from grpo_rl.data.bad_rows import BadRows
+from grpo_rl.cluster.roles.model_rewards import ModelRewards
+from grpo_rl.cluster.start_roles import decoder
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
-from grpo_rl.cluster.forks import modules_for
-from grpo_rl.cluster.session import clean_earlier, connecting
+from grpo_rl.cluster.processes.forks import modules_for
+from grpo_rl.cluster.session.ray_session import clean_earlier, connecting
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.hiding import scrub
-from grpo_rl.config.schema import Config
+from grpo_rl.config.redaction import scrub
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
-from grpo_rl.plan import Plan
+from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
@@ -59,7 +59,7 @@ def run(composed: Composed, plan: Plan) -> int:
             session = connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied)
             connection = stack.enter_context(session)
             # Ray takes seconds to start, in processes of its own, and so do these imports.
-            from grpo_rl.cluster.training import train
+            from grpo_rl.cluster.wiring import train
 
             train(composed, plan, run_dir, console, checkpoint, stack, status, stop, connection)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))

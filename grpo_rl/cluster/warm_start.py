@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.roles import actor_factory
-from grpo_rl.cluster.start import Cluster, actor_spec, make_actor
+from grpo_rl.cluster.roles.actor_role import actor_factory
+from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema import (
+from grpo_rl.config.schema.tree import (
     ActorConfig,
     ActorRolloutRefConfig,
     Config,

@@ -15,10 +15,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import checks, layers, overrides, recipes, secrets, security_checks
+from grpo_rl.config import layers, overrides, recipes, secrets
+from grpo_rl.config.checks import all_rules, security_rules
 from grpo_rl.config.convert import convert_or_explain, show
-from grpo_rl.config.fields import free_mapping, leaves
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.fields import free_mapping, leaves
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
@@ -63,10 +64,10 @@ def compose(argv: Sequence[str]) -> Composed:
     config, value_problems = convert_or_explain(raw)
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)
-    problems += security_checks.targets(raw)
+    problems += security_rules.targets(raw)
     problems += _own_code_in_recipe(config, line)
     if problems:
-        problems += checks.between_sound_keys(config, problems)
+        problems += all_rules.between_sound_keys(config, problems)
         raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
     return Composed(
         config=config,
@@ -200,6 +201,6 @@ def _at(tree: Any, key: str) -> Any:
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
     """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
-    for key in security_checks.allows_code(config):
+    for key in security_rules.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

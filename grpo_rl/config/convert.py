@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.config.fields import Kind, annotations_of, describe_range, kind_of, leaves, nearest, siblings
-from grpo_rl.config.schema import Config, Range
+from grpo_rl.config.schema.fields import Kind, annotations_of, describe_range, kind_of, leaves, nearest, siblings
+from grpo_rl.config.schema.tree import Config, Range
 from grpo_rl.errors import ConfigError
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)

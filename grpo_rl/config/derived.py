@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 
 
 @dataclass(frozen=True, slots=True)

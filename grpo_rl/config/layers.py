@@ -17,10 +17,11 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import compat, overrides, recipes
+from grpo_rl.config import overrides, recipes
 from grpo_rl.config.convert import unknown_key
-from grpo_rl.config.fields import leaves, sections
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.fields import leaves, sections
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
 
@@ -102,7 +103,7 @@ def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix
             else:
                 kept[name] = value
         else:
-            answers = compat.refusals(key, value, where)
+            answers = verl_answers.refusals(key, value, where)
             problems += [unknown_key(key, where)] if answers is None else answers
     return kept
 

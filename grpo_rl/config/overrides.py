@@ -13,9 +13,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
-from grpo_rl.config import compat, security_checks
+from grpo_rl.config.checks import security_rules
 from grpo_rl.config.convert import show, unknown_key, value_problem
-from grpo_rl.config.fields import Kind, Leaf, free_mapping, leaves, sections
+from grpo_rl.config.schema.fields import Kind, Leaf, free_mapping, leaves, sections
+from grpo_rl.config.verl import verl_answers
 
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
@@ -117,7 +118,7 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
         return
     if leaf is None and key not in sections() and free_mapping(key) is None:
         above = next((name for name in leaves() if key.startswith(name + ".")), None)
-        answers = compat.refusals(key, content)
+        answers = verl_answers.refusals(key, content)
         if answers is not None:
             line.problems += answers
         elif above:
@@ -143,7 +144,7 @@ def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> lis
     unknown = unknown_resolvers(value)
     if unknown:
         return [f"{key}={show(value)}: {unknown}"]
-    if hidden := list(security_checks.targets({key.rpartition(".")[2]: content}, f"{key.rpartition('.')[0]}.".lstrip("."))):
+    if hidden := list(security_rules.targets({key.rpartition(".")[2]: content}, f"{key.rpartition('.')[0]}.".lstrip("."))):
         return hidden
     if leaf is None or "${" in value:
         return []

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl
-from grpo_rl.config.fields import sections
+from grpo_rl.config.schema.fields import sections
 from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.config.schema import DataConfig
-from grpo_rl.data.bad_rows import BadRows
-from grpo_rl.data.custom import custom_source
-from grpo_rl.data.files import open_source
-from grpo_rl.data.fingerprint import fingerprint_of
-from grpo_rl.data.load_report import LoadReport
-from grpo_rl.data.numbers import read_numbers
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer, truncate
 from grpo_rl.data.rows import Example, difficulty_of, example
-from grpo_rl.data.source import BadRow, Joined, Source
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.custom import custom_source
+from grpo_rl.data.sources.fingerprint import fingerprint_of
+from grpo_rl.data.sources.load_report import LoadReport
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.numeric_columns import read_numbers
+from grpo_rl.data.sources.source import BadRow, Joined, Source
 from grpo_rl.errors import DataError
 from grpo_rl.types import Prompt
 

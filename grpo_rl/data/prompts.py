@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.schema import DataConfig
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import Example, Message
-from grpo_rl.data.source import BadRow
+from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.config.schema import DataConfig
-from grpo_rl.data.numbers import finite
-from grpo_rl.data.source import BadRow, check_values, near, wrong
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.sources.numeric_columns import finite
+from grpo_rl.data.sources.source import BadRow, check_values, near, wrong
 
 Message = dict[str, str]
 

@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.rewards.check_data import Row, read_rows
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.failures import ERROR, TIMEOUT, RewardFailure
-from grpo_rl.rewards.jobs import UNSENDABLE, read_answer, spared
-from grpo_rl.rewards.pool import Reply, Worker, setup_of
-from grpo_rl.rewards.pool_log import OutputLog
-from grpo_rl.rewards.results import Result
-from grpo_rl.rewards.wire import encode, frame
+from grpo_rl.rewards.contract.failures import ERROR, TIMEOUT, RewardFailure
+from grpo_rl.rewards.contract.results import Result
+from grpo_rl.rewards.runtime.jobs import UNSENDABLE, read_answer, spared
+from grpo_rl.rewards.runtime.messages import encode, frame
+from grpo_rl.rewards.runtime.reward_process import Reply, Worker, setup_of
+from grpo_rl.rewards.runtime.reward_process_log import OutputLog
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40

@@ -8,15 +8,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from grpo_rl.config import derived
-from grpo_rl.config.schema import Config, RewardConfig
+from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.failures import shortened, summary
-from grpo_rl.rewards.steps import Step
+from grpo_rl.rewards.contract.failures import shortened, summary
+from grpo_rl.rewards.contract.steps import Step
 from grpo_rl.types import GREEDY, Rollout
 
 if TYPE_CHECKING:
-    from grpo_rl.roles import Rewarder
+    from grpo_rl.protocols import Rewarder
 
 REWARD_MODEL, JUDGE = "reward_model", "judge"
 """What the scores of models are called among the parts of the reward."""

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Not the whole schema, whose classes would be a third of a reward process's start.
-from grpo_rl.config.schema_reward import CustomRewardConfig, RewardConfig
+from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.auto import auto, check_data_sources
-from grpo_rl.rewards.calls import ARGUMENTS, BATCH_ARGUMENTS, Component, Sample, call
-from grpo_rl.rewards.code import check_code, code_problems
-from grpo_rl.rewards.failures import INVALID, RewardFailure
+from grpo_rl.rewards.code.code_rule import check_code, code_problems
+from grpo_rl.rewards.contract.calls import ARGUMENTS, BATCH_ARGUMENTS, Component, Sample, call
+from grpo_rl.rewards.contract.failures import INVALID, RewardFailure
+from grpo_rl.rewards.contract.results import Result
+from grpo_rl.rewards.contract.steps import NO_STEPS, Decode, Step, read_steps
 from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS
-from grpo_rl.rewards.results import Result
-from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
+from grpo_rl.rewards.rules.auto import auto, check_data_sources
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout

@@ -3,7 +3,7 @@
 A reward function takes `(data_source, solution_str, ground_truth, extra_info)`, verl's signature, and
 returns a number, or a dict with `score` and whatever else should be logged with it. Further keys
 have a meaning of their own: `acc` is what validation reports, `answer` is what its majority vote counts,
-and `steps`, a list of (end, reward), scores reasoning steps: see `rewards/steps.py`.
+and `steps`, a list of (end, reward), scores reasoning steps: see `rewards/contract/steps.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_rl.registry import Registry
-from grpo_rl.rewards.arithmetic import arithmetic, arithmetic_process
-from grpo_rl.rewards.auto import auto
-from grpo_rl.rewards.choice import multiple_choice
-from grpo_rl.rewards.code import code
-from grpo_rl.rewards.countdown import countdown
-from grpo_rl.rewards.deepseek_r1 import deepseek_r1
-from grpo_rl.rewards.exact import exact_match
-from grpo_rl.rewards.format import tags, think_answer
-from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
-from grpo_rl.rewards.math_answer import math
-from grpo_rl.rewards.penalties import language_consistency, length, repetition
-from grpo_rl.rewards.reasoning_gym import reasoning_gym
+from grpo_rl.rewards.code.code_rule import code
+from grpo_rl.rewards.math.math_rule import math
+from grpo_rl.rewards.rules.arithmetic_rule import arithmetic, arithmetic_process
+from grpo_rl.rewards.rules.auto import auto
+from grpo_rl.rewards.rules.choice import multiple_choice
+from grpo_rl.rewards.rules.countdown_rule import countdown
+from grpo_rl.rewards.rules.deepseek_r1 import deepseek_r1
+from grpo_rl.rewards.rules.exact import exact_match
+from grpo_rl.rewards.rules.format import tags, think_answer
+from grpo_rl.rewards.rules.gsm8k import gsm8k, gsm8k_flexible
+from grpo_rl.rewards.rules.penalties import language_consistency, length, repetition
+from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
 
 RewardFn = Callable[..., Any]
 

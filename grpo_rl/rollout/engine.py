@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
-from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Completion, Request
 
 WeightBackend = Literal["object_store", "ipc", "nccl"]
@@ -196,13 +196,13 @@ ENGINES: Registry[Callable[[EngineSpec], RolloutEngine]] = Registry("rollout eng
 
 @ENGINES.register("vllm")
 def _vllm(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.vllm_engine import VllmEngine
+    from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(spec)
 
 
 @ENGINES.register("hf")
 def _hf(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.hf_engine import HfEngine
+    from grpo_rl.rollout.hf.hf_engine import HfEngine
 
     return HfEngine(spec)

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rewards import rewards_section
-from grpo_rl.telemetry.rollouts import first_and_last, read_rollouts
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.reward_summary import rewards_section
+from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.step_line import validation_keys
 from grpo_rl.telemetry.text import duration, safe_text

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import Preempted, exit_code_of, headline
-from grpo_rl.telemetry.metrics_file import jsonable
+from grpo_rl.telemetry.metrics.metrics_file import jsonable
 
 FINAL_WAIT_S = 5.0
 

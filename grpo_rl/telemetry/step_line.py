@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_rl.telemetry.rewards import component_keys
+from grpo_rl.telemetry.reward_summary import component_keys
 from grpo_rl.telemetry.text import number, safe_text
 
 PHASES = {

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, needs_of, token_rewards
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, needs_of, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
 from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.schema import AlgorithmConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch, Metrics
 

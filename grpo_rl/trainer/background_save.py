@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
-from grpo_rl.roles import Actor, Critic
+from grpo_rl.protocols import Actor, Critic
 
 Result = TypeVar("Result")
 

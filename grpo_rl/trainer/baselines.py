@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_rl.trainer.failures import BASELINE_FAILED
+from grpo_rl.trainer.reward_failures import BASELINE_FAILED
 from grpo_rl.types import GREEDY, Rollout
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from grpo_rl.trainer.failures import failure_metrics
+from grpo_rl.trainer.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
 
 

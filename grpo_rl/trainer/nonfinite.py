@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import DivergedError
-from grpo_rl.telemetry.rollouts import write_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Metrics, Rollout
 

@@ -11,11 +11,11 @@ from typing import Any
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.roles import Actor, Critic
+from grpo_rl.protocols import Actor, Critic
 from grpo_rl.trainer.background_save import BackgroundSave
-from grpo_rl.trainer.parts import Output, Roles
+from grpo_rl.trainer.context import Output, Roles
 from grpo_rl.types import Metrics
 
 _WAIT_S = 1.0

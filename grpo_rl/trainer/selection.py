@@ -10,14 +10,14 @@ import torch
 
 from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config import derived
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.fingerprint import differences
-from grpo_rl.data.order import make_sampler
+from grpo_rl.data.draw_order.choose import make_sampler
+from grpo_rl.data.sources.fingerprint import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
-from grpo_rl.trainer.failures import with_reward
+from grpo_rl.trainer.reward_failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from grpo_rl.errors import DivergedError
-from grpo_rl.roles import Actor
+from grpo_rl.protocols import Actor
 from grpo_rl.types import Batch, Metrics
 
 Demonstration = tuple[Sequence[int], Sequence[int]]

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError, Preempted
 from grpo_rl.faults import fault_point, tell
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
-from grpo_rl.trainer.failures import scored
+from grpo_rl.trainer.context import Output, Roles, is_due, mix_seed
 from grpo_rl.trainer.metrics import Timer, batch_metrics, logged_advantages, rollout_metrics
 from grpo_rl.trainer.nonfinite import NonFiniteUpdates
-from grpo_rl.trainer.parts import Output, Roles, is_due, mix_seed
 from grpo_rl.trainer.progress import StepProgress
+from grpo_rl.trainer.reward_failures import scored
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.selection import Selected, Selection
-from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
+from grpo_rl.trainer.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.validation import validate
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_rl.config.schema import ValSamplingConfig
+from grpo_rl.config.schema.tree import ValSamplingConfig
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.rewards.metrics import validation_metrics
-from grpo_rl.roles import Rewarder, RolloutPool
+from grpo_rl.protocols import Rewarder, RolloutPool
+from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.telemetry.console import Console
-from grpo_rl.trainer.failures import scored
 from grpo_rl.trainer.progress import advancing
+from grpo_rl.trainer.reward_failures import scored
 from grpo_rl.types import Metrics, Rollout, Sampling
 
 

@@ -18,10 +18,11 @@ from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.rollout.engine import NcclRendezvous
-from grpo_rl.rollout.senders import make_sender
-from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.rollout.weights.senders import make_sender
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.policy import (
+from grpo_rl.workers.saving import Saving
+from grpo_rl.workers.sharded_policy import (
     build_policy,
     clip_gradients,
     collect,
@@ -32,7 +33,6 @@ from grpo_rl.workers.policy import (
     sequences_of,
     step_optimizer,
 )
-from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank
 

@@ -12,15 +12,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_rl.algos.aggregate import token_mean
 from grpo_rl.algos.correction import kept_lengths
+from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.segments import Segments
-from grpo_rl.algos.value_loss import value_loss
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.optim import make_optimizer, make_scheduler
-from grpo_rl.models.value import ValueModel
+from grpo_rl.models.value_head import ValueModel
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.policy import (
+from grpo_rl.workers.saving import Saving
+from grpo_rl.workers.sharded_policy import (
     build_sharded,
     clip_gradients,
     join_group,
@@ -29,7 +30,6 @@ from grpo_rl.workers.policy import (
     sequences_of,
     step_optimizer,
 )
-from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.snapshots import Snapshots
 from grpo_rl.workers.specs import CriticSpec, OptimizerStep, Rank
 

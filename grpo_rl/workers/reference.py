@@ -11,7 +11,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.types import Batch
-from grpo_rl.workers.policy import build_policy, collect, forward_micro_batches, join_group
+from grpo_rl.workers.sharded_policy import build_policy, collect, forward_micro_batches, join_group
 from grpo_rl.workers.specs import PolicySpec, Rank
 
 

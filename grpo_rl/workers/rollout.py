@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
-from grpo_rl.rollout.weights import WeightBucket
+from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request
 
 T = TypeVar("T")

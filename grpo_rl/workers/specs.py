@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.config.schema import ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
 from grpo_rl.models.load import POLICY_KEY
 from grpo_rl.rollout.engine import WeightBackend
 from grpo_rl.types import Batch, Counts

@@ -12,7 +12,7 @@ import tiny_run
 from oracles import Training
 from recovery_ground import ray_with_slots
 
-from grpo_rl.cluster.placement import Pool
+from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.models import builtin
 
 

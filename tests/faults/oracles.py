@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.cluster import watch
-from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts import read_rollouts
+from grpo_rl.cluster.session import run_watcher
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import read_status
 
 ORPHANS_S = 5.0
@@ -191,7 +191,7 @@ def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: S
 
 def leftovers(session: dict[str, Any]) -> Iterator[str]:
     """Processes and folder of a session."""
-    for pid in watch.processes(session["token"]):
+    for pid in run_watcher.processes(session["token"]):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             yield f"process {pid}: {command[:80]}"

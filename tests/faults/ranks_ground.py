@@ -18,14 +18,14 @@ from recovery_ground import START_S, Ground
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.critic import CriticGroup
-from grpo_rl.cluster.groups import wait_all
-from grpo_rl.cluster.memory import Cut
-from grpo_rl.cluster.placement import Pool
-from grpo_rl.cluster.roles import ActorGroup
-from grpo_rl.cluster.supervised import SupervisedGroup
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.worker_sets import wait_all
+from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.roles.actor_role import ActorGroup
+from grpo_rl.cluster.roles.critic_role import CriticGroup
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, Rank
 

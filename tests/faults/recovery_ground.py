@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.forks import MODULES
-from grpo_rl.cluster.groups import Worker, wait_all
-from grpo_rl.cluster.placement import Pool
-from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
-from grpo_rl.cluster.recovery import Supervisor
-from grpo_rl.cluster.replicas import Replicas
-from grpo_rl.cluster.session import ray_session
-from grpo_rl.cluster.supervised import SupervisedGroup
-from grpo_rl.cluster.transfer import Transfer
-from grpo_rl.config.schema import RayInitConfig, TrainerConfig
+from grpo_rl.cluster.processes.forks import MODULES
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
+from grpo_rl.cluster.recovery.replicas import Replicas
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
 from grpo_rl.telemetry.console import Console
 
 HEARTBEAT_S = 1.0

@@ -10,7 +10,7 @@ from ranks_ground import Scene, make_batch
 from recovery_ground import Lines
 
 from grpo_rl.checkpoint.manifest import verify
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.trainer.saving import Saving
 
 KILLED = "ckpt.call:kill9@call=fsync,file=weights_rank1.safetensors,n=1"

@@ -20,7 +20,7 @@ import pytest
 import ray
 from oracles import Training
 
-from grpo_rl.cluster import presence, watch
+from grpo_rl.cluster.session import liveness, run_watcher
 
 START_S, NAMED_S = 240.0, 10.0
 pytestmark = pytest.mark.timeout(600)
@@ -29,8 +29,8 @@ CONNECTS = """
 import json, sys, time
 from pathlib import Path
 import ray
-from grpo_rl.cluster.session import ray_session
-from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
 ray.__version__ = sys.argv[2]
 began = time.monotonic()
@@ -76,7 +76,7 @@ def two_workers(words: list[str]) -> list[str]:
 def process_of(training: Training, name: str) -> int | None:
     """The process of the run's own cluster that has this name."""
     for session in training.sessions:
-        for pid in watch.processes(session["token"]):
+        for pid in run_watcher.processes(session["token"]):
             try:
                 if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                     return pid
@@ -106,7 +106,7 @@ class TwoNodes:
 
     def kill(self, name: str) -> None:
         """kill -9 of everything that runs on this node."""
-        while found := list(watch.processes(self.tokens[name])):
+        while found := list(run_watcher.processes(self.tokens[name])):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -116,13 +116,13 @@ class TwoNodes:
     def _start(self, name: str, folder: Path, *words: str) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words]
         with (folder / f"{name}.log").open("wb") as log:
-            environment = {**os.environ, **self.access, watch.TOKEN: self.tokens[name]}
+            environment = {**os.environ, **self.access, run_watcher.TOKEN: self.tokens[name]}
             self._started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
 
     def _until_it_answers(self) -> None:
         host, _, port = self.address.rpartition(":")
         deadline = time.monotonic() + START_S
-        while presence.unanswered((host, int(port))) is not None:
+        while liveness.unanswered((host, int(port))) is not None:
             assert time.monotonic() < deadline, "the head does not start"
             time.sleep(0.1)  # polling: a port
 

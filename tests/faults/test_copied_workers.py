@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_rl.cluster import fork_server, forks
+from grpo_rl.cluster.processes import fork_server, forks
 
 
 def parent(pid: int) -> int:

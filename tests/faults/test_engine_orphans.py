@@ -13,8 +13,8 @@ import oracles
 import pytest
 from recovery_ground import is_alive
 
-from grpo_rl.cluster import watch
-from grpo_rl.cluster.processes import descendants
+from grpo_rl.cluster.processes.termination import descendants
+from grpo_rl.cluster.session import run_watcher
 
 START_S = 280.0
 pytestmark = pytest.mark.timeout(600)
@@ -81,7 +81,7 @@ def test_a_killed_replica_and_a_killed_run_leave_no_engine_process_port_or_segme
 
     # The run is starting another engine by now.
     run.note_session()
-    family = list(watch.processes(run.sessions[-1]["token"]))
+    family = list(run_watcher.processes(run.sessions[-1]["token"]))
     ports = oracles.ports_of([*family, run.process.pid])
     run.kill()
     print(f"MEASURED run killed: nothing left after {oracles.assert_nothing_left(run, ports=ports):.2f} s")

@@ -13,10 +13,10 @@ import pytest
 import tiny_roles
 from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
 
-from grpo_rl.cluster.groups import Worker, wait_all
-from grpo_rl.cluster.placement import Pool
-from grpo_rl.cluster.pool import ReplicaPool, sample_seed
-from grpo_rl.cluster.supervised import SupervisedGroup
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.roles.rollout_pool import ReplicaPool, sample_seed
 from grpo_rl.errors import ClusterError
 from grpo_rl.types import Prompt, Rollout, Sampling
 

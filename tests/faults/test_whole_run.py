@@ -18,8 +18,8 @@ import pytest
 from oracles import Training
 from tiny_run import BAD_GRADIENT, BAD_STEP, BATCH_SIZE, SAMPLES, SAVED_EVERY, STEPS
 
-from grpo_rl.cluster import watch
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.cluster.session import run_watcher
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 END_S = 300.0
 STOPPED_S = 0.5
@@ -69,7 +69,7 @@ def _broken(run: Training) -> Story:
     shared_before = oracles.shared_memory()
     run.faults = ";".join([BAD_GRADIENT, REPLICA, REFERENCE, ACTOR, MID_STEP])
     lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
-    family = list(watch.processes(run.sessions[-1]["token"]))
+    family = list(run_watcher.processes(run.sessions[-1]["token"]))
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
     num_ports, ports = len(oracles.ports_of(family)), oracles.ports_of([*family, run.process.pid])
     run.kill()

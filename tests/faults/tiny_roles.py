@@ -11,8 +11,8 @@ import torch
 from grpo_rl import faults
 from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import ENGINES, EngineSpec
-from grpo_rl.rollout.update import WeightUpdate
-from grpo_rl.rollout.weights import WeightBucket, pack
+from grpo_rl.rollout.weights.buckets import WeightBucket, pack
+from grpo_rl.rollout.weights.update_order import WeightUpdate
 from grpo_rl.types import Completion, Request
 from grpo_rl.workers.rollout import RolloutWorker
 

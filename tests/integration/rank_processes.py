@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig
+from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
@@ -162,7 +162,7 @@ def _serve(pipe: Connection) -> None:
 
 def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
-    from grpo_rl.cluster.roles import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorGroup
 
     return ActorGroup(
         processes, config, train_rule=rule, forward_rule=rule, always_old=objective.needs_selection, objective=objective

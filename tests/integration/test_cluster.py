@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from tiny_workers import make_engine, make_worker
 
-from grpo_rl.cluster.groups import WorkerGroup, wait_all
-from grpo_rl.cluster.placement import Pool
-from grpo_rl.cluster.pool import PoolOptions, ReplicaPool
-from grpo_rl.cluster.replicas import Replicas
-from grpo_rl.cluster.session import ray_session
-from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.worker_sets import WorkerGroup, wait_all
+from grpo_rl.cluster.recovery.replicas import Replicas
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, WeightVersionError
 from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
 

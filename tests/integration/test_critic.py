@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from whole_runs import arithmetic, train, without_times
 
-from grpo_rl.cluster.critic import CriticGroup
+from grpo_rl.cluster.roles.critic_role import CriticGroup
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
 from grpo_rl.models import builtin
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
@@ -148,6 +148,6 @@ def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tm
 
 
 def _rows(path: Path) -> dict[int, dict[str, float]]:
-    from grpo_rl.telemetry.metrics_file import read_metrics
+    from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
     return {int(row["step"]): row for row in read_metrics(path / "metrics.jsonl") if "critic/vf_loss" in row}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import Prompt, Rollout
 from tests.hostile_responses import CANARY, hostile_responses
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import ActorSpec, PolicySpec
 

@@ -23,12 +23,12 @@ from transformers import (
 )
 from whole_runs import train
 
-from grpo_rl.cluster.reward_model import RewardModelGroup
-from grpo_rl.config.schema import JudgeConfig
+from grpo_rl.cluster.roles.reward_model_role import RewardModelGroup
+from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import ModelScore
-from grpo_rl.rewards.judge import JudgeSetup
-from grpo_rl.rewards.rendering import Renderer, split_steps
+from grpo_rl.rewards.models.judge import JudgeSetup
+from grpo_rl.rewards.models.rendering import Renderer, split_steps
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import RewardModelSpec
 

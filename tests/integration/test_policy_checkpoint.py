@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.algos.objective import Objective
 from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.errors import CheckpointError, SaveLost
 from grpo_rl.workers.specs import ActorSpec, PolicySpec
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.cluster import auth
-from grpo_rl.cluster.session import ray_session
-from grpo_rl.config.schema import RayInitConfig
+from grpo_rl.cluster.session import auth
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
 
 

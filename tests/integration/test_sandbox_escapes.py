@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.rewards.code import code
-from grpo_rl.rewards.sandbox import Case, Sandbox
+from grpo_rl.rewards.code.code_rule import code
+from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox
 
 ESCAPES = {
     "reads /etc/shadow": "open('/etc/shadow').read()",
@@ -216,7 +216,7 @@ def test_a_killed_case_does_not_touch_its_neighbours() -> None:
 
 def test_nothing_is_left_when_the_process_that_asked_is_killed() -> None:
     program = (
-        "from grpo_rl.rewards.sandbox import *\n"
+        "from grpo_rl.rewards.sandbox.sandbox import *\n"
         "s = Sandbox('import time; time.sleep(60)', Limits(time_s=60))\n"
         "print(s._process.pid, flush=True)\n"
         "s.run(Case())"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_times
 
 from grpo_rl.models import builtin
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)

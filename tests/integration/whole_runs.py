@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts import read_rollouts
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 
 RUN_TIMEOUT_S = 540
 

@@ -11,9 +11,9 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
 from grpo_rl.errors import ConfigError
-from grpo_rl.plan import Plan, make_plan, probe_machine
-from grpo_rl.plan_memory import memory_by_role, model_size
-from grpo_rl.plan_text import WIDTH
+from grpo_rl.plan.decisions import Plan, make_plan, probe_machine
+from grpo_rl.plan.memory import memory_by_role, model_size
+from grpo_rl.plan.text import WIDTH
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 EIGHT_GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")

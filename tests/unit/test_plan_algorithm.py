@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.algos.advantages import ADVANTAGES
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
+from grpo_rl.algos.advantages.registered import ADVANTAGES
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError
-from grpo_rl.plan import Plan, make_plan
+from grpo_rl.plan.decisions import Plan, make_plan
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -103,7 +103,7 @@ def test_the_formula_is_the_one_that_the_options_make(words: list[str], formula:
 def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
+        "from grpo_rl.algos.advantages.registered import AdvantageOutput, needs\n"
         "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T, inp.token_rewards_T)\n"
         "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
     )

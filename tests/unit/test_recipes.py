@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from grpo_rl.config.compose import compose
-from grpo_rl.config.fields import leaves
 from grpo_rl.config.recipes import folder, known_recipes
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.rewards.compose import RewardFunction
 
 

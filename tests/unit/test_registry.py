@@ -124,12 +124,12 @@ def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_pa
 
 
 def test_the_table_of_names_says_what_the_registries_hold() -> None:
-    from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+    from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
     from grpo_rl.algos.aggregate import AGGREGATIONS
     from grpo_rl.algos.formula import formula_of
+    from grpo_rl.algos.losses.registered import POLICY_LOSSES
     from grpo_rl.algos.options import options_of
-    from grpo_rl.algos.policy_losses import POLICY_LOSSES
-    from grpo_rl.config import algorithm_table as table
+    from grpo_rl.config.checks import algorithm_table as table
     from grpo_rl.data.tasks.registry import TASKS
     from grpo_rl.rollout.engine import ENGINES
 

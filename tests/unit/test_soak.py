@@ -14,7 +14,7 @@ import pytest
 
 from grpo_rl import faults
 from grpo_rl.checkpoint.store import CheckpointStore
-from grpo_rl.cluster import watch
+from grpo_rl.cluster.session import run_watcher
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -48,7 +48,7 @@ def test_every_armed_fault_can_be_armed_and_the_same_seed_draws_the_same(soak_fa
 def test_a_victim_is_a_live_process_of_the_run_in_the_role_that_was_drawn(soak_faults: Any) -> None:
     sleeping = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
     ours, theirs = (
-        subprocess.Popen(sleeping, env=os.environ | {watch.TOKEN: token}, stdout=subprocess.PIPE)
+        subprocess.Popen(sleeping, env=os.environ | {run_watcher.TOKEN: token}, stdout=subprocess.PIPE)
         for token in ("ours", "theirs")
     )
     try:

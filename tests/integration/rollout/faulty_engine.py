@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.hf_engine import HfEngine
+from grpo_rl.rollout.hf.hf_engine import HfEngine
 from grpo_rl.types import Completion
 
 

@@ -13,8 +13,8 @@ from conftest import EOS, VOCAB, response_logits
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine
-from grpo_rl.rollout.senders import ObjectStoreSender
-from grpo_rl.rollout.weights import WeightTransferError, check_digests, pack_buckets
+from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, pack_buckets
+from grpo_rl.rollout.weights.senders import ObjectStoreSender
 from grpo_rl.types import Completion, Request, Sampling
 
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24), (40, 30, 20, 10)]

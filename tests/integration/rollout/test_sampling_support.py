@@ -16,7 +16,7 @@ from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
 from grpo_rl.rollout.engine import ENGINES, EngineSpec, RolloutEngine
 from grpo_rl.types import Batch, Completion, Prompt, Request, Rollout, Sampling
-from grpo_rl.workers.policy import sequences_of
+from grpo_rl.workers.sharded_policy import sequences_of
 
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24)]
 CUTS = {

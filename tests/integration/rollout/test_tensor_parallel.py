@@ -11,8 +11,8 @@ from conftest import response_logits
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.rollout.engine import ENGINES, EngineSpec
-from grpo_rl.rollout.senders import ObjectStoreSender
-from grpo_rl.rollout.weights import check_digests
+from grpo_rl.rollout.weights.buckets import check_digests
+from grpo_rl.rollout.weights.senders import ObjectStoreSender
 from grpo_rl.types import Completion, Request, Sampling
 
 

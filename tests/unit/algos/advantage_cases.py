@@ -6,7 +6,7 @@ import torch
 from algos_reference import Ragged
 from torch import Tensor
 
-from grpo_rl.algos.advantages import AdvantageInput, token_rewards
+from grpo_rl.algos.advantages.registered import AdvantageInput, token_rewards
 
 
 def inputs(

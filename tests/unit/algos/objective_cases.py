@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.kl import KL_ESTIMATORS
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
 from grpo_rl.types import Counts
 
 COMBINATIONS = list(itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS)))

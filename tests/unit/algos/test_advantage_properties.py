@@ -13,7 +13,7 @@ from advantage_cases import complete, per_rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.advantages import ADVANTAGES, AdvantageInput, AdvantageOutput, Needs, gae, needs, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, Needs, gae, needs, needs_of
 from grpo_rl.algos.options import options_of
 from grpo_rl.registry import load_function
 
@@ -218,4 +218,4 @@ def test_a_user_s_own_estimator_can_say_what_it_needs() -> None:
         return AdvantageOutput(inp.column("values_T"))
 
     assert needs_of(mine) == Needs(group=True, values=True)
-    assert needs_of(load_function("grpo_rl.algos.flat:spread")) == Needs()
+    assert needs_of(load_function("grpo_rl.algos.advantages.blockwise:spread")) == Needs()

@@ -10,7 +10,7 @@ from advantage_cases import inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.advantages import (
+from grpo_rl.algos.advantages.registered import (
     AdvantageInput,
     dr_grpo,
     gdpo,

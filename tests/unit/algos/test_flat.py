@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from grpo_rl.algos import flat
-from grpo_rl.algos.groups import Groups
+from grpo_rl.algos.advantages import blockwise
+from grpo_rl.algos.group_statistics import Groups
 
 
 @pytest.fixture(params=[1, 7, 64, 1 << 17])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(flat, "PIECE", request.param)
+    monkeypatch.setattr(blockwise, "PIECE", request.param)
     return int(request.param)
 
 
@@ -33,14 +33,14 @@ def test_sums_are_those_of_each_response_whatever_the_pieces(piece: int) -> None
     rng = random.Random(1)
     values = torch.tensor([rng.gauss(0, 1e4) for _ in range(sum(LENGTHS))])
     expected = [math.fsum(tokens) for tokens in nested(values.tolist())]
-    sums_N = flat.sums(values, torch.tensor(LENGTHS))
+    sums_N = blockwise.sums(values, torch.tensor(LENGTHS))
     assert sums_N.dtype == torch.float64
     assert sums_N.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_sums_are_taken_in_float64() -> None:
     values = torch.tensor([1e8, 1.0, 1.0, -1e8])
-    assert flat.sums(values, torch.tensor([4])).item() == 2.0
+    assert blockwise.sums(values, torch.tensor([4])).item() == 2.0
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 1.0])
@@ -48,9 +48,9 @@ def test_suffix_sums_put_together_are_those_of_a_loop(piece: int, decay: float) 
     rng = random.Random(2)
     values = torch.tensor([rng.gauss(0, 1) for _ in range(sum(LENGTHS))])
     out_T = torch.full((len(values),), math.nan, dtype=torch.float64)
-    lots = list(flat.lots(torch.tensor(LENGTHS)))
+    lots = list(blockwise.lots(torch.tensor(LENGTHS)))
     for lot in lots:
-        lot.write(flat.suffix_sums(lot.rows(values), decay), out_T)
+        lot.write(blockwise.suffix_sums(lot.rows(values), decay), out_T)
     expected = []
     for tokens in nested(values.tolist()):
         y = 0.0
@@ -64,23 +64,23 @@ def test_suffix_sums_put_together_are_those_of_a_loop(piece: int, decay: float) 
 
 
 def test_lots_stay_within_their_size_unless_one_response_is_longer(piece: int) -> None:
-    for lot in flat.lots(torch.tensor(LENGTHS)):
+    for lot in blockwise.lots(torch.tensor(LENGTHS)):
         longest = max(place.stop - place.start for place in lot.places)
         assert longest * len(lot.places) <= max(piece, longest)
 
 
 def test_whitening_gives_mean_0_and_variance_1_and_zeros_for_equal_numbers(piece: int) -> None:
     x_T = torch.randn(501, generator=torch.Generator().manual_seed(0)) * 3 + 100
-    white_T = flat.whiten_(x_T.clone()).double()
+    white_T = blockwise.whiten_(x_T.clone()).double()
     assert white_T.mean().item() == pytest.approx(0, abs=1e-6)
     assert white_T.var().item() == pytest.approx(1, rel=1e-6)
-    assert flat.whiten_(torch.full((9,), 0.1)).tolist() == [0.0] * 9
-    assert flat.whiten_(torch.zeros(0)).tolist() == []
+    assert blockwise.whiten_(torch.full((9,), 0.1)).tolist() == [0.0] * 9
+    assert blockwise.whiten_(torch.zeros(0)).tolist() == []
 
 
 def test_spread_repeats_each_value_on_all_tokens() -> None:
     x_N = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    spread_T = flat.spread(x_N, torch.tensor([2, 0, 1]))
+    spread_T = blockwise.spread(x_N, torch.tensor([2, 0, 1]))
     assert spread_T.tolist() == [1, 1, 3] and spread_T.dtype == torch.float32
 
 

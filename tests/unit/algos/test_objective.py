@@ -12,13 +12,13 @@ import pytest
 import torch
 from objective_cases import run
 
-from grpo_rl.algos.advantages import ADVANTAGES
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
-from grpo_rl.config.schema import ActorConfig, PolicyLossConfig
+from grpo_rl.config.schema.tree import ActorConfig, PolicyLossConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
 

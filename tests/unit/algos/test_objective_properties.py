@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from objective_cases import COMBINATIONS, FACTOR, SMOOTH, TERMS, combine, extras, make, run
 from torch import Tensor
 
-from grpo_rl.algos.advantages import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
 from grpo_rl.algos.aggregate import count
 from grpo_rl.algos.correction import kept_lengths
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.policy_losses import POLICY_LOSSES
 
 
 @pytest.mark.parametrize(("loss_mode", "agg_mode", "kl_type"), TERMS)

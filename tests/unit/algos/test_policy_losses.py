@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.policy_losses import POLICY_LOSSES, selection_of
-from grpo_rl.algos.policy_losses_cov import between_bounds, covariances, largest
+from grpo_rl.algos.losses.covariance import between_bounds, covariances, largest
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.segments import Segments
 
 ALL = sorted(POLICY_LOSSES)

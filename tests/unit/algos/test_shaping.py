@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from grpo_rl.algos.losses.value import explained_variance, value_loss
 from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, overlong_penalty, with_signal
-from grpo_rl.algos.value_loss import explained_variance, value_loss
 
 
 def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:

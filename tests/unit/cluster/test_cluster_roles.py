@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.batches import combine_stats, gather, micro_batches, plan
-from grpo_rl.cluster.pool import sample_seed, sampling_of
-from grpo_rl.cluster.roles import ActorGroup, ReferenceGroup
+from grpo_rl.cluster.roles.actor_role import ActorGroup, ReferenceGroup
+from grpo_rl.cluster.roles.micro_batches import combine_stats, gather, micro_batches, plan
+from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
+from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.specs import OptimizerStep
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.critic import CriticGroup, critic_spec
+from grpo_rl.cluster.roles.critic_role import CriticGroup, critic_spec
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import CheckpointError

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster import fork_request, forks
-from grpo_rl.cluster.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
+from grpo_rl.cluster.processes import fork_request, forks
+from grpo_rl.cluster.processes.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.environment import SESSION_FOLDER, engine_environment
+from grpo_rl.rollout.engine_environment import SESSION_FOLDER, engine_environment
 
 SCRIPT = """
 import json, os, random, signal, sys

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.memory import SPLIT, Cut, halved, out_of_memory, what_to_do
+from grpo_rl.cluster.recovery.out_of_memory import SPLIT, Cut, halved, out_of_memory, what_to_do
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.fields import leaves
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import OutOfMemory
 
 CUDA = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster import presence
-from grpo_rl.cluster.presence import ClusterWatch, refuse_unreachable, unanswered, why_not_connected
+from grpo_rl.cluster.session import liveness
+from grpo_rl.cluster.session.liveness import ClusterWatch, refuse_unreachable, unanswered, why_not_connected
 from grpo_rl.errors import ClusterError
 
 
@@ -60,7 +60,7 @@ def test_another_version_is_told_in_one_line_with_both() -> None:
 def test_a_place_that_is_gone_is_told_once_with_its_name(
     listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "LOOK_S", 0.01)
+    monkeypatch.setattr(liveness, "LOOK_S", 0.01)
     path = str(tmp_path / "raylet")
     with socket.socket(socket.AF_UNIX) as local:
         local.bind(path)
@@ -84,8 +84,8 @@ def test_a_place_that_is_gone_is_told_once_with_its_name(
 
 
 def test_a_remote_cluster_is_named_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "LOOK_S", 0.01)
-    monkeypatch.setattr(presence, "NAMED_S", 0.05)
+    monkeypatch.setattr(liveness, "LOOK_S", 0.01)
+    monkeypatch.setattr(liveness, "NAMED_S", 0.05)
     warned: list[str] = []
     given_up = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.cluster.health import verdict
-from grpo_rl.cluster.ledger import Ledger
-from grpo_rl.cluster.processes import descendants, kill_tree
-from grpo_rl.cluster.recovery import Budget, RecoveryLog
-from grpo_rl.cluster.watch import is_tracker
+from grpo_rl.cluster.processes.termination import descendants, kill_tree
+from grpo_rl.cluster.recovery.health import verdict
+from grpo_rl.cluster.recovery.supervisor import Budget, RecoveryLog
+from grpo_rl.cluster.roles.request_ledger import Ledger
+from grpo_rl.cluster.session.run_watcher import is_tracker
 from grpo_rl.errors import ClusterError
 from grpo_rl.types import Request, Sampling
 
@@ -158,7 +158,7 @@ def _is_alive(pid: int) -> bool:
 def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
     program = (
         "import time; from multiprocessing.shared_memory import SharedMemory\n"
-        "from grpo_rl.cluster.trackers import track_apart; track_apart()\n"
+        "from grpo_rl.cluster.processes.shared_memory_tracker import track_apart; track_apart()\n"
         "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)

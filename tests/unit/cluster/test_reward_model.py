@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.reward_model import RewardModelGroup
+from grpo_rl.cluster.roles.reward_model_role import RewardModelGroup
 from grpo_rl.errors import ClusterError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import Failure, ModelScore
-from grpo_rl.rewards.rendering import Renderer
+from grpo_rl.rewards.models.rendering import Renderer
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import ScoreBatch
 

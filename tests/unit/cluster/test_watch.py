@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_rl.cluster import watch
-from grpo_rl.cluster.session import clean_earlier, watched
+from grpo_rl.cluster.session import run_watcher
+from grpo_rl.cluster.session.ray_session import clean_earlier, watched
 
 SLEEPER = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
 """A process that has left its parent's session, as an engine's core does."""
 CONTROLLER = f"""
 import subprocess, sys, time
 from pathlib import Path
-from grpo_rl.cluster.session import watched
+from grpo_rl.cluster.session.ray_session import watched
 with watched(Path(sys.argv[1])) as folder:
     child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], stdout=subprocess.PIPE, text=True)
     print(child.stdout.readline().strip(), folder, flush=True)
@@ -64,12 +64,12 @@ def test_a_controller_that_ends_well_leaves_nothing_either(tmp_path: Path) -> No
 
 def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Path) -> None:
     record = tmp_path / "session.json"
-    stranger = subprocess.Popen([sys.executable, "-c", SLEEPER], env={**os.environ, watch.TOKEN: "f" * 32})
+    stranger = subprocess.Popen([sys.executable, "-c", SLEEPER], env={**os.environ, run_watcher.TOKEN: "f" * 32})
     with watched() as folder:
         # As after the death of the watching process: the record is there, and so is the child.
-        token = (folder / watch.MARKER).read_text()
+        token = (folder / run_watcher.MARKER).read_text()
         child = subprocess.Popen([sys.executable, "-c", SLEEPER])
-        assert becomes_true(lambda: child.pid in watch.processes(token))
+        assert becomes_true(lambda: child.pid in run_watcher.processes(token))
         found = {"token": token, "folder": str(folder), "host": os.uname().nodename}
         record.write_text(json.dumps(found | {"boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}))
         # The process that watches does not carry the token of what it watches.
@@ -83,9 +83,9 @@ def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Pat
 
 def test_a_folder_without_the_session_s_marker_is_never_removed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
-    watch.clean("0" * 32, tmp_path)
-    (tmp_path / watch.MARKER).write_text("somebody else's")
-    watch.clean("0" * 32, tmp_path)
+    run_watcher.clean("0" * 32, tmp_path)
+    (tmp_path / run_watcher.MARKER).write_text("somebody else's")
+    run_watcher.clean("0" * 32, tmp_path)
     assert (tmp_path / "precious").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_broken_record_is_nothing_to_clean(tmp_path: Path) -> None:
 
 def test_shared_memory_that_no_tracker_knows_goes_with_the_file_it_is_called_after(tmp_path: Path) -> None:
     token = "0" * 31 + "2"
-    (tmp_path / watch.MARKER).write_text(token)
+    (tmp_path / run_watcher.MARKER).write_text(token)
     name = f"vllm_dist_{os.getpid()}{time.monotonic_ns()}"
     ours, other = (Path("/dev/shm") / f"{start}-tp:0-[0-1]-cpushm_0" for start in (name, f"{name}0"))
     try:
@@ -106,7 +106,7 @@ def test_shared_memory_that_no_tracker_knows_goes_with_the_file_it_is_called_aft
         engine = tmp_path / "engine-1"
         engine.mkdir()
         (engine / name).write_text("")
-        assert watch.clean(token, tmp_path) == []
+        assert run_watcher.clean(token, tmp_path) == []
         assert not ours.exists() and other.exists() and not tmp_path.exists()
     finally:
         for segment in (ours, other):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_rl.cluster.groups import headline
+from grpo_rl.cluster.processes.worker_sets import headline
 
 TRACEBACK = """\x1b[36mray::Host.build()\x1b[39m (pid=7, ip=10.0.0.1)
   File "host.py", line 3, in build

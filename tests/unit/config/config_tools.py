@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from grpo_rl.config.convert import convert
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.fields import Kind, Leaf, leaves
-from grpo_rl.config.schema import Config
+from grpo_rl.config.schema.fields import Kind, Leaf, leaves
+from grpo_rl.config.schema.tree import Config
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 EIGHT_GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")

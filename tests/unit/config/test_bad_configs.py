@@ -9,7 +9,7 @@ from bad_configs import BAD, BAD_RECIPES
 from config_tools import CPU
 
 from grpo_rl.config import overrides
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import show
 from grpo_rl.errors import ConfigError

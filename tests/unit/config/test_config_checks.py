@@ -11,7 +11,7 @@ from config_tools import CPU, EIGHT_GPUS, A, R, config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.derived import Machine
 
 V = f"{R}.val_kwargs"

@@ -6,15 +6,15 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
-from grpo_rl.config import schema
-from grpo_rl.config.fields import leaves
-from grpo_rl.config.reference import meanings, reference
+from grpo_rl.config.reference_page import meanings, reference
+from grpo_rl.config.schema import tree
+from grpo_rl.config.schema.fields import leaves
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == reference(), "python -m grpo_rl.config.reference > docs/configuration.md"
+    assert PAGE.read_text() == reference(), "python -m grpo_rl.config.reference_page > docs/configuration.md"
 
 
 def test_every_key_is_on_the_page_with_its_meaning() -> None:
@@ -28,4 +28,4 @@ def test_every_key_is_on_the_page_with_its_meaning() -> None:
 
 
 def _is_group(name: str, field: str) -> bool:
-    return is_dataclass(get_type_hints(getattr(schema, name))[field])
+    return is_dataclass(get_type_hints(getattr(tree, name))[field])

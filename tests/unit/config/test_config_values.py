@@ -10,7 +10,7 @@ from config_tools import A, R, any_settings, nested, value_at
 from hypothesis import given, settings
 
 from grpo_rl.config.convert import convert, convert_or_explain
-from grpo_rl.config.fields import leaves
+from grpo_rl.config.schema.fields import leaves
 
 WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{R}.n", 8.5, "write 8 or 9"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from config_tools import A, R
 
-from grpo_rl.config.compat import ANSWERS, answer_for, refusals
 from grpo_rl.config.compose import compose
-from grpo_rl.config.fields import free_mapping, leaves, sections
+from grpo_rl.config.schema.fields import free_mapping, leaves, sections
+from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, refusals
 
 GRPO_COMMAND = """
 algorithm.adv_estimator=grpo

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from config_tools import CPU
 
-from grpo_rl.config import name_checks, option_tables
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks import name_rules, option_tables
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.data.tasks.registry import TASKS
 from grpo_rl.gym import REFUSED
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts/write_option_tables.py"
 
 
 def problems(*words: str) -> list[str]:
-    return list(name_checks.problems(compose(["recipe=arithmetic/grpo", *words]).config))
+    return list(name_rules.problems(compose(["recipe=arithmetic/grpo", *words]).config))
 
 
 def test_the_tables_say_what_the_functions_and_the_package_say() -> None:
@@ -86,9 +86,9 @@ def test_what_exists_is_not_refused(tmp_path: Path) -> None:
 
 def test_of_another_version_of_the_package_only_its_own_words_count(monkeypatch: pytest.MonkeyPatch) -> None:
     word = "data.train_files=['reasoning_gym:new_set?new_option=1&split=odd']"
-    monkeypatch.setattr(name_checks, "_gym_version", lambda: "9.9")
+    monkeypatch.setattr(name_rules, "_gym_version", lambda: "9.9")
     assert [problem.rpartition(": ")[2] for problem in problems(word)] == ["split=odd must be one of all, train, val"]
-    monkeypatch.setattr(name_checks, "_gym_version", lambda: None)
+    monkeypatch.setattr(name_rules, "_gym_version", lambda: None)
     assert "is not installed" in problems(word)[0]
 
 
@@ -97,5 +97,7 @@ def test_all_of_it_is_told_together_with_the_rest_and_nothing_heavy_is_loaded() 
     words += ["reward.functions=[math]"]
     found = check(compose(["recipe=arithmetic/grpo", *words]).config, CPU)
     assert len([line for line in found if "'x'" in line or "'y'" in line or "train_batch_size=7" in line]) >= 3
-    program = "import grpo_rl.config.checks, sys; print({'torch', 'numpy', 'reasoning_gym', 'datasets'} & set(sys.modules))"
+    program = (
+        "import grpo_rl.config.checks.all_rules, sys; print({'torch', 'numpy', 'reasoning_gym', 'datasets'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -9,7 +9,7 @@ import pytest
 from config_tools import CPU, EIGHT_GPUS, config_of
 
 from grpo_rl.config import derived
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.derived import Machine
 
 M, J = "reward.reward_model", "reward.judge"

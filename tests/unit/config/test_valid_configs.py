@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from valid_configs import valid_settings
 
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import to_yaml
 from grpo_rl.config.convert import convert, convert_or_explain
 

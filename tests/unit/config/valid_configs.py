@@ -7,8 +7,8 @@ from typing import Any
 from config_tools import A, R, values_of
 from hypothesis import strategies as st
 
-from grpo_rl.config.algorithm_table import ESTIMATORS
-from grpo_rl.config.fields import leaves
+from grpo_rl.config.checks.algorithm_table import ESTIMATORS
+from grpo_rl.config.schema.fields import leaves
 
 # Keys that go with any other setting of those below.
 _FREE = (

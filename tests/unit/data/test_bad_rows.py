@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.config.schema import DataConfig
-from grpo_rl.data import jsonl
-from grpo_rl.data.bad_rows import BadRows
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.files import open_source
 from grpo_rl.data.rows import example
-from grpo_rl.data.source import BadRow
+from grpo_rl.data.sources import jsonl
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 

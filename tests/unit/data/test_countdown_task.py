@@ -3,7 +3,7 @@ import pytest
 from grpo_rl.data.tasks.countdown import countdown, split_of
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.expressions import arithmetic_value
+from grpo_rl.rewards.rules.expressions import arithmetic_value
 
 
 def solution(row):

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.config.schema import DataConfig
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import load_dataset, truncate
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.config.schema import DataConfig
-from grpo_rl.data import jsonl, tables
-from grpo_rl.data.bad_rows import BadRows
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.files import open_source
-from grpo_rl.data.numbers import number_in
-from grpo_rl.data.source import HubRows, Joined
+from grpo_rl.data.sources import jsonl, tables
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.numeric_columns import number_in
+from grpo_rl.data.sources.source import HubRows, Joined
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_rl.data.curriculum import PassRateSampler, weight_of_rate
-from grpo_rl.data.mixture import MixedSampler
-from grpo_rl.data.sampler import PromptSampler, Sampler
+from grpo_rl.data.draw_order.curriculum import PassRateSampler, weight_of_rate
+from grpo_rl.data.draw_order.mixture import MixedSampler
+from grpo_rl.data.draw_order.sampler import PromptSampler, Sampler
 from grpo_rl.errors import DataError
 
 

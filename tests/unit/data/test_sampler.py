@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_rl.data.sampler import PromptSampler
+from grpo_rl.data.draw_order.sampler import PromptSampler
 from grpo_rl.errors import ConfigError, DataError
 
 

@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_rl import hub
-from grpo_rl.config.schema import Config, CustomClsConfig, DataConfig
-from grpo_rl.data import dataset, tables
+from grpo_rl.config.schema.tree import Config, CustomClsConfig, DataConfig
+from grpo_rl.data import dataset
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.files import open_source
-from grpo_rl.data.fingerprint import differences
-from grpo_rl.data.order import make_sampler
+from grpo_rl.data.draw_order.choose import make_sampler
+from grpo_rl.data.sources import tables
+from grpo_rl.data.sources.fingerprint import differences
+from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.selection import Selection

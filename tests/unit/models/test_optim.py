@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_rl.config.schema import OptimConfig
+from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.models.optim import lr_factor, make_optimizer, make_scheduler
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from grpo_rl.rewards.check import main, percentile
 from grpo_rl.rewards.check_data import gold_response, read_rows, solve
-from grpo_rl.rewards.countdown import evaluate
-from grpo_rl.rewards.pool import Worker
+from grpo_rl.rewards.rules.countdown_rule import evaluate
+from grpo_rl.rewards.runtime.reward_process import Worker
 
 
 def row(gold="18", source="math", **more):

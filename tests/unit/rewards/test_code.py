@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.code import check_code, code, code_problems, last_program
-from grpo_rl.rewards.code_cases import read_tests, same_output, same_value
+from grpo_rl.rewards.code.cases import read_tests, same_output, same_value
+from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.sandbox import Case, Limits, Outcome, Sandbox
-from grpo_rl.rewards.sandbox_candidate import encode
-from grpo_rl.rewards.sandbox_failure import SandboxUnavailable, unavailable
-from grpo_rl.rewards.sandbox_values import decode
+from grpo_rl.rewards.sandbox.candidate import encode
+from grpo_rl.rewards.sandbox.returned_values import decode
+from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandbox
+from grpo_rl.rewards.sandbox.unavailable import SandboxUnavailable, unavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -191,7 +191,7 @@ def test_tests_that_cannot_be_judged_outside_are_refused_with_the_reason(tests: 
 
 
 def test_the_reward_of_code_loads_nothing_heavy() -> None:
-    program = "import grpo_rl.rewards.code, sys; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    program = "import grpo_rl.rewards.code.code_rule, sys; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30).stdout == "[]\n"
 
 
@@ -215,7 +215,7 @@ def test_an_output_that_crashed_or_was_cut_passes_nothing() -> None:
 
 def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "grpo_rl.rewards.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
+        "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
     )
     with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*sandbox_url"):
         code("code", SQUARE, ["assert f(1) == 1"])
@@ -224,7 +224,7 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
 
 
 def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_rl.rewards.sandbox.LAUNCH", "import no_such_library")
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import no_such_library")
     with pytest.raises(SandboxUnavailable, match="No module named 'no_such_library'"):
         Sandbox("print(1)")
 
@@ -235,7 +235,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.Mon
         sandbox._process.wait(10)
         with pytest.raises(RewardError, match="ended in the middle of a case"):
             sandbox.run(Case())
-    monkeypatch.setattr("grpo_rl.rewards.sandbox.call_filter", lambda machine: b"no filter")
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.call_filter", lambda machine: b"no filter")
     with Sandbox("print(1)") as sandbox, pytest.raises(SandboxUnavailable, match="start the candidate: filter system calls"):
         sandbox.run(Case())
 
@@ -243,7 +243,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.Mon
 def test_lower_limits_of_the_process_that_asks_are_kept() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "from grpo_rl.rewards.sandbox import *\n"
+        "from grpo_rl.rewards.sandbox.sandbox import *\n"
         "with Sandbox('import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))') as s: print(s.run(Case()).stdout)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
@@ -318,7 +318,7 @@ class Service(BaseHTTPRequestHandler):
 def serving(monkeypatch: pytest.MonkeyPatch, refusals: list[tuple[int, Any]]) -> Iterator[str]:
     monkeypatch.setattr(Service, "refusals", refusals)
     monkeypatch.setattr(Service, "requests", [])
-    monkeypatch.setattr("grpo_rl.rewards.sandbox_remote.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.remote.FIRST_PAUSE_S", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.combined import CombinedRewarder, Failure, ModelScore
 from grpo_rl.types import Prompt, Rollout

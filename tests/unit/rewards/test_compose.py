@@ -3,11 +3,11 @@ import math
 import numpy as np
 import pytest
 
-from grpo_rl.config.schema import CustomRewardConfig, RewardConfig
+from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.calls import Component
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.failures import RewardFailure
+from grpo_rl.rewards.contract.calls import Component
+from grpo_rl.rewards.contract.failures import RewardFailure
 from grpo_rl.types import Prompt, Rollout
 
 

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_rl.rewards.expressions import NotAnExpression, arithmetic_value, formula
+from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value, formula
 
 
 @pytest.mark.parametrize(

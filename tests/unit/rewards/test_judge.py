@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.config.schema import JudgeConfig
+from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.combined import Failure, ModelScore
-from grpo_rl.rewards.judge import Judge, JudgeSetup
+from grpo_rl.rewards.models.judge import Judge, JudgeSetup
 from grpo_rl.types import Prompt, Rollout
 
 Answer = tuple[int, bytes, dict[str, str]]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.rewards.answers import after_phrase, final_answer, last_boxed, last_pair
-from grpo_rl.rewards.auto import auto
-from grpo_rl.rewards.math_algebra import equivalent, refusal
-from grpo_rl.rewards.math_answer import math
-from grpo_rl.rewards.math_compare import compare, number
+from grpo_rl.rewards.math.algebra import equivalent, refusal
+from grpo_rl.rewards.math.compare import compare, number
+from grpo_rl.rewards.math.math_rule import math
+from grpo_rl.rewards.rules.answers import after_phrase, final_answer, last_boxed, last_pair
+from grpo_rl.rewards.rules.auto import auto
 
 ROOT = Path(__file__).resolve().parents[3]
 MATH = ROOT / ".." / "shared" / "data" / "math" / "train.parquet"
@@ -306,8 +306,8 @@ def test_what_is_read_without_algebra_takes_microseconds():
 
 
 def test_rules_load_nothing_heavy():
-    program = "import sys, grpo_rl.rewards.registry, grpo_rl.rewards.pool_worker\nprint(sorted(sys.modules))"
+    program = "import sys, grpo_rl.rewards.registry, grpo_rl.rewards.runtime.reward_process_main\nprint(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(ast.literal_eval(done.stdout))
-    assert {"grpo_rl.rewards.math_answer", "grpo_rl.rewards.countdown"} <= loaded
+    assert {"grpo_rl.rewards.math.math_rule", "grpo_rl.rewards.rules.countdown_rule"} <= loaded
     assert not loaded & {"torch", "transformers", "numpy", "sympy", "math_verify", "ray", "grpo_rl.types"}

@@ -14,8 +14,8 @@ from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError, DataError, RewardError
-from grpo_rl.rewards.auto import auto, check_data_sources
-from grpo_rl.rewards.reasoning_gym import extract_answer
+from grpo_rl.rewards.rules.auto import auto, check_data_sources
+from grpo_rl.rewards.rules.reasoning_gym_rule import extract_answer
 
 ROOT = Path(__file__).resolve().parents[3]
 CHEAP = [

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.rendering import Renderer, split_steps, tokenizer_for
+from grpo_rl.rewards.models.rendering import Renderer, split_steps, tokenizer_for
 from grpo_rl.types import Prompt, Rollout
 
 POLICY = build_tokenizer(128)

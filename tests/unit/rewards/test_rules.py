@@ -5,11 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.arithmetic import arithmetic
-from grpo_rl.rewards.auto import auto, check_data_sources
-from grpo_rl.rewards.format import think_answer
-from grpo_rl.rewards.gsm8k import gsm8k, gsm8k_flexible
 from grpo_rl.rewards.registry import REWARDS
+from grpo_rl.rewards.rules.arithmetic_rule import arithmetic
+from grpo_rl.rewards.rules.auto import auto, check_data_sources
+from grpo_rl.rewards.rules.format import think_answer
+from grpo_rl.rewards.rules.gsm8k import gsm8k, gsm8k_flexible
 
 SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.pool_log import LOG_LIMIT
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.reward_process_log import LOG_LIMIT
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 UNRULY = Path(__file__).with_name("unruly.py")
@@ -187,7 +187,7 @@ def test_the_processes_load_no_torch_and_stay_small(runner):
         mapped, status = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/status").read_text()
         assert "torch" not in mapped
         assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 512 * 1024
-    program = "import grpo_rl.rewards.pool_worker, sys; print({'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules))"
+    program = "import grpo_rl.rewards.runtime.reward_process_main, sys; print({'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -267,8 +267,8 @@ def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
 def test_no_process_outlives_a_run_that_is_killed(tmp_path):
     program = f"""
 import os, signal
-from grpo_rl.config.schema import RewardConfig
-from grpo_rl.rewards.pool import OutputLog, Worker, setup_of
+from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.rewards.runtime.reward_process import OutputLog, Worker, setup_of
 worker = Worker(setup_of(RewardConfig(functions=['{UNRULY}:act']), []), OutputLog(None))
 assert worker.start_up() is None
 print(worker.pid, flush=True)

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.jobs import Job, request_for
-from grpo_rl.rewards.pool import Reply, Worker, setup_of
-from grpo_rl.rewards.pool_log import OutputLog
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.jobs import Job, request_for
+from grpo_rl.rewards.runtime.reward_process import Reply, Worker, setup_of
+from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from tests.unit.rewards.test_runner import UNRULY, make_runner, rollout
 
 TIMEOUT_S = 0.3

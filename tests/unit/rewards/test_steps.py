@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.arithmetic import arithmetic_process
-from grpo_rl.rewards.calls import Component
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.steps import BLOCK, read_steps, step_ends
+from grpo_rl.rewards.contract.calls import Component
+from grpo_rl.rewards.contract.steps import BLOCK, read_steps, step_ends
+from grpo_rl.rewards.rules.arithmetic_rule import arithmetic_process
 from grpo_rl.types import Prompt, Rollout
 
 END = 0

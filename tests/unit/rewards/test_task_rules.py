@@ -6,12 +6,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.rewards.choice import multiple_choice
-from grpo_rl.rewards.countdown import NoValue, countdown, evaluate
-from grpo_rl.rewards.deepseek_r1 import deepseek_r1
-from grpo_rl.rewards.exact import exact_match
-from grpo_rl.rewards.format import tags
-from grpo_rl.rewards.penalties import language_consistency, length, repetition
+from grpo_rl.rewards.rules.choice import multiple_choice
+from grpo_rl.rewards.rules.countdown_rule import NoValue, countdown, evaluate
+from grpo_rl.rewards.rules.deepseek_r1 import deepseek_r1
+from grpo_rl.rewards.rules.exact import exact_match
+from grpo_rl.rewards.rules.format import tags
+from grpo_rl.rewards.rules.penalties import language_consistency, length, repetition
 
 COUNTDOWN = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "countdown" / "test.parquet"
 TASK = {"numbers": [44, 19, 35], "target": 98}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.config.schema import ActorRolloutRefConfig, Config, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
+from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build
 from grpo_rl.rollout.engine import ENGINES, EngineSpec
-from grpo_rl.rollout.environment import engine_environment, set_missing
-from grpo_rl.rollout.vllm_build import engine_arguments
+from grpo_rl.rollout.engine_environment import engine_environment, set_missing
+from grpo_rl.rollout.vllm.build import engine_arguments
 
 
 def config(backend: str = "auto", **rollout: Any) -> Config:

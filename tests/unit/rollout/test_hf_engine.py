@@ -8,7 +8,7 @@ import pytest
 
 from grpo_rl.models import builtin
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.hf_engine import HfEngine
+from grpo_rl.rollout.hf.hf_engine import HfEngine
 from grpo_rl.types import Completion, Request, Sampling
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_rl.rollout.sampling import keep_min_p, keep_top_k, keep_top_p, sample, support_of
+from grpo_rl.rollout.hf.token_sampling import keep_min_p, keep_top_k, keep_top_p, sample, support_of
 from grpo_rl.types import Sampling
 
 LOGITS_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()

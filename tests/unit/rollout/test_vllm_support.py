@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_rl.rollout.vllm_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.types import Sampling
 
 OUT = -math.inf

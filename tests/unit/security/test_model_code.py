@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.config.checks import check
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.durable import DurableMetrics
-from grpo_rl.telemetry.metrics_file import MetricsFile, read_metrics
+from grpo_rl.telemetry.metrics.durable import DurableMetrics
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, read_metrics
 
 
 def test_steps_that_found_the_disk_full_are_written_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.telemetry.metrics_file import MetricsFile, dump_line, jsonable, read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, dump_line, jsonable, read_metrics
 
 
 def strict(line: str) -> Any:

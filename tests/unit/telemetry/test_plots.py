@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.metrics_file import MetricsFile
-from grpo_rl.telemetry.plots import plot_curves, smooth
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.plots.curves import plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 

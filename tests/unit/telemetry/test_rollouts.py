@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.rollouts import RolloutLog, first_and_last, read_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
 

@@ -7,11 +7,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.sinks import Sinks
 
 
 def tensorboard_points(folder: Path, tag: str) -> list[tuple[int, float]]:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.config.schema import TrainerConfig
+from grpo_rl.config.schema.tree import TrainerConfig
+from grpo_rl.telemetry.metrics.tracking import Background, mlflow_tracker, wandb_tracker
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.tracking import Background, mlflow_tracker, wandb_tracker
 
 
 class Recorder:

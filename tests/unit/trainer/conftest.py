@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_rl.config.schema import RewardConfig
+from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.runner import RewardRunner
 
 
 @pytest.fixture(scope="session")

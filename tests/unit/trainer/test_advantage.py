@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_rl.config.schema import AlgorithmConfig, KlControlConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.types import Batch
@@ -55,7 +55,7 @@ def test_values_go_in_and_returns_come_out_by_hand():
 def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from grpo_rl.algos.advantages import AdvantageOutput, needs\n"
+        "from grpo_rl.algos.advantages.registered import AdvantageOutput, needs\n"
         "@needs(values=True)\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
     )
     with pytest.raises(ConfigError, match="gives no returns_T"):

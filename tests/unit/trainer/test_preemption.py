@@ -11,8 +11,8 @@ import pytest
 from test_sync_trainer import Policy, make, make_config  # noqa: F401
 
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts import read_rollouts
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 from grpo_rl.trainer.sync import SyncTrainer

@@ -14,7 +14,7 @@ from test_sync_trainer import Policy, make, make_config  # noqa: F401
 from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
-from grpo_rl.telemetry.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer import background_save, saving
 from grpo_rl.trainer.sync import SyncTrainer
 

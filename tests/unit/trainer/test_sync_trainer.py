@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.config.schema import AlgorithmConfig, Config, DataConfig, TrainerConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.runner import RewardRunner
+from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
-from grpo_rl.telemetry.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts import RolloutLog, read_rollouts
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.sinks import Sinks
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.sinks import Sinks
 from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
 from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from grpo_rl.config.schema import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
-from grpo_rl.trainer.shaping import TrainedTokens, penalize_overlong
+from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
+from grpo_rl.trainer.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Prompt, Rollout
 
 

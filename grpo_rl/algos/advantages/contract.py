@@ -1,0 +1,124 @@
+"""What advantage estimators take, return and need, and the table they are registered in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_rl.algos.advantages import blockwise
+from grpo_rl.algos.segments import Segments
+from grpo_rl.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInput:
+    """What estimators see of a batch, on the CPU. Groups may differ in size and be interleaved.
+
+    The optional columns are there when the estimator's `Needs` ask for them. K counts the steps of all
+    rollouts, P the parts of a reward.
+    """
+
+    token_rewards_T: Tensor
+    """The outcome at each response's last token, minus any KL penalty per token: see `token_rewards`."""
+    lengths_N: Tensor
+    group_N: Tensor
+    """Equal numbers belong to one prompt."""
+    rewards_N: Tensor
+    """The outcomes once more: a response without a token has no place for its own in `token_rewards_T`."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token."""
+    baselines_N: Tensor | None = None
+    """Reward of the greedy response to the rollout's prompt."""
+    step_ends_K: Tensor | None = None
+    """Position on the token axis of each reasoning step's last token, in any order."""
+    step_rewards_K: Tensor | None = None
+    reward_parts_NP: Tensor | None = None
+    """The parts of each rollout's reward, before any weights."""
+
+    def scores_N(self) -> Tensor:
+        """Reward of each response in float64: the sum of its token rewards, or its outcome if it has no token."""
+        sums_N = blockwise.sums(self.token_rewards_T, self.lengths_N)
+        return torch.where(self.lengths_N > 0, sums_N, self.rewards_N.double())
+
+    def column(self, name: str) -> Tensor:
+        """The optional column `name`, which has to be there."""
+        value = getattr(self, name)
+        assert value is not None, f"this estimator needs {name}"
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutput:
+    """What estimators return, both in float32."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+    """What a critic learns; only from estimators that discount rewards token by token."""
+
+
+AdvantageEstimator = Callable[..., AdvantageOutput]
+"""(inp: AdvantageInput, *, <own options with defaults>) -> AdvantageOutput"""
+
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an estimator asks of the run, so that a plan can refuse what does not fit together."""
+
+    group: bool = False
+    """Several responses per prompt: with rollout.n=1 it has nothing to compare."""
+    values: bool = False
+    """A critic: `values_T`."""
+    baselines: bool = False
+    """Greedy responses: `baselines_N`."""
+    steps: bool = False
+    """A reward that scores steps: `step_ends_K` and `step_rewards_K`."""
+    parts: bool = False
+    """Rewards in parts: `reward_parts_NP`."""
+
+    @property
+    def reads_token_rewards(self) -> bool:
+        """Whether a KL penalty in the reward would reach the advantages."""
+        return not (self.steps or self.parts)
+
+
+def needs(**what: bool) -> Callable[[F], F]:
+    """Decorator: note what an estimator needs. A user's own estimator can carry it too."""
+
+    def note(function: F) -> F:
+        function.needs = Needs(**what)  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+def needs_of(estimator: AdvantageEstimator) -> Needs:
+    """What the estimator said it needs; nothing when it said nothing."""
+    return getattr(estimator, "needs", Needs())
+
+
+def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """Reward of every token, float32: r_t = outcome [t is the response's last token] - kl_coef * kl_t.
+
+    InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises
+    ValueError for an outcome that is not finite.
+    """
+    if not bool(torch.isfinite(rewards_N).all()):
+        bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
+        raise ValueError(f"the rewards of rollouts {bad[:8]} are not finite ({rewards_N[bad[0]].item()}); a reward is a number")
+    segments = Segments(lengths_N)
+    last_N = segments.last_index_N[segments.nonempty_N]
+    if kl_T is None:
+        rewards_T = torch.zeros(segments.num_tokens)
+        rewards_T[last_N] = rewards_N[segments.nonempty_N].float()
+        return rewards_T
+    rewards_T = -kl_coef * kl_T.double()
+    rewards_T[last_N] += rewards_N[segments.nonempty_N].double()
+    return rewards_T.float()

@@ -1,0 +1,111 @@
+"""Estimators whose advantage differs from token to token: rewards that come on the way, values, discounts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from grpo_rl.algos.advantages import blockwise
+from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, needs
+from grpo_rl.algos.group_statistics import Groups
+
+
+@ADVANTAGES.register("gae")
+@needs(values=True)
+def gae(inp: AdvantageInput, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> AdvantageOutput:
+    """The critic's temporal differences, summed with decay, then whitened over the batch. Returns come from before that.
+
+    Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
+    whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+
+    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Groups play no
+    part. A batch whose differences are all equal, such as one of a single token, gives exactly 0. Raises
+    ValueError for gamma or lam outside [0, 1].
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}={value}: a number from 0 to 1")
+    values_T = inp.column("values_T")
+
+    advantages_T, returns_T = torch.empty(len(values_T)), torch.empty(len(values_T))
+    for lot in blockwise.lots(inp.lengths_N):
+        values_RL = lot.rows(values_T)
+        difference_RL = lot.rows(inp.token_rewards_T)
+        difference_RL[:, :-1].add_(values_RL[:, 1:], alpha=gamma)
+        difference_RL -= values_RL
+        sums_RL = blockwise.suffix_sums(difference_RL, gamma * lam)
+        lot.write(sums_RL, advantages_T)
+        lot.write(sums_RL + values_RL, returns_T)
+    return AdvantageOutput(blockwise.whiten_(advantages_T) if whiten else advantages_T, returns_T)
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(inp: AdvantageInput, *, gamma: float = 1.0) -> AdvantageOutput:
+    """The discounted reward to go of each token, whitened over the batch.
+
+    Formula: A = whiten(Σ_l γ^l r_(t+l)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+
+    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Groups play no part, so a group of one is like
+    any other. A batch whose sums are all equal gives exactly 0. Raises ValueError for gamma outside [0, 1].
+    """
+    returns_T = torch.empty(len(inp.token_rewards_T))
+    for lot in blockwise.lots(inp.lengths_N):
+        lot.write(blockwise.suffix_sums(lot.rows(inp.token_rewards_T), gamma), returns_T)
+    return AdvantageOutput(blockwise.whiten_(returns_T.clone()), returns_T)
+
+
+@ADVANTAGES.register("remax")
+@needs(baselines=True)
+def remax(inp: AdvantageInput) -> AdvantageOutput:
+    """The reward to go of each token, minus the reward of the greedy response to the same prompt.
+
+    Formula: A = Σ_l r_(t+l) - R(greedy response)
+
+    ReMax (arXiv 2310.10505), algorithm 1. Groups play no part: one response per prompt is enough.
+    """
+    baselines_N = inp.column("baselines_N").double()
+    advantages_T, returns_T = torch.empty(len(inp.token_rewards_T)), torch.empty(len(inp.token_rewards_T))
+    for lot in blockwise.lots(inp.lengths_N):
+        sums_RL = blockwise.suffix_sums(lot.rows(inp.token_rewards_T), 1.0)
+        lot.write(sums_RL, returns_T)
+        lot.write(sums_RL - baselines_N[lot.rollouts, None], advantages_T)
+    return AdvantageOutput(advantages_T, returns_T)
+
+
+@ADVANTAGES.register("grpo_process")
+@needs(group=True, steps=True)
+def grpo_process(inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: float = 1e-6) -> AdvantageOutput:
+    """The sum of the normalised rewards of the steps that end at the token or after it.
+
+    Formula: A = Σ_{steps of the response that end at or after the token} (r - mean(r of group)) / (std(r of group) + epsilon)
+
+    DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are taken over all step
+    rewards of the group's responses together; `std="none"` leaves the division out. Tokens after the last step
+    have 0. A group of one response compares its steps with each other; a group with one step, or whose step rewards
+    are all equal, gives exactly 0. Raises ValueError for a step that ends outside the token axis.
+    """
+    if std not in ("group", "none"):
+        raise ValueError(f"std={std!r}: group or none")
+    ends_K, rewards_K = inp.column("step_ends_K").long(), inp.column("step_rewards_K")
+    token_ends_N = inp.lengths_N.cumsum(0)
+    num_tokens = int(inp.lengths_N.sum())
+    if len(ends_K) and not 0 <= int(ends_K.min()) <= int(ends_K.max()) < num_tokens:
+        raise ValueError(f"steps end at tokens {int(ends_K.min())} to {int(ends_K.max())}; the batch has 0 to {num_tokens - 1}")
+    order_K = torch.argsort(ends_K, stable=True)
+    ends_K, rewards_K = ends_K[order_K], rewards_K[order_K].double()
+    rollout_K = torch.searchsorted(token_ends_N, ends_K, right=True)
+
+    groups = Groups(inp.group_N[rollout_K])
+    deviation_K = groups.deviation(rewards_K)
+    normalised_K = deviation_K / (groups.std(deviation_K) + epsilon) if std == "group" else deviation_K
+    steps_N = torch.bincount(rollout_K, minlength=len(inp.lengths_N))
+    to_come_K = torch.empty(len(ends_K), dtype=torch.float64)
+    for lot in blockwise.lots(steps_N):
+        lot.write(blockwise.suffix_sums(lot.rows(normalised_K), 1.0), to_come_K)
+
+    # The axis falls into runs with one advantage each: one up to every step's end, and 0 up to the response's.
+    run_ends, order = torch.sort(torch.cat([ends_K + 1, token_ends_N]), stable=True)
+    run_values = torch.cat([to_come_K, torch.zeros(len(inp.lengths_N), dtype=torch.float64)])[order]
+    run_lengths = torch.diff(run_ends, prepend=torch.zeros(1, dtype=torch.long))
+    return AdvantageOutput(blockwise.spread(run_values, run_lengths))

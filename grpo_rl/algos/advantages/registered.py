@@ -1,0 +1,53 @@
+"""Advantage estimators: rewards of a batch in, one advantage per trained token out.
+
+An estimator takes an `AdvantageInput` and its own options as keywords with defaults, computes in float64,
+and returns an `AdvantageOutput` in float32. Register one with `@ADVANTAGES.register("name")`, and say with
+`@needs(...)` what it asks of the run. Importing this module makes all of them known.
+"""
+
+from __future__ import annotations
+
+from grpo_rl.algos.advantages.contract import (
+    ADVANTAGES,
+    AdvantageEstimator,
+    AdvantageInput,
+    AdvantageOutput,
+    Needs,
+    needs,
+    needs_of,
+    token_rewards,
+)
+from grpo_rl.algos.advantages.group_relative import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
+
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageEstimator",
+    "AdvantageInput",
+    "AdvantageOutput",
+    "Needs",
+    "dr_grpo",
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_process",
+    "needs",
+    "needs_of",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "token_rewards",
+]

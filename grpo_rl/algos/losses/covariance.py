@@ -1,0 +1,111 @@
+"""Losses that hold back the few tokens whose update would cost the most entropy.
+
+To first order a step lowers the policy's entropy by the covariance of log-probability and advantage (Cui et al.,
+arXiv 2505.22617), and few tokens carry most of it. Which ones they are depends on means over a batch. Others take
+the micro-batch at hand, so that the loss changes with the split; here the covariance is taken once over the whole
+mini-batch, with π_old in place of π, before the first of its gradients: the chosen tokens are then a column that
+travels with them. In the first update of a batch π_old is π, and the choice is the paper's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, clipped, log_ratio, selected_by
+from grpo_rl.algos.segments import Segments
+
+
+def covariances(advantages_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """Each token's share (A - mean A) (log π_old - mean log π_old) of the covariance, in float64."""
+    advantages_T, old_logprobs_T = advantages_T.double(), old_logprobs_T.double()
+    if not len(advantages_T):
+        return advantages_T
+    return (advantages_T - advantages_T.mean()) * (old_logprobs_T - old_logprobs_T.mean())
+
+
+def between_bounds(
+    advantages_T: Tensor,
+    old_logprobs_T: Tensor,
+    generator: torch.Generator,
+    *,
+    clip_cov_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Tensor:
+    """A seeded choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all tokens, at least one."""
+    covariance_T = covariances(advantages_T, old_logprobs_T)
+    candidates = ((covariance_T > clip_cov_lb) & (covariance_T < clip_cov_ub)).nonzero().flatten()
+    number = max(1, int(clip_cov_ratio * len(covariance_T)))
+    chosen = candidates[torch.randperm(len(candidates), generator=generator)[:number]]
+    return torch.zeros(len(covariance_T), dtype=torch.bool).index_fill(0, chosen, True)
+
+
+def largest(
+    advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: float = 0.0002
+) -> Tensor:
+    """The tokens with the largest covariance: `kl_cov_ratio` of all tokens, at least one, and only positive ones.
+
+    Tokens that tie with the last one are chosen too, so that the order of tokens plays no part.
+    """
+    covariance_T = covariances(advantages_T, old_logprobs_T)
+    if not len(covariance_T):
+        return torch.zeros(0, dtype=torch.bool)
+    number = max(1, int(kl_cov_ratio * len(covariance_T)))
+    least = torch.topk(covariance_T, number).values[-1]
+    return (covariance_T >= least) & (covariance_T > 0)
+
+
+@POLICY_LOSSES.register("clip_cov")
+@selected_by(between_bounds)
+def clip_cov(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    selected_T: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss, without the chosen tokens.
+
+    Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with
+    clip_cov_lb < (A - mean A) (log π_old - mean log π_old) < clip_cov_ub; r = π / π_old
+
+    Clip-Cov (arXiv 2505.22617), section 4.2. There is no dual clip.
+    """
+    loss_T, stats = clipped(log_ratio(policy_logprobs_T, old_logprobs_T), advantages_T, clip_low, clip_high)
+    return torch.where(selected_T, 0.0, loss_T), {**stats, "cov_selected": selected_T.double()}
+
+
+@POLICY_LOSSES.register("kl_cov")
+@selected_by(largest)
+def kl_cov(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    selected_T: Tensor,
+    ppo_kl_coef: float = 0.1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The unclipped surrogate, with a penalty on moving the chosen tokens.
+
+    Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old);
+    r = π / π_old
+
+    KL-Cov (arXiv 2505.22617), section 4.2. The clip bounds have no part in it.
+    """
+    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
+    ratio_T = log_ratio_T.exp()
+    penalty_T = torch.where(selected_T, ppo_kl_coef * log_ratio_T.abs(), 0.0)
+    return -advantages_T.double() * ratio_T + penalty_T, {
+        "cov_selected": selected_T.double(),
+        "ppo_kl": -log_ratio_T.detach(),
+        "ratio_max": ratio_T.detach(),
+    }

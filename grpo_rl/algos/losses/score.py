@@ -1,0 +1,204 @@
+"""Losses that keep every token's gradient, weigh it, or drop it: score functions and soft gates instead of the clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, log_ratio
+from grpo_rl.algos.segments import Segments
+
+
+@POLICY_LOSSES.register("reinforce", "gpg")
+def reinforce(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The score-function loss per token. With A = 1 it is supervised cross-entropy.
+
+    Formula: -A log π
+
+    Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546), whose own
+    part is the advantage estimator of that name. It has no ratio, so nothing is clipped.
+    """
+    loss_T = -advantages_T.double() * policy_logprobs_T.double()
+    return loss_T, {"ppo_kl": -log_ratio(policy_logprobs_T, old_logprobs_T).detach()}
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.
+
+    Formula: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π; r = π / π_old
+
+    CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 + clip_high,
+    as in verl; TRL takes it as the bound itself.
+    """
+    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T).detach()
+    ratio_T = log_ratio_T.exp()
+    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_T = -weight_T * advantages_T.double() * policy_logprobs_T.double()
+    return loss_T, {
+        "pg_clipfrac": (weight_T != ratio_T).double(),
+        "ppo_kl": -log_ratio_T,
+        "ratio_max": ratio_T,
+    }
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
+
+    Formula: -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = tau_pos where A > 0, else tau_neg
+
+    SAPO (arXiv 2511.20347). The clip bounds have no part in it.
+    """
+    advantages_T = advantages_T.double()
+    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
+    ratio_T = log_ratio_T.exp()
+    temperature_T = torch.where(advantages_T > 0, tau_pos, tau_neg).double()
+    loss_T = -advantages_T * torch.sigmoid(temperature_T * (ratio_T - 1.0)) * 4.0 / temperature_T
+    return loss_T, {"ppo_kl": -log_ratio_T.detach(), "ratio_max": ratio_T.detach()}
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    max_ratio: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
+
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
+    r = π / π_old
+
+    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences
+    of probabilities. `max_ratio` is its own: verl takes clip_ratio_c (3) for it.
+    """
+    difference_T = policy_logprobs_T.detach().double().exp() - old_logprobs_T.double().exp()
+    return _divergence_masked(
+        policy_logprobs_T,
+        old_logprobs_T,
+        advantages_T,
+        too_likely_T=difference_T > clip_high,
+        too_unlikely_T=difference_T < -clip_low,
+        max_ratio=max_ratio,
+    )
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    max_ratio: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
+
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
+    D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π)), r = π / π_old
+
+    DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats.
+    """
+    policy_T, old_T = policy_logprobs_T.detach().double(), old_logprobs_T.double()
+    divergence_T = _binary_kl(old_T, policy_T)
+    return _divergence_masked(
+        policy_logprobs_T,
+        old_logprobs_T,
+        advantages_T,
+        too_likely_T=(divergence_T > clip_high) & (policy_T > old_T),
+        too_unlikely_T=(divergence_T > clip_low) & (policy_T < old_T),
+        max_ratio=max_ratio,
+    )
+
+
+@POLICY_LOSSES.register("dro")
+def dro(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    dro_beta: float = 0.1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The score-function loss with a quadratic pull towards the policy that sampled.
+
+    Formula: -A log π + dro_beta/2 (log π - log π_old)²
+
+    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull is what
+    bounds the step, so the log-ratio is not cut and nothing is clipped.
+    """
+    difference_T = policy_logprobs_T.double() - old_logprobs_T.double()
+    loss_T = -advantages_T.double() * policy_logprobs_T.double() + 0.5 * dro_beta * difference_T.square()
+    return loss_T, {"ppo_kl": -difference_T.detach()}
+
+
+def _divergence_masked(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    too_likely_T: Tensor,
+    too_unlikely_T: Tensor,
+    max_ratio: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by the bounded ratio, on the tokens that may still move in the direction that pays."""
+    advantages_T = advantages_T.double()
+    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T).detach()
+    ratio_T = log_ratio_T.exp()
+    dropped_T = torch.where(advantages_T > 0, too_likely_T, too_unlikely_T)
+    weight_T = torch.where(dropped_T, 0.0, ratio_T.clamp(max=max_ratio))
+    return -weight_T * advantages_T * policy_logprobs_T.double(), {
+        "pg_clipfrac": dropped_T.double(),
+        "pg_clipfrac_lower": ((ratio_T > max_ratio) & ~dropped_T).double(),
+        "ppo_kl": -log_ratio_T,
+        "ratio_max": ratio_T,
+    }
+
+
+def _binary_kl(old_T: Tensor, policy_T: Tensor) -> Tensor:
+    """KL between the events "this token", with log-probs `old_T` and `policy_T`; infinite where only the policy is certain."""
+    log_rest_old_T, log_rest_T = torch.log(-torch.expm1(old_T)), torch.log(-torch.expm1(policy_T))
+    # A rest without probability contributes nothing: not 0 * (-inf + inf).
+    rest_T = torch.where(old_T < 0, -torch.expm1(old_T) * (log_rest_old_T - log_rest_T), 0.0)
+    return old_T.exp() * (old_T - policy_T) + rest_T

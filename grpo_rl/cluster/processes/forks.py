@@ -1,0 +1,102 @@
+"""Workers as copies of one process that has imported everything, on this machine and without GPUs.
+
+On other machines of a cluster, with a GPU (whose driver does not survive a fork), and for an engine whose libraries read
+variables that others must not have, a worker starts from nothing, as it does when the process to copy is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl import faults
+from grpo_rl.cluster.processes import fork_request, fork_server
+from grpo_rl.models import builtin
+from grpo_rl.rollout.engine_environment import SESSION_FOLDER, SPIN_COUNT
+
+SOCKET, LOG = "fork", "fork.log"
+END_S = 5.0
+
+ENVIRONMENT = {
+    "GOMP_SPINCOUNT": str(SPIN_COUNT),
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Variables of all workers that libraries read when they are imported."""
+READ_LATER = {"OMP_NUM_THREADS", *faults.VARIABLES}
+"""Variables that a worker heeds whenever they are set: `Host` tells torch the number of threads."""
+
+WORKERS = ("actor", "critic", "reference", "reward_model", "rollout")
+MODULES = (*(f"grpo_rl.workers.{name}" for name in WORKERS), "grpo_rl.rollout.hf.hf_engine")
+WITH_RAY = (
+    "ray._private.workers.default_worker",
+    "grpo_rl.cluster.processes.worker_host",
+    "grpo_rl.cluster.roles.actor_role",
+    "grpo_rl.cluster.roles.critic_role",
+)
+"""Modules that can be imported when Ray has said with what variables."""
+
+
+def modules_for(model_path: str) -> tuple[str, ...]:
+    """What the workers of a run with this model import."""
+    kind = builtin.MODEL_TYPE
+    if not model_path.startswith(builtin.PREFIX):
+        try:
+            kind = json.loads(Path(model_path, "config.json").read_text())["model_type"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return MODULES  # refused soon, by who reads all of it
+    return (*MODULES, f"transformers.models.{kind}.modeling_{kind}")
+
+
+class ForkServer:
+    """The process that is copied (`fork_server.py`), from a session's start to its end."""
+
+    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+        with socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
+            listener.bind(str(folder / SOCKET))
+            listener.listen(64)  # whoever asks too early waits
+            order = {"listener": listener.fileno(), "path": sys.path, "modules": list(modules), "later": WITH_RAY}
+            self._process = subprocess.Popen(
+                [sys.executable, fork_server.__file__, json.dumps(order)],
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # a Ctrl-C on the terminal is for the controller
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process that is copied."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it. Its copies stay: they are Ray's."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+            return
+        self._process.kill()
+        self._process.wait(END_S)
+
+
+def runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's `runtime_env` of a worker with these variables: how it is copied, or nothing where it cannot be."""
+    address = Path(os.environ.get(SESSION_FOLDER, ""), SOCKET)
+    same = all(name in READ_LATER or ENVIRONMENT.get(name) == value for name, value in environment.items())
+    if not same or not address.is_socket():
+        return {}
+    # Neither `site` nor PYTHON* variables: it only passes on what it was given.
+    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_request.__file__, str(address)])}

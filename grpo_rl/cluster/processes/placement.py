@@ -1,0 +1,149 @@
+"""Who sits where: pools of devices, and the slots of them that each role's processes get."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_rl.cluster.processes import forks
+from grpo_rl.cluster.processes.worker_host import BEATS, Host
+from grpo_rl.config import secrets
+from grpo_rl.errors import ClusterError
+
+# On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
+CPU_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one process runs: neighbouring bundles of a placement group on one node, and their GPUs."""
+
+    placement_group: PlacementGroup
+    bundles: tuple[int, ...]
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs and with what environment."""
+
+    slot: Slot
+    environment: Mapping[str, str]
+    threads: int
+    """Calls that it answers at once."""
+
+    def start(self, name: str, log_file: Path) -> Any:
+        """A new process: a Ray actor of class Host."""
+        strategy = PlacementGroupSchedulingStrategy(self.slot.placement_group, self.slot.bundles[0])
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self.slot.gpu_ids)} if self.slot.gpu_ids else {}
+        environment = {**self.environment, **devices}
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": self.threads, "scheduling_strategy": strategy}
+        copied = forks.runtime_env(environment)
+        if copied:
+            options["runtime_env"] = copied
+        remote: Any = ray.remote  # whose types do not know concurrency groups
+        return (
+            remote(concurrency_groups={BEATS: 1})(Host)
+            .options(**options)
+            .remote(name, str(log_file), environment, secrets.known())
+        )
+
+
+class Pool:
+    """`nnodes` x `per_node` devices, reserved for this run.
+
+    Each node's share is one placement group, so that the ranks of a node are neighbours. Processes are
+    placed in a bundle without asking Ray for its GPU; they are told which one it is. That lets several
+    roles share a device, and lets one process use several (tensor parallelism).
+    """
+
+    def __init__(self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0) -> None:
+        bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
+        self.per_node = per_node
+        self.groups = [placement_group([bundle] * per_node, strategy="STRICT_PACK") for _ in range(nnodes)]
+        what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
+        self._wait(timeout_s, grow_s, what, lambda: _fits(nnodes, per_node, bundle))
+        self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
+
+    def slots(self, devices_per_slot: int = 1) -> list[Slot]:
+        """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
+        slots = []
+        for group, gpu_ids in zip(self.groups, self.gpu_ids, strict=True):
+            for first in range(0, self.per_node - devices_per_slot + 1, devices_per_slot):
+                bundles = tuple(range(first, first + devices_per_slot))
+                slots.append(Slot(group, bundles, tuple(gpu_ids[b] for b in bundles) if gpu_ids else ()))
+        return slots
+
+    def release(self) -> None:
+        """Give the devices back."""
+        for group in self.groups:
+            remove_placement_group(group)
+
+    def _wait(self, timeout_s: float, grow_s: float, what: str, fits: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        for group in self.groups:
+            # One that others use now may come free; one that is too small never does.
+            if not group.wait(min(grow_s, timeout_s)) and not fits():
+                raise ClusterError(
+                    f"the cluster is too small: it has {_resources(ray.cluster_resources())} on "
+                    f"{sum(node['Alive'] for node in ray.nodes())} nodes, and the run needs {what}; take a larger one, or "
+                    "fewer trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes or rollout.n_gpus_per_node; where nodes are yet "
+                    "to join, raise ray_kwargs.ray_init.wait_for_nodes_s"
+                )
+            if not group.wait(max(0.1, deadline - time.monotonic())):
+                raise ClusterError(
+                    f"the cluster did not give {what} within {timeout_s:.0f} s; it has {ray.cluster_resources()}, "
+                    f"free now {ray.available_resources()}"
+                )
+
+    def _probe_gpus(self, group: PlacementGroup) -> list[str]:
+        """The GPU that Ray has put behind each bundle."""
+        refs = [
+            ray.remote(_gpu_id)
+            .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
+            .remote()
+            for b in range(self.per_node)
+        ]
+        return ray.get(refs, timeout=120.0)
+
+
+def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
+    """Where the raylet of each node listens that somebody has a slot on, by what to call the node."""
+    on_node: dict[str, list[str]] = {}
+    for name, slot in slots.items():
+        table = placement_group_table(slot.placement_group)
+        on_node.setdefault(table["bundles_to_node_id"][slot.bundles[0]], []).append(name)
+    return {
+        f"its node {node['NodeManagerAddress']} ({', '.join(on_node[node['NodeID']])})": (
+            node["NodeManagerAddress"],
+            node["NodeManagerPort"],
+        )
+        for node in ray.nodes()
+        if node["NodeID"] in on_node
+    }
+
+
+def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
+    """Whether a pool could be had if nobody else used the cluster."""
+    places = [
+        min(int(node["Resources"].get(name, 0.0) / amount + 1e-6) // per_node for name, amount in bundle.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sum(places) >= nnodes
+
+
+def _resources(resources: dict[str, float]) -> str:
+    """Numbers of what a pool is made of."""
+    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU"))
+
+
+def _gpu_id() -> str:
+    return str(ray.get_gpu_ids()[0])

@@ -1,0 +1,131 @@
+"""The one Ray actor class: a process that hosts a plain worker object and never loses an error's cause."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl import faults
+from grpo_rl.cluster.recovery.out_of_memory import out_of_memory
+from grpo_rl.config.redaction import HidingStream
+from grpo_rl.config.secrets import redact, remember, remember_environment
+
+BEATS = "beats"
+"""The thread in which a process answers `beat` while others work."""
+
+
+class RemoteError(Exception):
+    """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
+
+    def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
+        super().__init__(kind, message, trace, user_error)
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        self.user_error = user_error
+        """The worker raised one of this package's own errors, whose message is complete."""
+
+    def __str__(self) -> str:
+        return self.message if self.user_error else f"{self.kind}: {self.message}"
+
+
+class Host:
+    """Runs in a process of its own; `build` makes the worker there, `call` calls it.
+
+    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
+    where everything is imported already (`forks`), it has nothing that would come too late.
+    """
+
+    def __init__(self, name: str, log_file: str | None, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
+        os.environ.update(environment)
+        # Imports make a million objects that stay, and a collection looks at all of them again and again.
+        gc.disable()
+        remember_environment()
+        remember(secret)
+        self._worker: Any = None
+        self.name = name
+        faults.arm()
+        faults.tell(worker=name)
+        if log_file is not None:
+            _redirect_output(Path(log_file))
+
+    def where(self) -> tuple[str, int, int]:
+        """This process's node address, its id, and a port that is free there now."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), os.getpid(), port
+
+    def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
+        """After `wait_s`, what the worker is doing: what, for how many seconds, and the longest it ever took; None: nothing.
+
+        That it answers shows that the process runs Python; a worker that cannot tell what it does only shows that.
+        """
+        time.sleep(wait_s)
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
+
+    def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make the worker."""
+        _settle_threads()
+        try:
+            self._worker = _guard(factory, args, kwargs)
+        finally:
+            gc.enable()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker."""
+        return _guard(getattr(self._worker, method), args, kwargs)
+
+    def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
+        """`call`, with what the controller tells the fault points (see `faults`)."""
+        faults.tell(**{**told, "worker": self.name})
+        return self.call(method, *args, **kwargs)
+
+    def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
+        """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
+        value = self.call(method, *args)
+        return value is not None, value
+
+
+def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from grpo_rl.errors import GrpoRlError
+
+    try:
+        return function(*args, **kwargs)
+    except Exception as found:
+        trace = redact(traceback.format_exc())
+        print(trace, file=sys.stderr, flush=True)
+        error = out_of_memory(found) or found
+        raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
+
+
+def _settle_threads() -> None:
+    """Have torch use as many threads as OpenMP was told to, which it has not read in a copied process (`forks`)."""
+    number = os.environ.get("OMP_NUM_THREADS")
+    if number and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(number))
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Everything this process and its children print goes to its log, libraries written in C included.
+
+    Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
+    """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)

@@ -1,0 +1,287 @@
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from grpo_rl import faults
+from grpo_rl.cluster.processes.placement import Place, Slot
+from grpo_rl.cluster.processes.termination import end_process
+from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
+from grpo_rl.cluster.recovery.out_of_memory import what_to_do
+from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
+
+LOG_TAIL_LINES = 12
+# How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
+BLAME_S = 2.0
+# What a worker says of a user's mistake is raised again as what it was, with its exit code.
+_USER_ERRORS: dict[str, type[GrpoRlError]] = {
+    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RewardError)
+}
+
+
+# A collective that lost a peer: torch and gloo have no exception class of their own for all of these.
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
+_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+
+class WorkerFailed(ClusterError):
+    """A worker cannot go on, and a new process in its place could."""
+
+    def __init__(self, message: str, workers: Sequence[Worker] = ()) -> None:
+        super().__init__(message)
+        self.workers = tuple(workers)
+
+
+class WorkerDied(WorkerFailed):
+    """A worker's process has ended."""
+
+
+class WorkerBroken(WorkerFailed):
+    """A worker's process is there and says that what it hosts has ended, or that it lost its neighbours."""
+
+
+class NoAnswer(WorkerFailed):
+    """Workers did not answer before the deadline."""
+
+
+class Worker:
+    """A handle to one process."""
+
+    def __init__(self, name: str, place: Place, log_file: Path) -> None:
+        self.name = name
+        self.place = place
+        self.log_file = log_file
+        self.pid: int | None = None
+        self.address: str | None = None
+        self.verdict: str | None = None
+        """Why the controller ended the process, if it did."""
+        self.excused = False
+        """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
+        self.actor: Any = place.start(name, log_file)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        """Start a call; `wait_all` waits for it."""
+        told = faults.told()
+        if told is not None:  # the worker's conditions name what only the controller knows, such as the step
+            return self.actor.call_told.remote(told, method, *args, **kwargs)
+        return self.actor.call.remote(method, *args, **kwargs)
+
+    def again(self) -> Worker:
+        """Another process in the same place, with no worker in it yet."""
+        return Worker(self.name, self.place, self.log_file)
+
+    def beat(self, wait_s: float) -> ray.ObjectRef:
+        """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
+        return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
+
+    def describe(self, error: Exception) -> str:
+        """Why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if isinstance(cause, RemoteError):
+            return f"{cause}\n  log: {self.log_file}"
+        if self.verdict is not None:
+            return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
+        reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
+        words = headline(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
+        return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        """The last lines of the worker's log, indented."""
+        try:
+            lines = self.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except OSError:
+            return "  (no log)"
+        return "\n".join(f"  | {line}" for line in lines)
+
+    def kill(self, verdict: str | None = None) -> None:
+        """End the process and its children at once, even one that is stopped; `verdict` is the reason that errors give."""
+        if self.verdict is None:
+            self.verdict = verdict
+        # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
+        if self.pid is not None and self.address is not None:
+            end_process(self.pid, self.address)
+        ray.kill(self.actor)
+
+
+class WorkerGroup:
+    """All processes of a role, in rank order."""
+
+    def __init__(
+        self,
+        role: str,
+        slots: Sequence[Slot],
+        *,
+        log_dir: Path,
+        environment: dict[str, str],
+        call_timeout_s: float,
+        threads_per_worker: int = 1,
+    ) -> None:
+        self.role = role
+        self.call_timeout_s = call_timeout_s
+        self.workers = [
+            Worker(f"{role}{rank}", Place(slot, environment, threads_per_worker), log_dir / f"{role}{rank}.log")
+            for rank, slot in enumerate(slots)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def where(self, timeout_s: float) -> list[tuple[str, int, int]]:
+        """Node address, process id and a free port of every worker."""
+        return self.locate(self.workers, timeout_s)
+
+    def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
+        """`where`, for some of the group's processes."""
+        places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
+        for worker, (address, pid, _) in zip(workers, places, strict=True):
+            worker.address, worker.pid = address, pid
+        return places
+
+    def start_build(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[ray.ObjectRef]:
+        """Start making the worker object in every process; one tuple of arguments per rank."""
+        return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` with the same arguments on every rank; the results by rank."""
+        return self.call_each(method, [args] * len(self.workers))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call `method` on every rank with its own arguments; the results by rank."""
+        refs = [w.call(method, *a) for w, a in zip(self.workers, arguments, strict=True)]
+        return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
+
+    def shutdown(self) -> None:
+        """End all processes of the group."""
+        for worker in self.workers:
+            worker.kill()
+
+
+def headline(text: str, *, at_end: bool) -> str:
+    """The line of an error's text that says what happened, without colours: the first, or the last of a traceback."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
+    return lines[-1 if at_end else 0].strip() if lines else ""
+
+
+def wait_all(
+    workers: Sequence[Worker],
+    refs: Sequence[ray.ObjectRef],
+    timeout_s: float,
+    what: str,
+    on_tick: Callable[[], None] | None = None,
+) -> list[Any]:
+    """The results of `refs`, one per worker, in order.
+
+    The first failure ends the wait: in a group that works in step, the others would only hang.
+
+    Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
+    ClusterError also at the deadline, naming who did not answer.
+    """
+    by_ref = dict(zip(refs, workers, strict=True))
+    results: dict[ray.ObjectRef, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        if on_tick is not None:
+            on_tick()
+        for ref in done:
+            try:
+                results[ref] = fetch(by_ref[ref], ref, what)
+            except WorkerDied:
+                raise
+            except ClusterError as error:
+                death = _death_among(by_ref, pending, what)
+                if death is None:
+                    raise
+                raise death from error
+        if pending and not done and time.monotonic() > deadline:
+            names = ", ".join(by_ref[ref].name for ref in pending)
+            logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
+            raise NoAnswer(
+                f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", [by_ref[ref] for ref in pending]
+            )
+    return [results[ref] for ref in refs]
+
+
+def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
+    """The result of a call that has ended.
+
+    Raises ConfigError, DataError, CheckpointError or RewardError as the worker raised it, WorkerDied when its
+    process has ended, ClusterError for everything else, naming worker and call.
+    """
+    try:
+        return ray.get(ref, timeout=60.0)
+    except (ray.exceptions.RayError, RemoteError) as error:
+        cause = error if isinstance(error, RemoteError) else getattr(error, "cause", None)
+        if isinstance(cause, RemoteError) and cause.kind in _USER_ERRORS:
+            raise _USER_ERRORS[cause.kind](cause.message) from error
+        message = f"{what} failed on {worker.name}: {worker.describe(error)}"
+        if isinstance(cause, RemoteError) and cause.kind == OutOfMemory.__name__:
+            raise OutOfMemory(
+                f"{what} failed on {worker.name}: {cause.message}; {what_to_do(what)}\n  log: {worker.log_file}"
+            ) from error
+        # Ray's own guard ends the process that uses most of a machine's memory when little is left.
+        if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
+            raise WorkerDied(message, [worker]) from error
+        if isinstance(cause, RemoteError) and _is_broken(cause):
+            raise WorkerBroken(message, [worker]) from error
+        raise ClusterError(message) from error
+
+
+def settle(
+    workers: Sequence[Worker],
+    refs: Sequence[ray.ObjectRef],
+    timeout_s: float,
+    what: str,
+    on_loss: Callable[[Worker, WorkerFailed], None],
+) -> dict[Worker, Any]:
+    """The results of those workers that have one; `on_loss` is told of each that failed for good.
+
+    For workers that do not work in step: one's end does not concern the others. Raises what `fetch` raises
+    for a failure that a new process would not mend.
+    """
+    by_ref = dict(zip(refs, workers, strict=True))
+    results: dict[Worker, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            try:
+                results[by_ref[ref]] = fetch(by_ref[ref], ref, what)
+            except WorkerFailed as error:
+                on_loss(by_ref[ref], error)
+        if not done:
+            for ref in pending:
+                on_loss(by_ref[ref], NoAnswer(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
+            break
+    return results
+
+
+def _is_broken(error: RemoteError) -> bool:
+    """Whether the worker says that it cannot go on, and not that it was asked for something wrong."""
+    return error.kind == ClusterError.__name__ or (
+        not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
+    )
+
+
+def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRef], what: str) -> WorkerDied | None:
+    """The death of a worker that has not answered yet, if there is one within BLAME_S."""
+    deadline = time.monotonic() + BLAME_S
+    while pending and time.monotonic() < deadline:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            try:
+                fetch(by_ref[ref], ref, what)
+            except WorkerDied as death:
+                return death
+            except GrpoRlError:
+                continue  # another one that noticed
+    return None

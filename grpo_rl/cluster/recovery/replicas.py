@@ -1,0 +1,137 @@
+"""Which rollout replicas serve: those that fail are ended and replaced, in the background, while the others go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerGroup, wait_all
+from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.errors import ClusterError, GrpoRlError
+
+Build = Callable[[Worker], ray.ObjectRef]
+
+
+class Replicas:
+    """The processes of the rollout group by what they may do.
+
+    `serving` hold the current weights and are the only ones that get requests. One that is lost is killed, whoever noticed,
+    and a new process takes its place; built, it waits among the `ready` until it has been given the current weights.
+    `lose` may be called from any thread, everything else from the controller's.
+    """
+
+    def __init__(self, group: WorkerGroup, build: Build | None = None, supervisor: Supervisor | None = None) -> None:
+        self.group = group
+        self.supervisor = supervisor
+        self.serving = list(group.workers)
+        self._build = build
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._gone: dict[Worker, float] = {}
+        self._ready: list[Worker] = []
+        self._replaces: dict[Worker, Worker] = {}
+        self._failure: GrpoRlError | None = None
+        if supervisor is not None:
+            for worker in self.serving:
+                supervisor.monitor.watch(worker, self.lose)
+
+    # ---- what the pool asks ----------------------------------------------------------------------------
+
+    def drop_lost(self) -> list[Worker]:
+        """Those that stopped serving since the last call. Raises ClusterError when one of them could not be replaced."""
+        self._changed.clear()
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            lost = [worker for worker in self.serving if worker in self._gone]
+            self.serving = [worker for worker in self.serving if worker not in self._gone]
+        return lost
+
+    def ready(self) -> list[Worker]:
+        """Replacements that are built and lack nothing but the weights."""
+        with self._lock:
+            return [worker for worker in self._ready if worker not in self._gone]
+
+    def serve(self, worker: Worker, version: int) -> None:
+        """Let a replacement serve: it holds the current weights, of this version."""
+        with self._lock:
+            if worker in self._gone:
+                return
+            self._ready.remove(worker)
+            self.serving.append(worker)
+            noticed = self._gone[self._replaces.pop(worker)]
+        if self.supervisor is not None:
+            seconds = time.monotonic() - noticed
+            self.supervisor.log.recovered(worker.name, "rollout", seconds, f"it serves weights of version {version}")
+
+    def note_resampled(self, number: int) -> None:
+        """So many requests of lost replicas are asked of others."""
+        if self.supervisor is not None:
+            self.supervisor.log.count("resampled", float(number))
+
+    def wait_for_one(self, timeout_s: float) -> None:
+        """Wait until something has changed: a replica is ready, or is lost for good."""
+        self._changed.wait(timeout_s)
+
+    # ---- losing one --------------------------------------------------------------------------------------
+
+    def failed(self, worker: Worker, error: WorkerFailed) -> None:
+        """`lose`, where nobody supervises: the error."""
+        if self.supervisor is None or self._build is None:
+            raise error
+        self.lose(worker, str(error))
+
+    def lose(self, worker: Worker, cause: str) -> None:
+        """End a replica for certain, and start another in its place. Once is enough, later calls do nothing."""
+        assert self.supervisor is not None
+        with self._lock:
+            if worker in self._gone or self.supervisor.closed:
+                return
+            self._gone[worker] = time.monotonic()
+        worker.kill(cause if worker.verdict is None else None)
+        self.supervisor.monitor.forget(worker)
+        try:
+            if self._build is None:
+                raise ClusterError(f"{worker.name}: {cause}")
+            self.supervisor.budget.spend(worker.name, cause)
+        except ClusterError as error:
+            self._give_up(error)
+            return
+        self.supervisor.log.failed(worker.name, cause, "another is started in its place")
+        threading.Thread(target=self._replace, args=(worker,), name=f"start {worker.name}", daemon=True).start()
+
+    def _replace(self, worker: Worker) -> None:
+        assert self.supervisor is not None and self._build is not None
+        fresh = worker.again()
+        with self._lock:
+            if self.supervisor.closed:
+                fresh.kill()
+                return
+            # Whoever ends the group ends the new process, too.
+            self.group.workers[self.group.workers.index(worker)] = fresh
+            self._ready = [other for other in self._ready if other is not worker]
+            # The time without a replica counts from the first loss, however many replacements it takes.
+            self._replaces[fresh] = self._replaces.pop(worker, worker)
+        timeout_s = self.supervisor.start_timeout_s
+        try:
+            self.group.locate([fresh], timeout_s)
+            wait_all([fresh], [self._build(fresh)], timeout_s, f"start {fresh.name} again")
+        except WorkerFailed as error:
+            self.lose(fresh, str(error))
+            return
+        except GrpoRlError as error:
+            self._give_up(error)
+            return
+        self.supervisor.log.on_restart(fresh.name, fresh.pid)
+        with self._lock:
+            self._ready.append(fresh)
+        self.supervisor.monitor.watch(fresh, self.lose)
+        self._changed.set()
+
+    def _give_up(self, error: GrpoRlError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+        self._changed.set()

@@ -1,0 +1,217 @@
+"""Groups of ranks that are made anew as a whole when one of them dies or freezes, with the state they had."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from grpo_rl.cluster.processes.worker_sets import WorkerFailed, WorkerGroup, wait_all
+from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.errors import ClusterError, SaveLost
+
+Arguments = Sequence[tuple[Any, ...]]
+Recipe = Callable[[], list[ray.ObjectRef]]
+
+STEP_OF_MANY = frozenset({"begin_weight_sync", "next_bucket", "end_weight_sync", "sent_digests"})
+"""Calls that mean nothing to new processes which have not seen those before: whoever makes them begins again."""
+LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
+"""Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
+
+
+SAVES = frozenset({"save", "begin_save"})
+"""Calls whose half-done work is in the way of a second try: whoever makes them begins with another folder."""
+
+
+class GroupRestarted(ClusterError):
+    """The group was made anew in the middle of several calls that belong together: make them again, from the first."""
+
+
+class Keeper:
+    """What brings a stateful group back: a state it had, and the updates made since, to be made again.
+
+    The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per rank)
+    or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
+    """
+
+    def __init__(self, group: SupervisedGroup) -> None:
+        self.group = group
+        self.in_memory = False
+        self._copy: list[ray.ObjectRef] | None = None
+        self._folder: Path | None = None
+        self._updates: list[Arguments] = []
+        self._num_saved: int | None = None
+
+    def after(self, method: str, arguments: Arguments) -> None:
+        """Note what a call that has succeeded did to the state."""
+        if method == "update":
+            self._updates.append(arguments)
+        elif method == "load":
+            self._set(None, Path(arguments[0][0]))
+        elif method in ("save", "begin_save"):
+            self._num_saved = len(self._updates)
+        if method not in ("update", "load") or not self.in_memory:
+            return
+        while True:
+            try:
+                self._set(self.group.parts("snapshot"), None)
+                return
+            except WorkerFailed as error:
+                # The update is among those that the recovery makes again.
+                self.group.recover(error, f"{self.group.role}.snapshot")
+
+    def committed(self, folder: Path) -> None:
+        """What the last `save` wrote is complete and stays in `folder`."""
+        if not self.in_memory and self._num_saved is not None:
+            self._folder, self._updates = folder, self._updates[self._num_saved :]
+        self._num_saved = None
+
+    def restore(self) -> None:
+        """Bring newly built ranks to where the group was."""
+        if self._copy is not None:
+            self.group.call_once("restore", [(part,) for part in self._copy])
+        elif self._folder is not None:
+            self.group.call_once("load", [(str(self._folder),)] * len(self.group))
+        for arguments in self._updates:
+            self.group.call_once("update", arguments)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that a recovery makes again."""
+        return len(self._updates)
+
+    def _set(self, copy: list[ray.ObjectRef] | None, folder: Path | None) -> None:
+        self._copy, self._folder, self._updates, self._num_saved = copy, folder, [], None
+
+
+class SupervisedGroup(WorkerGroup):
+    """A WorkerGroup whose calls survive the end of its processes.
+
+    `begin` takes the recipe that builds a worker in every process; a failed call ends all processes, builds new ones,
+    restores their state where they have any, and is made again. Without a supervisor, a failure is an error.
+    """
+
+    def __init__(self, *arguments: Any, supervisor: Supervisor | None = None, stateful: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.supervisor = supervisor
+        self.keeper = Keeper(self) if stateful and supervisor is not None and supervisor.restarts else None
+        self.is_restarted = supervisor is not None and supervisor.restarts
+        self._recipe: Recipe | None = None
+
+    def begin(self, recipe: Recipe) -> list[ray.ObjectRef]:
+        """Start building the workers, now and whenever they have to be made again."""
+        self._recipe = recipe
+        return recipe()
+
+    def built(self) -> None:
+        """Watch over the workers, which have just been built."""
+        if self.supervisor is None:
+            return
+        if self.keeper is not None:
+            self._choose_memory_or_checkpoint(self.keeper)
+        self._watch()
+
+    def call_each(self, method: str, arguments: Arguments) -> list[Any]:
+        """Call `method` on every rank with its own arguments; the results by rank.
+
+        Raises GroupRestarted where the call is one of several that belong together, SaveLost where it was to write a
+        checkpoint, ClusterError with all causes when the budget for restarts is spent.
+        """
+        while True:
+            try:
+                results = self.call_once(method, arguments)
+                break
+            except WorkerFailed as error:
+                self.recover(error, f"{self.role}.{method}")
+                if method in STEP_OF_MANY:
+                    raise GroupRestarted(f"{self.role} was started again in {method}") from error
+                if method in SAVES:
+                    # In its folder are files of those that are no more.
+                    raise SaveLost from error
+        if self.keeper is not None and self.is_restarted:
+            self.keeper.after(method, arguments)
+        return results
+
+    def call_once(self, method: str, arguments: Arguments) -> list[Any]:
+        """The call, without a second try."""
+        silent = method in LONG_AND_SILENT
+        for worker in self.workers:
+            worker.excused = silent
+        try:
+            return super().call_each(method, arguments)
+        finally:
+            for worker in self.workers:
+                worker.excused = False
+
+    def parts(self, method: str) -> list[ray.ObjectRef]:
+        """Each rank's result as an object that is there, and was not fetched."""
+        pairs = [w.actor.call_pair.options(num_returns=2).remote(method) for w in self.workers]
+        wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
+        return [pair[1] for pair in pairs]
+
+    def recover(self, error: ClusterError, what: str) -> None:
+        """Make the group anew, with its state. Raises `error` where nobody supervises it, ClusterError at the budget's end."""
+        if self.supervisor is None or not self.is_restarted or self._recipe is None:
+            raise error
+        began = time.monotonic()
+        while True:
+            self.supervisor.budget.spend(self.role, str(error))
+            self.supervisor.log.failed(self.role, str(error), f"all its {len(self)} processes are started again")
+            try:
+                self._start_again()
+                break
+            except WorkerFailed as another:
+                error = another
+        self.supervisor.log.recovered(self.role, self.role, time.monotonic() - began, self._how(what))
+
+    def committed(self, folder: Path) -> None:
+        """What the last `save` wrote is complete, and stays in `folder`."""
+        if self.keeper is not None:
+            self.keeper.committed(folder)
+
+    def shutdown(self) -> None:
+        """End all processes of the group."""
+        if self.supervisor is not None:
+            for worker in self.workers:
+                self.supervisor.monitor.forget(worker)
+        super().shutdown()
+
+    def _choose_memory_or_checkpoint(self, keeper: Keeper) -> None:
+        assert self.supervisor is not None
+        size = sum(self.call_once("state_bytes", [()] * len(self)))
+        fits = size <= self.supervisor.memory_bytes
+        keeper.in_memory = self.supervisor.mode == "memory" or (self.supervisor.mode == "auto" and fits)
+        if not keeper.in_memory and not self.supervisor.writes_checkpoints:
+            # The updates of a whole run would have to be kept, and made again.
+            self.is_restarted = False
+            self.supervisor.log.warn(
+                f"recovery: the {self.role} is not started again when it fails: its state of {size / 2**30:.1f} GiB is above "
+                "trainer.recover_memory_gib, and trainer.save_freq writes no checkpoints"
+            )
+
+    def _start_again(self) -> None:
+        assert self.supervisor is not None and self._recipe is not None
+        # Ranks that only noticed wait in a collective, or hold what the new ones need.
+        self.shutdown()
+        self.workers = [worker.again() for worker in self.workers]
+        wait_all(self.workers, self._recipe(), self.supervisor.start_timeout_s, f"start {self.role} again")
+        for worker in self.workers:
+            self.supervisor.log.on_restart(worker.name, worker.pid)
+        self._watch()
+        if self.keeper is not None:
+            self.keeper.restore()
+
+    def _how(self, what: str) -> str:
+        if self.keeper is None:
+            return f"{what} is made again"
+        number = self.keeper.num_updates
+        again = f", {number} updates made again" if number else ""
+        return f"state restored{again}; {what} is made again"
+
+    def _watch(self) -> None:
+        assert self.supervisor is not None
+        for worker in self.workers:
+            self.supervisor.monitor.watch(worker)

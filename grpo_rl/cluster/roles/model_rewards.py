@@ -1,0 +1,41 @@
+"""The models of a run's reward: read before any worker starts, at work beside the rules afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_rl.cluster.processes.worker_sets import WorkerGroup
+from grpo_rl.cluster.roles.reward_model_role import prepare
+from grpo_rl.config import derived
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.protocols import Rewarder
+from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
+from grpo_rl.rewards.contract.steps import Decode
+
+
+class ModelRewards:
+    """The reward model and the judge of a configuration, as far as there are some.
+
+    Raises ConfigError for a model, a template or a parser that cannot be used.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, decode: Decode) -> None:
+        self._config = config.reward
+        self.score_steps = derived.scores_steps_by_model(config)
+        self._setup = prepare(config, tokenizer, decode) if derived.has_reward_model(config) else None
+        self._judge = None
+        if derived.has_judge(config):
+            # The HTTP client is loaded where there is somebody to ask.
+            from grpo_rl.rewards.models.judge import JudgeSetup
+
+            self._judge = JudgeSetup.from_config(config.reward.judge)
+
+    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
+        """Rules and models as the one reward of the run."""
+        models: list[ModelReward] = []
+        if self._setup is not None:
+            assert scorers is not None
+            models.append(self._setup.over(scorers))
+        if self._judge is not None:
+            models.append(self._judge.start())
+        return CombinedRewarder(rules, models, self._config)

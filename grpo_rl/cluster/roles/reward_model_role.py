@@ -1,0 +1,260 @@
+"""The reward model over its worker group: rollouts are collected as they end and scored in batches beside the sampling."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from grpo_rl.config.schema.tree import Config, RewardModelConfig
+from grpo_rl.data.balance import plan_micro_batches
+from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.models.load import load_tokenizer
+from grpo_rl.models.score_head import load_score_config
+from grpo_rl.rewards.combined import REWARD_MODEL, Failure, ModelScore
+from grpo_rl.rewards.contract.steps import Decode
+from grpo_rl.rewards.models.rendering import Renderer, Scorable, tokenizer_for
+from grpo_rl.types import Rollout
+from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch
+
+ERROR, INVALID = "reward_model_error", "reward_model_invalid"
+
+
+class Ranks(Protocol):
+    """The group's processes, as `WorkerGroup` calls them."""
+
+    call_timeout_s: float
+
+    def __len__(self) -> int: ...
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call `method` on every rank with its own arguments; the results by rank."""
+
+
+@dataclass(slots=True)
+class _Job:
+    rollout: Rollout
+    result: ModelScore | Failure | None = None
+    error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+
+class RewardModelGroup:
+    """rewards.combined.ModelReward over the reward model's ranks.
+
+    A thread scores what has come whenever it fills a forward pass on every rank, and the rest as soon as somebody waits.
+    """
+
+    name = REWARD_MODEL
+
+    def __init__(
+        self,
+        group: Ranks,
+        renderer: Renderer,
+        *,
+        weight: float,
+        pass_tokens: int,
+        max_length: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.group = group
+        self.renderer = renderer
+        self.weight = weight
+        self.pass_tokens = pass_tokens
+        self.max_length = max_length
+        self.vocab_size = vocab_size
+        self._jobs: dict[tuple[str, int], _Job] = {}
+        self._queue: list[_Job] = []
+        self._queued_tokens = 0
+        self._waiting = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="reward-model", daemon=True)
+        self._thread.start()
+
+    def submit(self, rollout: Rollout) -> None:
+        """Queue a rollout; returns at once."""
+        with self._changed:
+            key = (rollout.prompt.uid, rollout.sample_index)
+            pending = self._jobs.get(key)
+            if pending is None or pending.rollout.response_ids != rollout.response_ids:
+                job = self._jobs[key] = _Job(rollout)
+                self._queue.append(job)
+                self._queued_tokens += len(rollout.prompt.token_ids) + len(rollout.response_ids)
+                self._changed.notify_all()
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+        """The score of each rollout. Raises what a call to the group raised."""
+        for rollout in rollouts:
+            self.submit(rollout)
+        jobs = [self._jobs[(rollout.prompt.uid, rollout.sample_index)] for rollout in rollouts]
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            try:
+                self._await(jobs)
+            finally:
+                self._waiting -= 1
+            for rollout in rollouts:
+                self._jobs.pop((rollout.prompt.uid, rollout.sample_index), None)
+        results: list[ModelScore | Failure] = []
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+            assert job.result is not None
+            results.append(job.result)
+        return results
+
+    def close(self) -> None:
+        """End the thread; a forward pass that is under way is left behind."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _await(self, jobs: Sequence[_Job]) -> None:
+        """Return when all jobs are done. A call to the group has a deadline of its own; this one is for what is around it."""
+        num_done, deadline = -1, 0.0
+        while not all(job.done for job in jobs):
+            now_done = sum(job.done for job in jobs)
+            if now_done > num_done:
+                num_done, deadline = now_done, time.monotonic() + 2 * self.group.call_timeout_s
+            if time.monotonic() > deadline:
+                raise ClusterError(f"the reward model scored nothing for {2 * self.group.call_timeout_s:.0f} s")
+            self._changed.wait(1.0)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._queue and (self._waiting or self._full)))
+                if self._closed:
+                    return
+                jobs, self._queue, self._queued_tokens = self._queue, [], 0
+            try:
+                results: Sequence[ModelScore | Failure | None] = self.score([job.rollout for job in jobs])
+                error: BaseException | None = None
+            except BaseException as failure:  # carried to `wait`: a thread's own exception would be lost
+                results, error = [None] * len(jobs), failure
+            with self._changed:
+                for job, result in zip(jobs, results, strict=True):
+                    job.result, job.error = result, error
+                self._changed.notify_all()
+
+    @property
+    def _full(self) -> bool:
+        return self._queued_tokens >= self.pass_tokens * len(self.group)
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+        """The model's scores, now, by all ranks."""
+        rendered = [self.renderer(rollout) for rollout in rollouts]
+        results: list[ModelScore | Failure | None] = [self._without_model(scorable) for scorable in rendered]
+        rows = [index for index, result in enumerate(results) if result is None]
+        lengths = [len(rendered[row].token_ids) for row in rows]
+        if rows:
+            planned = plan_micro_batches(lengths, len(self.group), max_tokens=self.pass_tokens)
+            batches = [[[rows[i] for i in micro_batch] for micro_batch in rank] for rank in planned]
+            arguments = [
+                ([score_batch([rendered[row] for row in part]) if part else None for part in rank],) for rank in batches
+            ]
+            answers = self.group.call_each("scores", arguments)
+            for rank, columns in zip(batches, answers, strict=True):
+                for part, column in zip(rank, columns, strict=True):
+                    if part:
+                        values = column.split([len(rendered[row].positions) for row in part])
+                        for row, scores in zip(part, values, strict=True):
+                            results[row] = model_score(rendered[row], scores.tolist())
+        return [result for result in results if result is not None]
+
+    def _without_model(self, scorable: Scorable) -> ModelScore | Failure | None:
+        """What can be said without the model: too long for it, or without steps. None: it has to score."""
+        if len(scorable.token_ids) > self.max_length:
+            return Failure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
+        # A policy's embedding may have rows for tokens that no tokenizer has, and a random one samples them.
+        if self.vocab_size is not None and (largest := max(scorable.token_ids)) >= self.vocab_size:
+            return Failure(
+                ERROR, f"token {largest} is none of its {self.vocab_size}; rerender=always gives it the text instead"
+            )
+        return None if scorable.positions else ModelScore(0.0, ())
+
+
+def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
+    """Sequences back to back, with flat positions."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    for scorable in scorables:
+        positions += [len(token_ids) + position for position in scorable.positions]
+        token_ids += scorable.token_ids
+    lengths = [len(scorable.token_ids) for scorable in scorables]
+    return ScoreBatch(torch.tensor(token_ids), torch.tensor(lengths), torch.tensor(positions))
+
+
+def model_score(scorable: Scorable, scores: Sequence[float]) -> ModelScore | Failure:
+    """The one score of a response, or those of its steps with their mean as the response's."""
+    if not all(map(math.isfinite, scores)):
+        return Failure(INVALID, f"its score is {next(score for score in scores if not math.isfinite(score))}")
+    if scorable.step_tokens is None:
+        return ModelScore(scores[0])
+    mean = math.fsum(scores) / len(scores)
+    extras = {"min_step": min(scores), "num_steps": float(len(scores))}
+    return ModelScore(mean, tuple(zip(scorable.step_tokens, scores, strict=True)), extras)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSetup:
+    """What is known of the reward model before any process starts."""
+
+    config: RewardModelConfig
+    renderer: Renderer
+    max_length: int
+    vocab_size: int | None
+
+    def over(self, group: Ranks) -> RewardModelGroup:
+        """The model at work in its processes."""
+        tokens = self.config.max_token_len_per_gpu
+        return RewardModelGroup(
+            group,
+            self.renderer,
+            weight=self.config.weight,
+            pass_tokens=tokens,
+            max_length=min(self.max_length, tokens),
+            vocab_size=self.vocab_size,
+        )
+
+
+def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
+    """Read the reward model's config and tokenizer. Raises ConfigError for what cannot be a reward model of this policy."""
+    own = config.reward.reward_model
+    assert own.model_path is not None
+    model_config = load_score_config(own.model_path, trust_remote_code=own.trust_remote_code)
+    its_tokenizer = load_tokenizer(own.tokenizer_path or own.model_path, trust_remote_code=own.trust_remote_code)
+    rendered_by = tokenizer_for(tokenizer, its_tokenizer, own.rerender)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(model_config, "max_position_embeddings", None) or own.max_token_len_per_gpu
+    if rendered_by is None and limit < longest:
+        raise ConfigError(
+            f"reward.reward_model.model_path={own.model_path}: takes at most {limit} tokens, and a rollout may have "
+            f"data.max_prompt_length + data.max_response_length = {longest}"
+        )
+    # A shell hands on backslash and n where a line break was meant, and so does Hydra.
+    separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
+    return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None))
+
+
+def reward_model_spec(config: RewardModelConfig) -> RewardModelSpec:
+    """What every rank is told."""
+    assert config.model_path is not None
+    return RewardModelSpec(config.model_path, config.dtype, config.trust_remote_code, config.param_offload)
+
+
+def reward_model_factory(*arguments: Any) -> Any:
+    """A RewardModelWorker, imported in the process that will run it."""
+    from grpo_rl.workers.reward_model import RewardModelWorker
+
+    return RewardModelWorker(*arguments)

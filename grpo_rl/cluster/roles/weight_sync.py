@@ -1,0 +1,100 @@
+"""Weights from the actor's ranks to the engines, bucket by bucket, never through a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ray
+
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerGroup, settle, wait_all
+from grpo_rl.cluster.recovery.supervised_sets import GroupRestarted, SupervisedGroup
+from grpo_rl.cluster.roles.actor_role import ActorGroup
+from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
+from grpo_rl.rollout.weights.buckets import check_digests, merge_ranks
+
+OnLoss = Callable[[Worker, WorkerFailed], None]
+
+
+class Transfer:
+    """One way for the weights (see `checkpoint_engine.backend`), used after every update.
+
+    Through Ray's object store a bucket goes from process to process by reference, and the next one is
+    packed while this one is loaded. With CUDA IPC and NCCL only descriptions pass here, and a bucket's
+    memory is in use until every engine has answered.
+
+    An engine that fails on the way is left out, the others get everything. When the actor fails and is made anew, its
+    weights are the same to the bit: the transfer goes on with the bucket that each engine lacks.
+    """
+
+    def __init__(self, backend: WeightBackend, actors: SupervisedGroup, engines: WorkerGroup, devices_per_engine: int) -> None:
+        self.backend = backend
+        self.actors = actors
+        self.call_timeout_s = engines.call_timeout_s
+        if backend == "nccl":
+            self._connect(engines, devices_per_engine)
+
+    @property
+    def can_lose_engines(self) -> bool:
+        """Whether engines can come and go: the NCCL group is made once, of all of them."""
+        return self.backend != "nccl"
+
+    def run(self, actor: ActorGroup, engines: list[Worker], on_loss: OnLoss) -> int:
+        """Bytes moved. The engines have begun an update before, and finish it after; `on_loss` is told of those that failed."""
+        loaded = dict.fromkeys(engines, 0)
+
+        def lost(engine: Worker, error: WorkerFailed) -> None:
+            del loaded[engine]
+            on_loss(engine, error)
+
+        while True:
+            try:
+                return self._run(actor, loaded, lost)
+            except GroupRestarted:
+                continue
+
+    def check(self, actor: ActorGroup, engines: list[Worker], on_loss: OnLoss) -> None:
+        """Raise WeightTransferError, naming the tensors, unless every engine received exactly what was sent."""
+        sent = actor.group.call("sent_digests")[0]
+        calls = [engine.call("received_digests") for engine in engines]
+        for engine, received in settle(engines, calls, self.call_timeout_s, "rollout.received_digests", on_loss).items():
+            check_digests(sent, received, engine.name)
+
+    def _run(self, actor: ActorGroup, loaded: dict[Worker, int], lost: OnLoss) -> int:
+        """One pass over the weights; `loaded` counts the buckets that each engine has."""
+        num_bytes = sum(actor.group.call("begin_weight_sync")[:1])
+        number = 0
+        more, buckets = self._next()
+        while more:
+            bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s)) if self.backend == "ipc" else buckets[0]
+            loading = {engine: engine.call("load_bucket", bucket) for engine, count in loaded.items() if count <= number}
+            following = None
+            try:
+                if self.backend == "object_store":
+                    following = self._next()
+            finally:
+                # Whatever became of the actor, these calls are on their way.
+                for engine in settle(list(loading), list(loading.values()), self.call_timeout_s, "rollout.load_bucket", lost):
+                    loaded[engine] = number + 1
+            number += 1
+            more, buckets = following or self._next()
+        return num_bytes
+
+    def _next(self) -> tuple[bool, list[ray.ObjectRef]]:
+        """Whether there is another bucket, and each rank's version of it. Raises GroupRestarted."""
+        workers = self.actors.workers
+        pairs = [w.actor.call_pair.options(num_returns=2).remote("next_bucket") for w in workers]
+        try:
+            there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket")
+        except WorkerFailed as error:
+            self.actors.recover(error, "the weight transfer")
+            raise GroupRestarted("the actor was started again in a weight transfer") from error
+        return there[0], [pair[1] for pair in pairs]
+
+    def _connect(self, engines: WorkerGroup, devices_per_engine: int) -> None:
+        """Rank 0 of the actor and every engine process meet in one NCCL group."""
+        address, _, port = self.actors.where(self.actors.call_timeout_s)[0]
+        world_size = 1 + devices_per_engine * len(engines)
+        workers = [self.actors.workers[0], *engines.workers]
+        offsets = [0, *(1 + devices_per_engine * i for i in range(len(engines)))]
+        refs = [w.call("connect", NcclRendezvous(address, port, world_size, o)) for w, o in zip(workers, offsets, strict=True)]
+        wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")

@@ -1,0 +1,138 @@
+"""Whether the Ray cluster is there: asked before Ray is, and all the time while a run uses it.
+
+Ray itself waits for a minute, in silence, where nobody listens, and a driver whose raylet has gone never ends.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+
+from grpo_rl.cluster.session import auth
+from grpo_rl.errors import ClusterError
+
+CONNECT_S = 3.0
+LOOK_S = 0.7
+LOCAL_PATIENCE_S = 2.0
+"""A local cluster that has gone does not come back."""
+REMOTE_PATIENCE_S = 60.0
+"""As long as Ray's own processes wait for a head that is started again, or a network that is."""
+NODE_PATIENCE_S = 6.0
+"""A node whose raylet has ended is gone with all that ran on it."""
+NAMED_S = 5.0
+"""Silence of a remote cluster that is worth a warning."""
+_HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
+
+
+def refuse_unreachable(address: str) -> None:
+    """Raise ClusterError where nobody listens at `address`, or who does wants another token, for which Ray tries 20 s.
+
+    Words such as `auto` are for Ray to look up.
+    """
+    found = _HOST_PORT.match(address)
+    if found is None:
+        return
+    reason = unanswered((found[1], int(found[2])))
+    if reason is not None:
+        raise ClusterError(
+            f"no Ray cluster at {address}: {reason}; start it (ray start --head), or mend ray_kwargs.ray_init.address "
+            "or the variable RAY_ADDRESS"
+        )
+    if auth.refuses_our_token(f"{found[1]}:{found[2]}"):
+        raise wrong_token(f"the cluster at {address}")
+
+
+def why_not_connected(address: str | None, error: Exception) -> ClusterError:
+    """What Ray says of a connection that it could not make, in one line."""
+    text = str(error)
+    where = f"the cluster at {address}" if address else "a local Ray"
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if "Version mismatch" in text and len(versions) == 2:
+        (theirs, their_python), (ours, our_python) = versions
+        return ClusterError(
+            f"{where} runs Ray {theirs} on Python {their_python}, this process Ray {ours} on Python {our_python}: "
+            "install the same versions on every node"
+        )
+    if address and any("token" in str(cause).lower() for cause in _causes(error)):
+        return wrong_token(where)
+    return ClusterError(f"cannot connect to {where}: {type(error).__name__}: {' '.join(text.split())}")
+
+
+def wrong_token(where: str) -> ClusterError:
+    """What to do where a cluster asks for a token."""
+    return ClusterError(
+        f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
+        "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def unanswered(address: tuple[str, int] | str) -> str | None:
+    """Why nobody takes a connection at a host and port, or at the path of a Unix socket; None: somebody does."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    try:
+        if isinstance(address, str):
+            with closing(socket.socket(family)) as probe:
+                probe.settimeout(CONNECT_S)
+                probe.connect(address)
+        else:
+            socket.create_connection(address, timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return None
+
+
+class ClusterWatch:
+    """Tells, from a thread of its own, of a cluster that has gone: `on_lost` is called once, with the cause."""
+
+    def __init__(
+        self,
+        places: Mapping[str, tuple[str, int] | str],
+        on_lost: Callable[[str], None],
+        warn: Callable[[str], None] = lambda _: None,
+        patience_s: float = LOCAL_PATIENCE_S,
+    ) -> None:
+        self.places = dict(places)
+        self.on_lost = on_lost
+        self.warn = warn
+        self.patience_s = patience_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking, before the cluster is left in good order."""
+        self._over.set()
+        self._thread.join(CONNECT_S + LOOK_S)
+
+    def _run(self) -> None:
+        since = dict.fromkeys(self.places, time.monotonic())
+        named = False
+        while not self._over.wait(LOOK_S):
+            for name, address in self.places.items():
+                began = time.monotonic()
+                reason = unanswered(address)
+                if reason is None:
+                    since[name] = time.monotonic()
+                    continue
+                # What a controller that stood still itself has missed does not count: only looks that failed do.
+                silent_s = began - since[name]
+                cause = f"the Ray cluster is lost: {name} has not answered for {silent_s:.1f} s ({reason})"
+                if self._over.is_set():
+                    return
+                if silent_s > self.patience_s:
+                    self.on_lost(cause)
+                    return
+                if silent_s > NAMED_S and not named:
+                    named = True
+                    self.warn(f"{cause}; the run ends when that lasts {self.patience_s:.0f} s")

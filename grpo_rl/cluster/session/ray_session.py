@@ -1,0 +1,268 @@
+"""The Ray session of a run: local, or on a cluster that is already there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.cluster.processes.forks import ForkServer
+from grpo_rl.cluster.session import auth, liveness, run_watcher
+from grpo_rl.config.schema.tree import RayInitConfig
+from grpo_rl.errors import ClusterError
+from grpo_rl.rollout.engine_environment import SESSION_FOLDER
+
+# Weights travel through shared memory two buckets at a time; batches are small beside them.
+OBJECT_STORE_BYTES = 2 * 2**30
+WATCH_S = 15.0
+START_S = 120.0
+LOOK_S = 60.0
+# More than a struct sigaction has on any system.
+SIGACTION_BYTES = 512
+# Ray puts its sockets below, and a socket's path has at most 107 characters.
+LONGEST_FOLDER = 36
+
+
+@contextmanager
+def ray_session(
+    config: RayInitConfig,
+    num_cpus: int,
+    record: Path | None = None,
+    on_lost: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+    copied: Sequence[str] = (),
+) -> Iterator[None]:
+    """`connecting`, and connected from the first line on."""
+    with connecting(config, num_cpus, record, on_lost, warn, copied) as connection:
+        connection.connected()
+        yield
+
+
+@contextmanager
+def connecting(
+    config: RayInitConfig,
+    num_cpus: int,
+    record: Path | None = None,
+    on_lost: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+    copied: Sequence[str] = (),
+) -> Iterator[Connection]:
+    """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
+
+    `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
+    dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
+    however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
+    another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that has
+    imported the modules in `copied` (`forks`), where there are any.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with watched(record) as folder, ExitStack() as stack:
+        connection = Connection(config, num_cpus, folder, on_lost, warn)
+        if copied and connection.is_local:
+            stack.callback(ForkServer(folder, copied).close)
+            connection.wait_for_copies()
+        connection.start()
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+class Connection(threading.Thread):
+    """Starts or finds Ray: seconds in which this process mostly waits for others."""
+
+    def __init__(
+        self,
+        config: RayInitConfig,
+        num_cpus: int,
+        folder: Path,
+        on_lost: Callable[[str], None] | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="connecting to Ray", daemon=True)
+        self._config = config
+        self._address = config.address or os.environ.get("RAY_ADDRESS")
+        self._options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "ignore_reinit_error": False}
+        if self._address:
+            self._options["address"] = self._address
+        else:
+            self._options |= {
+                "num_cpus": config.num_cpus or num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(folder),
+            }
+        self._on_lost, self._warn = on_lost, warn
+        self._watches: list[liveness.ClusterWatch] = []
+        self._error: BaseException | None = None
+        self._is_ours = False
+        """Ray has started here, or let us in: a Ray that somebody else had in this process is left to them."""
+        self._tried, self._closed = threading.Event(), threading.Event()
+
+    @property
+    def is_local(self) -> bool:
+        """Ray is started here, for this run alone."""
+        return not self._address
+
+    def wait_for_copies(self) -> None:
+        """Have Ray start none of the usual workers before it is asked to, and wait for those that wait for imports."""
+        patience = {"worker_register_timeout_seconds": int(START_S)}
+        self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
+
+    def run(self) -> None:
+        try:
+            self._connect()
+        except BaseException as error:  # raised again by who waits
+            self._error = error
+        finally:
+            self._tried.set()
+        # The kernel ends a local Ray's processes with the thread that started them.
+        while not self._closed.wait(LOOK_S):
+            pass
+
+    def connected(self) -> None:
+        """Wait until Ray is there. Raises ClusterError when it does not come."""
+        if not self._tried.wait(START_S):
+            raise ClusterError(f"Ray did not start within {START_S:g} s: is this machine, or the cluster's head, very busy?")
+        if self._error is not None:
+            raise self._error
+
+    def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
+        """Watch over these nodes of a cluster as well; a local one has none but its own."""
+        if self._on_lost is not None and self._address:
+            self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, self._warn, liveness.NODE_PATIENCE_S))
+
+    def close(self) -> None:
+        """Leave Ray, whatever came of it."""
+        self._tried.wait(START_S)
+        for each in self._watches:
+            each.close()
+        if self._is_ours:
+            import ray
+
+            ray.shutdown()
+        self._closed.set()
+
+    def _connect(self) -> None:
+        import ray
+
+        if self._address:
+            liveness.refuse_unreachable(self._address)
+        try:
+            with _our_own_answer_to(signal.SIGTERM):
+                ray.init(**self._options)
+        except Exception as error:
+            raise liveness.why_not_connected(self._address, error) from error
+        self._is_ours = True
+        # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
+        auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
+        if self._on_lost is not None:
+            self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))
+
+
+@contextmanager
+def _our_own_answer_to(number: int) -> Iterator[None]:
+    """Ray's C++ part answers SIGTERM by aborting; only a main thread could tell Python to take the signal back."""
+    libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
+    libc.sigaction(number, None, answer)
+    try:
+        yield
+    finally:
+        libc.sigaction(number, answer, None)
+
+
+def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> liveness.ClusterWatch:
+    import ray
+
+    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+    places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
+    if is_local:
+        node = ray._private.worker.global_worker.node
+        assert node is not None
+        places["its raylet"] = str(node.raylet_socket_name)
+    patience_s = liveness.LOCAL_PATIENCE_S if is_local else liveness.REMOTE_PATIENCE_S
+    return liveness.ClusterWatch(places, on_lost, warn, patience_s)
+
+
+@contextmanager
+def watched(record: Path | None = None) -> Iterator[Path]:
+    """A temporary folder. It goes at the end, and so does every process started within, even if this one is killed."""
+    token = secrets.token_hex(16)
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) < LONGEST_FOLDER - 14 else "/tmp"))
+    (folder / run_watcher.MARKER).write_text(token)
+    if record is not None:
+        record.write_text(
+            json.dumps(
+                {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
+            )
+        )
+    watcher = subprocess.Popen(
+        [sys.executable, "-S", "-E", run_watcher.__file__, token, str(folder), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C on the terminal is for the controller
+    )
+    ours = {run_watcher.TOKEN: token, SESSION_FOLDER: str(folder)}
+    earlier = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield folder
+    finally:
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watcher.wait(WATCH_S)
+        if record is not None:
+            record.unlink(missing_ok=True)
+
+
+def clean_earlier(record: Path) -> list[int]:
+    """Processes that the run which left `record` had left too, ended now with its temporary folder.
+
+    To be called by who holds the lock of the run's folder, so that the earlier run's controller is gone.
+    """
+    try:
+        found = json.loads(record.read_text())
+        token, folder, host = str(found["token"]), Path(found["folder"]), found["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if host != socket.gethostname() or len(token) != 32:
+        return []
+    if found.get("boot") != _boot():
+        # No process outlives its machine; the folder may.
+        with contextlib.suppress(OSError):
+            if (folder / run_watcher.MARKER).read_text() == token:
+                shutil.rmtree(folder, ignore_errors=True)
+        return []
+    ended = run_watcher.clean(token, folder)
+    record.unlink(missing_ok=True)
+    return ended
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,63 @@
+"""Rules between keys: what they name must be there, sizes must fit, and no setting may silently do nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from grpo_rl.config.checks import (
+    algorithm_rules,
+    data_rules,
+    input_rules,
+    name_rules,
+    reward_rules,
+    security_rules,
+    size_rules,
+    switch_rules,
+)
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.fields import nearest
+from grpo_rl.config.schema.tree import Config
+
+
+def check(config: Config, machine: Machine) -> list[str]:
+    """Everything that is wrong between the keys, one line each: key, value, rule, what to do. Empty if it can run.
+
+    Names are looked up in tables here; what they stand for is loaded later, by the plan.
+    """
+    found = [
+        *data_rules.problems(config),
+        *input_rules.problems(config),
+        *size_rules.problems(config, machine),
+        *switch_rules.problems(config),
+        *security_rules.problems(config),
+        *algorithm_rules.problems(config),
+        *name_rules.problems(config),
+        *reward_rules.problems(config, machine),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
+    """What is wrong between the keys that `problems` leave alone: `config` has defaults where those were found.
+
+    A line that names a key with a problem of its own, or one that a misspelt key may have meant, is left out: it
+    may follow from nothing but the default. Sizes that depend on the machine are the plan's.
+    """
+    doubtful: set[str] = set()
+    for problem in problems:
+        key = re.split(r"[=:\s]", problem, maxsplit=1)[0]
+        doubtful |= {name.rpartition(".")[2] for name in (key, *nearest(key))}
+        if key.startswith(("recipe", "the")):
+            return
+    found = [
+        *data_rules.problems(config),
+        *input_rules.problems(config),
+        *size_rules.problems_without_machine(config),
+        *switch_rules.problems(config),
+        *security_rules.problems(config),
+        *algorithm_rules.problems(config),
+        *name_rules.problems(config),
+    ]
+    # What is missing altogether may stand in the word or recipe that could not be read.
+    yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))

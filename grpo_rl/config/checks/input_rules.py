@@ -1,0 +1,128 @@
+"""Files, folders, models and packages that a configuration names: are they there?"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpo_rl.config.derived import critic_has_own_model, has_judge, has_reward_model
+from grpo_rl.config.schema.tree import Config
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """What is named and cannot be found or read."""
+    yield from _model(config)
+    yield from _rewards(config)
+    yield from _own_functions(config)
+    yield from _checkpoint(config)
+    yield from _loggers(config)
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    key = "actor_rollout_ref.model.path"
+    if not model.path:
+        yield f"{key} is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
+    elif not model.path.startswith("builtin:"):
+        problem = model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
+        if problem:
+            yield f"{key}={model.path}: {problem}"
+    yield from _critic_model(config)
+    if model.tokenizer_path is not None:
+        folder = Path(model.tokenizer_path).expanduser()
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            yield f"actor_rollout_ref.model.tokenizer_path={folder}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
+        elif not folder.is_dir() and not _HUB_NAME.fullmatch(model.tokenizer_path):
+            yield f"actor_rollout_ref.model.tokenizer_path={folder}: there is no such folder"
+
+
+def _critic_model(config: Config) -> Iterator[str]:
+    path = config.critic.model.path
+    if not critic_has_own_model(config):
+        return
+    if path.startswith("builtin:"):
+        yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
+        return
+    problem = model_folder(path, needs_tokenizer=False)
+    if problem:
+        yield f"critic.model.path={path}: {problem}"
+
+
+def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
+    """Why the folder cannot hold a model; None where it can, or where only a hub knows."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(path):
+            return None
+        return "there is no such folder, and a name on the hub looks like organisation/name"
+    if not (folder / "config.json").is_file():
+        return "no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        return "no weights there (*.safetensors)"
+    if needs_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}); name its folder in actor_rollout_ref.model.tokenizer_path"
+    return None
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, custom = config.reward, config.reward.custom_reward_function
+    if not (reward.functions or has_reward_model(config) or has_judge(config)):
+        yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
+    if len(set(reward.functions)) < len(reward.functions):
+        yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"
+    if reward.on_failure == "value" and reward.failure_value is None:
+        yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
+    if custom.path is not None:
+        if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
+            yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"
+        if reward.functions != ["auto"]:
+            yield (
+                f"reward.custom_reward_function.path={custom.path}: would replace reward.functions=[{','.join(reward.functions)}]; "
+                f"add {custom.path}:{custom.name} to reward.functions instead"
+            )
+
+
+def _own_functions(config: Config) -> Iterator[str]:
+    """Files of functions that are not there: the registries would tell it too, but only after torch is loaded."""
+    actor, custom = config.actor_rollout_ref.actor, config.data.custom_cls
+    named = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode),
+        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),
+        ("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name),
+    ]
+    if custom.path is not None and custom.name is not None:
+        named.append(("data.custom_cls.path", f"{custom.path}:{custom.name}"))
+    for key, name in named:
+        source = Path(name.rpartition(":")[0]).expanduser()
+        if source.suffix == ".py" and not source.is_file():
+            yield f"{key}={name}: there is no file {source.absolute()}"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path":
+        if trainer.resume_from_path is None:
+            yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
+        elif not Path(trainer.resume_from_path).is_dir():
+            yield f"trainer.resume_from_path={trainer.resume_from_path}: there is no folder {Path(trainer.resume_from_path).absolute()}"
+    elif trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path}: has no effect with "
+            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
+        )
+
+
+def _loggers(config: Config) -> Iterator[str]:
+    names = config.trainer.logger
+    if len(set(names)) < len(names):
+        yield f"trainer.logger=[{','.join(names)}]: a logger is named twice"
+    for name in ("wandb", "mlflow"):
+        if name in names and importlib.util.find_spec(name) is None:
+            others = ",".join(other for other in dict.fromkeys(names) if other != name)
+            yield f"trainer.logger: {name} is not installed; pip install {name}, or trainer.logger=[{others}]"

@@ -1,0 +1,217 @@
+"""Sizes that must fit each other, and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_rl.config import derived
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import Config
+
+_NEAR = 100_000
+_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+
+
+def problems(config: Config, machine: Machine) -> Iterator[str]:
+    """Sizes that do not fit, each with the nearest that do."""
+    yield from problems_without_machine(config)
+    yield from _devices(config, machine)
+    yield from _placement(config, machine)
+
+
+def problems_without_machine(config: Config) -> Iterator[str]:
+    """Sizes that fit nowhere."""
+    yield from _batches(config)
+    yield from _micro_batches(config)
+    yield from _critic(config)
+    yield from _lengths(config)
+
+
+def _batches(config: Config) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini > batch:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: larger than the batch it is taken from, "
+            f"data.train_batch_size={batch}; at most {batch}"
+        )
+    elif batch % mini:
+        below = batch // mini * mini
+        divisors = _nearest_divisors(batch, mini)
+        yield (
+            f"data.train_batch_size={batch}: must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}; "
+            f"nearest: train_batch_size={below} or {below + mini}, or ppo_mini_batch_size={divisors}"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, batch, mini = config.critic, config.data.train_batch_size, derived.critic_mini_batch_size(config)
+    if critic.ppo_mini_batch_size is not None and (mini > batch or batch % mini):
+        yield (
+            f"critic.ppo_mini_batch_size={mini}: must divide data.train_batch_size={batch}; "
+            f"nearest: {_nearest_divisors(batch, mini)}"
+        )
+    rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    rule = derived.critic_rule(config)
+    if critic.use_dynamic_bsz and rollouts is not None:
+        yield (
+            f"critic.ppo_micro_batch_size_per_gpu={rollouts}: has no effect with critic.use_dynamic_bsz=true, "
+            "which cuts by tokens; leave one of them out"
+        )
+    if critic.use_dynamic_bsz is False and rule.max_rollouts is None:
+        yield "critic.use_dynamic_bsz=false: needs critic.ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
+    if tokens is not None and rule.max_tokens is None:
+        yield f"critic.ppo_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if tokens is not None and tokens < longest:
+        yield (
+            f"critic.ppo_max_token_len_per_gpu={tokens}: shorter than one sequence, which may have data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens; at least {longest}"
+        )
+    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    if steps is not None and warmup >= steps:
+        yield (
+            f"trainer.critic_warmup={warmup}: the actor would learn in none of trainer.total_training_steps={steps}; fewer steps"
+        )
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of `number` just below and above `wanted`."""
+    # A mistyped size may have nineteen digits: look near the wanted one only.
+    above_it = range(wanted + 1, min(number, wanted + _NEAR) + 1)
+    below = next((value for value in range(wanted - 1, max(0, wanted - _NEAR), -1) if number % value == 0), None)
+    above = next((value for value in above_it if number % value == 0), None)
+    return " or ".join(str(value) for value in (below, above) if value is not None) or str(number)
+
+
+def _micro_batches(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    prefix = "actor_rollout_ref.actor."
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield (
+            f"{prefix}ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}: has no effect with "
+            f"{prefix}use_dynamic_bsz=true, which cuts by tokens; leave one of them out"
+        )
+    if actor.use_dynamic_bsz is False and actor.ppo_micro_batch_size_per_gpu is None:
+        yield f"{prefix}use_dynamic_bsz=false: needs {prefix}ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
+    for role in ("ref", "rollout"):
+        settings = getattr(config.actor_rollout_ref, role)
+        prefix = f"actor_rollout_ref.{role}."
+        rollouts, tokens = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
+        dynamic = settings.log_prob_use_dynamic_bsz
+        if dynamic and rollouts is not None:
+            yield (
+                f"{prefix}log_prob_micro_batch_size_per_gpu={rollouts}: has no effect with "
+                f"{prefix}log_prob_use_dynamic_bsz=true, which cuts by tokens; leave one of them out"
+            )
+        if dynamic is False and rollouts is None and actor.ppo_micro_batch_size_per_gpu is None:
+            yield f"{prefix}log_prob_use_dynamic_bsz=false: needs {prefix}log_prob_micro_batch_size_per_gpu"
+        if tokens is not None and (dynamic is False or rollouts is not None):
+            yield f"{prefix}log_prob_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rollout = config.actor_rollout_ref.rollout
+    budgets = {
+        "actor.ppo_max_token_len_per_gpu": derived.update_rule(config).max_tokens,
+        "ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        "rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu,
+        "rollout.max_model_len": rollout.max_model_len,
+    }
+    for key, budget in budgets.items():
+        if budget is not None and budget < longest:
+            yield (
+                f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have data.max_prompt_length + "
+                f"data.max_response_length = {longest} tokens; at least {longest}"
+            )
+    buffer = config.reward.overlong_buffer.len
+    if buffer is not None and buffer > config.data.max_response_length:
+        yield (
+            f"reward.overlong_buffer.len={buffer}: longer than data.max_response_length={config.data.max_response_length}; "
+            f"at most {config.data.max_response_length}"
+        )
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        yield (
+            f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: less than one token for each of "
+            f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} responses; at least {rollout.max_num_seqs}"
+        )
+
+
+def _devices(config: Config, machine: Machine) -> Iterator[str]:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if rollout.fp32_lm_head and (rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")):
+        yield (
+            "actor_rollout_ref.rollout.fp32_lm_head=true: has no effect, everything in the engine is float32 with "
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype}{' on CPU' if rollout.dtype == 'auto' else ''}; leave it out, or set dtype=bfloat16"
+        )
+    if machine.device == "cpu":
+        yield from _without_gpus(config)
+        return
+    if machine.cluster:
+        if machine.num_gpus == 0 and trainer.n_gpus_per_node is None:
+            yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"
+        return
+    if machine.num_gpus == 0:
+        yield "trainer.device=cuda: torch finds no GPU on this machine; trainer.device=auto runs on the CPU where there is none"
+        return
+    actors = machine.world_size(config)
+    engines = 0 if derived.is_colocated(config) else derived.num_rollout_devices(config, machine)
+    if actors + engines > machine.num_gpus:
+        count = f"trainer.nnodes x n_gpus_per_node = {trainer.nnodes} x {derived.ranks_per_node(config, machine)}"
+        if engines:
+            count += (
+                f", rollout.nnodes x n_gpus_per_node = {rollout.nnodes} x {derived.rollout_devices_per_node(config, machine)}"
+            )
+        yield (
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node or 'null'}: {actors + engines} GPUs are asked for ({count}), this "
+            f"machine has {machine.num_gpus}; lower them, or name a cluster in ray_kwargs.ray_init.address"
+        )
+
+
+def _without_gpus(config: Config) -> Iterator[str]:
+    parts = config.actor_rollout_ref
+    offload = {
+        "actor_rollout_ref.actor.fsdp_config.param_offload": parts.actor.fsdp_config.param_offload,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": parts.actor.fsdp_config.optimizer_offload,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": parts.ref.fsdp_config.param_offload,
+        "critic.fsdp.param_offload": config.critic.fsdp.param_offload,
+        "critic.fsdp.optimizer_offload": config.critic.fsdp.optimizer_offload,
+    }
+    for key, wanted in offload.items():
+        if wanted:
+            yield f"{key}=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
+    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    if backend in ("ipc", "nccl"):
+        yield f"{_BACKEND}={backend}: moves weights between GPUs, and this run has none; auto or object_store"
+
+
+def _placement(config: Config, machine: Machine) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    colocated = derived.is_colocated(config)
+    if colocated and rollout.n_gpus_per_node is not None:
+        yield (
+            f"actor_rollout_ref.rollout.n_gpus_per_node={rollout.n_gpus_per_node}: has no effect with rollout.nnodes=0, where "
+            "engines share the actor's devices; set actor_rollout_ref.rollout.nnodes to give them their own"
+        )
+    if machine.device == "cuda" and rollout.checkpoint_engine.backend == ("nccl" if colocated else "ipc"):
+        where = (
+            "share the actor's GPUs, which NCCL cannot connect"
+            if colocated
+            else "have GPUs of their own, which IPC cannot reach"
+        )
+        yield f"{_BACKEND}={rollout.checkpoint_engine.backend}: the engines {where}; auto or {'ipc' if colocated else 'nccl'}"
+    per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
+    if per_node % parallel:
+        of = "trainer" if colocated or rollout.n_gpus_per_node is None else "actor_rollout_ref.rollout"
+        fits = ", ".join(str(size) for size in range(1, min(per_node, _NEAR) + 1) if per_node % size == 0)
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
+            f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
+        )
+    ranks = machine.world_size(config)
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini * rollout.n < ranks:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: with rollout.n={rollout.n} it makes {mini * rollout.n} rollouts, "
+            f"fewer than the {ranks} actor ranks that share them; at least {-(-ranks // rollout.n)}"
+        )

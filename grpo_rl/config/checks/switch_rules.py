@@ -1,0 +1,222 @@
+"""Settings that contradict each other, or that another setting has switched off and that would silently do nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from grpo_rl.config.checks import data_rules
+from grpo_rl.config.convert import show
+from grpo_rl.config.derived import critic_rule, logprob_rule, update_rule
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.tree import Config, OptimConfig
+
+_RESUMABLE = ("model", "optimizer", "extra")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Contradictions, and every setting without an effect."""
+    yield from _kl(config)
+    yield from _sampling(config)
+    yield from _optimizer(config)
+    yield from _selection(config)
+    yield from _validation(config)
+    yield from _checkpoints(config)
+    yield from _without_effect(config)
+
+
+def _kl(config: Config) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            "algorithm.use_kl_in_reward=true: the KL is in the loss already (actor_rollout_ref.actor.use_kl_loss=true, "
+            "the default); set actor_rollout_ref.actor.use_kl_loss=false, or algorithm.use_kl_in_reward=false"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0: makes the penalty 0 for ever; set algorithm.use_kl_in_reward=false"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    cuts = [
+        f"{key}.{name}={getattr(rollout, name):g}"
+        for name, off in (("top_p", 1.0), ("min_p", 0.0))
+        if getattr(rollout, name) != off
+    ]
+    if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
+        yield (
+            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer has to know which tokens could be sampled, and vllm tells it "
+            "of the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+        )
+    if rollout.fp32_lm_head and rollout.name != "vllm":
+        yield f"{key}.fp32_lm_head=true: is of rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    yield from _one_optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
+    yield from _one_optimizer(config.critic.optim, "critic.optim")
+
+
+def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
+        yield (
+            f"{key}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g}: has no effect with "
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; give one of them (lr_warmup_steps=-1 takes the ratio)"
+        )
+
+
+def _selection(config: Config) -> Iterator[str]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if config.algorithm.filter_groups.enable and rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable=true: a group of one response never has a signal, and "
+            "actor_rollout_ref.rollout.n=1; usual is 5 to 16"
+        )
+    if actor.adaptive_entropy.enable and actor.entropy_coeff < 0:
+        yield (
+            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: where adaptive_entropy starts from, "
+            "and that is never negative; 0 or more"
+        )
+
+
+def _validation(config: Config) -> Iterator[str]:
+    trainer, data = config.trainer, config.data
+    if not data.val_files:
+        if trainer.test_freq > 0:
+            yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
+        if trainer.val_only:
+            yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+    values, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    if values.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    if values.do_sample:
+        if values.temperature == 0:
+            yield f"{key}.do_sample=true: needs a temperature above 0; set {key}.temperature, e.g. 1.0"
+        return
+    fixed = {"temperature": 0.0, "n": 1, "top_p": 1.0, "top_k": -1}
+    for name, only in fixed.items():
+        value = getattr(values, name)
+        if value != only and not (name == "top_k" and value == 0):
+            yield f"{key}.{name}={value}: needs {key}.do_sample=true; without it validation is greedy ({name}={only})"
+
+
+def _checkpoints(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    for name in ("save_freq", "test_freq"):
+        if getattr(trainer, name) == 0:
+            yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
+    if trainer.recover == "checkpoint" and trainer.save_freq < 1:
+        yield "trainer.recover=checkpoint: needs trainer.save_freq, or nothing is there to start from; set it, or recover=memory"
+    contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
+    missing = [name for name in _RESUMABLE if name not in contents]
+    if missing and trainer.save_freq > 0:
+        yield f"{key}={show(contents)}: a run cannot resume without {' and '.join(missing)}; [model,optimizer,extra] and hf_model if wanted"
+    if len(set(contents)) < len(contents):
+        yield f"{key}={show(contents)}: something is named twice"
+
+
+def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
+    """Keys that need another setting: whether it is there, and what to say where it is not."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    algorithm = config.algorithm
+    adaptive = algorithm.kl_ctrl.type == "adaptive"
+    saves = config.trainer.save_freq > 0
+    rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
+    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
+    both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
+    needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
+    groups, entropy = algorithm.filter_groups, actor.adaptive_entropy
+    needs_filter = "needs algorithm.filter_groups.enable=true"
+    needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
+    a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return {
+        **data_rules.switches(config),
+        **_run_switches(config),
+        "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
+        f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
+        f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
+        f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),
+        f"{a}.kl_loss_type": (actor.use_kl_loss, needs_kl_loss),
+        f"{a}.ppo_max_token_len_per_gpu": (by_tokens, "has no effect where micro-batches are cut by rollouts"),
+        f"{a}.optim.min_lr_ratio": (
+            actor.optim.lr_scheduler_type != "constant",
+            f"needs {a}.optim.lr_scheduler_type=linear or cosine",
+        ),
+        "critic.optim.min_lr_ratio": (
+            config.critic.optim.lr_scheduler_type != "constant",
+            "needs critic.optim.lr_scheduler_type=linear or cosine",
+        ),
+        f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
+        f"{a}.checkpoint.async_save": (saves, "needs trainer.save_freq"),
+        f"{a}.adaptive_entropy.target": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
+        f"{a}.adaptive_entropy.delta": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
+        "algorithm.filter_groups.metric": (groups.enable, needs_filter),
+        "algorithm.filter_groups.refill": (groups.enable, needs_filter),
+        "algorithm.filter_groups.max_num_gen_batches": (groups.enable and groups.refill, needs_filter + ", with refill"),
+        "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),
+        "algorithm.kl_ctrl.type": (algorithm.use_kl_in_reward, needs_kl_in_reward),
+        "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
+        "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
+    }
+
+
+def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """The same for rewards, the run and Ray."""
+    trainer = config.trainer
+    saves = trainer.save_freq > 0
+    has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
+    return {
+        "trainer.on_save_error": (saves, "needs trainer.save_freq"),
+        "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
+        "reward.custom_reward_function.reward_kwargs": (
+            config.reward.custom_reward_function.path is not None,
+            _NEEDS_REWARD_FILE,
+        ),
+        "reward.failure_value": (config.reward.on_failure == "value", "needs reward.on_failure=value"),
+        "reward.overlong_buffer.penalty_factor": (
+            config.reward.overlong_buffer.len is not None,
+            "needs reward.overlong_buffer.len",
+        ),
+        "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
+        "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
+        "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
+        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
+        "ray_kwargs.ray_init.num_cpus": (
+            config.ray_kwargs.ray_init.address is None,
+            "is of a local cluster, not of ray_init.address",
+        ),
+        "ray_kwargs.ray_init.wait_for_nodes_s": (
+            has_address,
+            "needs ray_kwargs.ray_init.address; a local cluster has one node",
+        ),
+        "ray_kwargs.ray_init.allow_insecure": (
+            has_address,
+            "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
+        ),
+    }
+
+
+_NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    for key, (has_effect, reason) in _has_effect(config).items():
+        value = value_of(config, key)
+        if not has_effect and value != (default := leaves()[key].default):
+            yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"
+
+
+def value_of(config: Config, key: str) -> object:
+    """The value of a dotted key."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

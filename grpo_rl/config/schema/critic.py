@@ -1,0 +1,43 @@
+"""Options of the critic: `critic.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from grpo_rl.config.schema.kinds import Count, Positive
+from grpo_rl.config.schema.model import FsdpConfig, OptimConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CriticModelConfig:
+    path: str = ""
+    """Folder of the causal LM whose body the critic starts from, with the actor's vocabulary; empty: the actor's model."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about 30 % more work."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticOptimConfig(OptimConfig):
+    lr: Positive = 1e-5
+    """Peak learning rate of AdamW."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticConfig:
+    enable: bool | None = None
+    """Whether there is a critic; null: where algorithm.adv_estimator needs one. Any other answer than that is refused."""
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    ppo_mini_batch_size: Count | None = None
+    """Prompts per optimizer step, over all ranks; null: as actor_rollout_ref.actor.ppo_mini_batch_size."""
+    ppo_epochs: Count | None = None
+    """Passes over the rollouts of one training step; null: as actor_rollout_ref.actor.ppo_epochs."""
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; null: as the actor, unless one of the sizes here is given."""
+    ppo_max_token_len_per_gpu: Count | None = None
+    """Most tokens, prompts included, in one micro-batch of one rank; null: as actor_rollout_ref.actor.ppo_max_token_len_per_gpu."""
+    cliprange_value: Positive = 0.5
+    """Farthest that a value may move from what it was before the update, in the value loss."""

@@ -1,0 +1,85 @@
+"""Options of the data: `data.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Range
+
+
+@dataclass(frozen=True, slots=True)
+class CustomClsConfig:
+    path: str | None = None
+    """Python file (or module) with your own data set class, which gets the names in train_files or val_files; docs/data.md."""
+    name: str | None = None
+    """Name of the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)
+    """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
+    train_weights: list[float] = field(default_factory=list)
+    """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
+    dynamic_weights: bool = False
+    """Multiply train_weights by how near the pass rate of each source is to one half: 4p(1-p), at least curriculum_floor."""
+    val_files: list[str] = field(default_factory=list)
+    """Validation data, like train_files. Empty: no validation."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages (a list of {role, content}) or a plain string."""
+    reward_fn_key: str = "data_source"
+    """Column whose value chooses the rule-based reward."""
+    data_source: str | None = None
+    """The value of it for all rows, where the data have no such column; null: take the column."""
+    ground_truth_key: str = "reward_model.ground_truth"
+    """Column with what the reward compares with, a path with dots where it lies in another column."""
+    extra_info_key: str = "extra_info"
+    """Column with an object that is handed to the reward; it may be missing."""
+    system_prompt: str | None = None
+    """Put before the messages of every prompt that has no system message of its own."""
+    chat_template: str | None = None
+    """Jinja template, or a file with one, in place of the tokenizer's."""
+    custom_cls: CustomClsConfig = field(default_factory=CustomClsConfig)
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A bad row ends the run with its place, or is left out and listed in the run folder's bad_rows_*.jsonl."""
+    check_rows: CountOrZero = 50_000
+    """Training data of at most so many rows are checked whole before the start; of more 2,000 rows are, the others when drawn."""
+    cache_dir: str | None = None
+    """Folder for the unpacked copies of parquet, Arrow and .gz files while the run lasts; null: the system's temporary folder."""
+    allow_change: bool = False
+    """Resume although the training data have changed since the checkpoint; the run goes on at the beginning of the next epoch."""
+    train_batch_size: Count = 1024
+    """Prompts per training step. The number of rollouts is this times rollout.n."""
+    gen_batch_size: Count | None = None
+    """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups); null: train_batch_size."""
+    retire_above: Annotated[float, Range(gt=0, le=1)] | None = None
+    """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
+    retire_metric: str = "score"
+    """What a response passes by: named as algorithm.filter_groups.metric is."""
+    retire_score: float = 1.0
+    """The least value of it with which a response passes."""
+    max_prompt_length: Count = 512
+    """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
+    max_response_length: Count = 512
+    """Longest response in tokens; sampling stops there with finish reason `length`."""
+    filter_overlong_prompts: bool = False
+    """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """For longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
+    shuffle: bool = True
+    """Draw the training rows of every epoch in a new seeded order."""
+    curriculum: Literal["none", "difficulty", "pass_rate"] = "none"
+    """Order by difficulty_key, easiest first in every epoch; or prefer prompts whose latest pass rate is near one half."""
+    difficulty_key: str = "extra_info.difficulty"
+    """curriculum=difficulty: column with a number, a path with dots where it lies in another column."""
+    curriculum_floor: Annotated[float, Range(gt=0, le=1)] = 0.1
+    """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
+    seed: CountOrZero = 1
+    """Seed of that order."""
+    train_max_samples: CountOrOff = -1
+    """Use only the first so many training rows; -1: all."""
+    val_max_samples: CountOrOff = -1
+    """Use only the first so many validation rows; -1: all."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the tokenizer's apply_chat_template, e.g. {enable_thinking: false}."""

@@ -1,0 +1,150 @@
+"""The schema seen as a table: every key with the kind of value it takes and its default."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from grpo_rl.config.schema.tree import Config, Range
+
+_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping {name: value}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a key takes: a plain type with its range or choices, or a list of such."""
+
+    base: type
+    optional: bool = False
+    range: Range | None = None
+    choices: tuple[str, ...] = ()
+    item: Kind | None = None
+
+    def describe(self) -> str:
+        """The rule as a person says it: `a whole number >= 1, or null`."""
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        elif self.item is not None:
+            text = f"a list, each {self.item.describe()}"
+        else:
+            text = _NOUNS[self.base]
+        bounds = describe_range(self.range)
+        return text + (f" {bounds}" if bounds else "") + (", or null" if self.optional else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One key of the configuration."""
+
+    key: str
+    kind: Kind
+    default: Any
+
+
+def describe_range(bounds: Range | None) -> str:
+    """`>= 1 and < 2`; empty where nothing is bounded. Infinity as a bound only says `finite`, which goes without saying."""
+    if bounds is None:
+        return ""
+    parts = []
+    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        bound = getattr(bounds, name)
+        if bound is not None and abs(bound) != float("inf"):
+            parts.append(f"{sign} {bound:g}")
+    return " and ".join(parts)
+
+
+def kind_of(annotation: Any) -> Kind:
+    """The Kind that a field's annotation stands for."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [part for part in get_args(annotation) if part is not type(None)]
+        assert len(inner) == 1, f"a key takes one type or null: {annotation}"
+        return dataclasses.replace(kind_of(inner[0]), optional=True)
+    if get_origin(annotation) is Annotated:
+        base, *metadata = get_args(annotation)
+        (bounds,) = (entry for entry in metadata if isinstance(entry, Range))
+        return dataclasses.replace(kind_of(base), range=bounds)
+    if get_origin(annotation) is Literal:
+        return Kind(str, choices=get_args(annotation))
+    if get_origin(annotation) is list:
+        return Kind(list, item=kind_of(get_args(annotation)[0]))
+    if get_origin(annotation) is dict:
+        return Kind(dict)
+    assert annotation in (int, float, bool, str), f"no rule for values of {annotation}"
+    return Kind(annotation)
+
+
+@cache
+def annotations_of(section: type) -> dict[str, Any]:
+    """The section's fields and their annotations, in the order in which they are written."""
+    hints = get_type_hints(section, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every key of the schema by its full dotted name."""
+    return {leaf.key: leaf for leaf in _leaves(Config, Config(), "")}
+
+
+def _leaves(section: type, defaults: Any, prefix: str) -> list[Leaf]:
+    found: list[Leaf] = []
+    for name, annotation in annotations_of(section).items():
+        default = getattr(defaults, name)
+        if dataclasses.is_dataclass(annotation):
+            assert isinstance(annotation, type)
+            found += _leaves(annotation, default, f"{prefix}{name}.")
+        else:
+            found.append(Leaf(prefix + name, kind_of(annotation), default))
+    return found
+
+
+@cache
+def sections() -> frozenset[str]:
+    """The dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
+    names = set()
+    for key in leaves():
+        parts = key.split(".")[:-1]
+        names |= {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+    return frozenset(names)
+
+
+def free_mapping(key: str) -> str | None:
+    """The key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        leaf = leaves().get(".".join(parts[:depth]))
+        if leaf is not None and leaf.kind.base is dict:
+            return leaf.key
+    return None
+
+
+_LONGEST_GUESS = 200
+"""Comparing is quadratic in the length, and nobody meant a key of 10,000 characters."""
+
+
+def nearest(key: str, limit: int = 3) -> list[str]:
+    """Keys that somebody who typed `key` may have meant, the likeliest first."""
+    key = key[:_LONGEST_GUESS]
+    last = key.rpartition(".")[2]
+    alike = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in leaves()}
+    same_name = [name for name in leaves() if name.rpartition(".")[2] == last]
+    if same_name:
+        return sorted(same_name, key=lambda name: -alike[name])[:limit]
+    # A right name in the wrong group is as near as a misspelt name in the right one.
+    for name in leaves():
+        alike[name] = max(alike[name], difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio())
+    best = max(alike.values())
+    near = [name for name, score in alike.items() if score >= max(0.75, best - 0.05)]
+    return sorted(near, key=lambda name: -alike[name])[:limit]
+
+
+def siblings(key: str) -> list[str]:
+    """Names of all keys directly in the group that `key` would lie in; none where there is no such group."""
+    group = key.rpartition(".")[0]
+    names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
+    return list(dict.fromkeys(names))

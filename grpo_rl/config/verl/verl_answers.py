@@ -1,0 +1,66 @@
+"""Answers for the keys of verl that are not in the schema.
+
+A launch command written for verl (FSDP + vLLM) runs here as it is wherever its meaning exists. Some keys have
+one value that is right here: that value is accepted and nothing else. All others say what to use instead.
+`null` is accepted for each of them: it means "not set".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_rl.config.convert import show
+from grpo_rl.config.verl.critic_keys import Answer
+from grpo_rl.config.verl.keys import ANSWERS
+
+
+def answer_for(key: str) -> Answer | None:
+    """The answer for `key` or for the nearest group that it lies in; None where nothing is known of it."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        answer = ANSWERS.get(".".join(parts[:length]))
+        if answer is not None:
+            # What is right for a whole group of one value is not right for a key inside it.
+            return answer if length == len(parts) else Answer(answer.advice)
+    return None
+
+
+def refusals(key: str, value: Any, where: str = "") -> list[str] | None:
+    """Why verl's `key` cannot have `value` here: one line per refused key, none if it is right.
+
+    `value` may be a mapping of keys below `key`. None means that verl has no such key either.
+    """
+    problems: list[str] = []
+    for leaf, entry in _flatten(key, value):
+        answer = answer_for(leaf)
+        if answer is None:
+            return None
+        if entry is None or any(_same(entry, right) for right in answer.accepts):
+            continue
+        if answer.accepts:
+            right = " or ".join(show(right) for right in answer.accepts)
+            problems.append(f"{leaf}={show(entry)}: only {right} is possible here{where}: {answer.advice}")
+        else:
+            problems.append(f"{leaf}: a key of verl's that is not here{where}: {answer.advice}")
+    return problems
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, entry in value.items():
+            yield from _flatten(f"{key}.{name}", entry)
+    else:
+        yield key, value
+
+
+def _same(value: Any, right: Any) -> bool:
+    """Equality in any spelling: True and "true", 1 and 1.0 and "1"; but True is not 1."""
+    if isinstance(right, bool) or isinstance(value, bool):
+        return str(value).lower() == str(right).lower()
+    if isinstance(right, int | float):
+        try:
+            return float(value) == right
+        except (TypeError, ValueError):
+            return False
+    return bool(str(value) == right)

@@ -1,0 +1,226 @@
+"""JSON Lines by the offsets of their lines, and JSON arrays; strict, with the place of whatever is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from grpo_rl.data.sources.numeric_columns import number_in
+from grpo_rl.data.sources.source import LARGEST_ROW, BadRow, NotJson, Rows
+from grpo_rl.errors import DataError
+
+BLOCK = 8 * 2**20
+LARGEST_ARRAY = 512 * 2**20
+"""Bytes of a .json file that is one array: it can only be read whole."""
+BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_BLANK = (0x09, 0x0A, 0x0D, 0x20)
+
+
+class JsonLines:
+    """One object a line. Opening it makes one pass that notes where each line starts; a line is parsed when it is drawn.
+
+    16 bytes of memory a row, whatever the rows hold. Blank lines are no rows.
+    """
+
+    def __init__(self, name: str, file: IO[bytes], num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        self._file = file
+        self._starts, self._ends, self._numbers = _index(file)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, line {self._numbers[index] if self._numbers is not None else index + 1}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        start, size = int(self._starts[index]), int(self._ends[index] - self._starts[index])
+        where = self.where(index)
+        if size > LARGEST_ROW:
+            raise BadRow(f"{where}: the line has {size} bytes; expected at most {LARGEST_ROW}")
+        return parse_row(os.pread(self._file.fileno(), size, start), where, start)
+
+    def numbers(self, key: str) -> Iterator[np.ndarray]:
+        first = 0
+        while first < len(self):
+            start = int(self._starts[first])
+            last = max(first + 1, int(np.searchsorted(self._ends, start + BLOCK, side="right")))
+            starts, ends = (self._starts[first:last] - start).tolist(), (self._ends[first:last] - start).tolist()
+            # A line that is longer than a block is not read here.
+            data = os.pread(self._file.fileno(), min(ends[-1], BLOCK), start)
+            lines = (data[a:b] if b <= len(data) else b"" for a, b in zip(starts, ends, strict=True))
+            yield np.fromiter((_number(line, key) for line in lines), np.float64, last - first)
+            first = last
+
+
+def open_json(name: str, path: Path, cache_dir: str | None) -> JsonLines | Rows:
+    """The rows of a .json or .jsonl file, or of such a one with .gz.
+
+    A .gz is unpacked into a temporary file in `cache_dir`, as nothing can be read from its middle. Raises DataError for
+    an empty file, a byte-order mark, a .gz that is cut short or damaged, and an array that is broken or too large.
+    """
+    size = path.stat().st_size
+    file = _unpacked(name, path, cache_dir) if path.suffix == ".gz" else path.open("rb")
+    head = os.pread(file.fileno(), 4096, 0)
+    if not head:
+        raise DataError(f"{name}: the file is empty")
+    if head.startswith(BYTE_ORDER_MARKS):
+        raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
+    is_array = path.name.removesuffix(".gz").endswith(".json") and head.lstrip().startswith(b"[")
+    return _array(name, file, size) if is_array else JsonLines(name, file, size)
+
+
+def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
+    """The object that one line holds; `start` is the line's place in the file. Raises BadRow and nothing else."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise BadRow(
+            f"{where}: byte {byte:#04x} is not UTF-8 (byte {start + error.start} of the file); expected UTF-8 text"
+        ) from error
+    if "\0" in text:
+        place = text.index("\0")
+        raise BadRow(f"{where}, column {place + 1}: a NUL byte (byte {start + data.index(0)} of the file); expected JSON")
+    try:
+        row = _loads(text)
+    except json.JSONDecodeError as error:
+        byte = start + len(text[: error.pos].encode("utf-8"))
+        raise BadRow(f"{where}, column {error.colno}: {_broken(text, error)} (byte {byte} of the file)") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where}: broken JSON: {first_line(error)}") from error
+    if not isinstance(row, dict):
+        raise BadRow(f"{where}: expected an object with the row's columns, found {type(row).__name__}")
+    return row
+
+
+def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Start and end of each line that is not blank, in bytes, and its number from 1; None where no line is blank."""
+    starts: list[np.ndarray] = []
+    firsts: list[np.ndarray] = []
+    base, at_start = 0, True
+    file.seek(0)
+    while block := file.read(BLOCK):
+        view = np.frombuffer(block, dtype=np.uint8)
+        local = np.flatnonzero(view == 0x0A) + 1
+        ends_with_newline = len(local) > 0 and int(local[-1]) == len(view)
+        local = local[:-1] if ends_with_newline else local
+        local = np.concatenate([[0], local]) if at_start else local
+        starts.append(local.astype(np.int64) + base)
+        firsts.append(view[local])
+        base, at_start = base + len(view), ends_with_newline
+    all_starts = np.concatenate(starts)
+    ends = np.append(all_starts[1:] - 1, base - at_start)
+    keep = ~np.isin(np.concatenate(firsts), _BLANK)
+    for line in np.flatnonzero(~keep).tolist():
+        keep[line] = _has_text(file, int(all_starts[line]), int(ends[line]))
+    if keep.all():
+        return all_starts, ends, None
+    return all_starts[keep], ends[keep], np.flatnonzero(keep) + 1
+
+
+def _has_text(file: IO[bytes], start: int, end: int) -> bool:
+    blocks = (os.pread(file.fileno(), min(BLOCK, end - offset), offset) for offset in range(start, end, BLOCK))
+    return any(block.strip() for block in blocks)
+
+
+def _unpacked(name: str, path: Path, cache_dir: str | None) -> IO[bytes]:
+    # Without a name from the beginning: it is gone with the process, however that ends.
+    file = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
+    lines = 0
+    try:
+        with gzip.open(path, "rb") as packed:
+            while block := packed.read(2**20):
+                lines += block.count(b"\n")
+                _write(file, block, name)
+    except EOFError as error:
+        raise DataError(f"{name}, line {lines + 1}: the file is cut short: the end of the gzip data is missing") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name}, line {lines + 1}: not readable gzip data: {first_line(error)}") from error
+    file.flush()
+    return file
+
+
+def _write(file: IO[bytes], block: bytes, name: str) -> None:
+    try:
+        file.write(block)
+    except OSError as error:
+        raise DataError(
+            f"{name}: no room to unpack it: {error}; name a folder with more in data.cache_dir, or unpack the file yourself"
+        ) from error
+
+
+def _array(name: str, file: IO[bytes], num_bytes: int) -> Rows:
+    size = os.fstat(file.fileno()).st_size
+    if size > LARGEST_ARRAY:
+        raise DataError(
+            f"{name}: a JSON array of {size} bytes can only be read whole; over {LARGEST_ARRAY} bytes write one object a line "
+            "(.jsonl), or parquet"
+        )
+    content = os.pread(file.fileno(), size, 0)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{name}, line {line}: byte {content[error.start]:#04x} is not UTF-8 (byte {error.start} of the file)"
+        ) from error
+    try:
+        rows = _loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{name}, line {error.lineno}, column {error.colno}: {_broken(text, error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: broken JSON: {first_line(error)}") from error
+    return Rows(name, rows, num_bytes)
+
+
+def _loads(text: str) -> Any:
+    return _DECODER.decode(text)
+
+
+def _number(line: bytes, key: str) -> float:
+    """The number in the column of a line that is a row; NaN for any other."""
+    try:
+        text = line.decode("utf-8")
+        row = math.nan if "\0" in text else _loads(text)
+    except (ValueError, RecursionError):
+        return math.nan
+    return number_in(row, key) if isinstance(row, dict) else math.nan
+
+
+def _constant(literal: str) -> NotJson:
+    return NotJson(f"{literal} is not JSON", "write null")
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                # Told where the whole row is checked: there the place is known.
+                row[key] = NotJson(f"the key {key!r} is there twice", "keep one")
+            seen.add(key)
+    return row
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_pairs)
+
+
+def _broken(text: str, error: json.JSONDecodeError) -> str:
+    found = repr(text[error.pos : error.pos + 30]) if error.pos < len(text) else "the end"
+    return f"broken JSON: {error.msg}; found {found}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what the error says."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,153 @@
+"""What a name in `data.train_files` stands for: a file, a folder, a task, a data set of a hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_rl import hub
+from grpo_rl.data.sources.jsonl import first_line, open_json
+from grpo_rl.data.sources.source import HubRows, Joined, Rows, Source
+from grpo_rl.data.sources.tables import Table
+from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import ConfigError, DataError
+
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+SUFFIXES = (".parquet", *JSON_SUFFIXES, ".arrow", ".feather")
+HUB_PREFIX = "hf:"
+HUB_OPTIONS = ("split", "config", "revision")
+
+
+def open_source(name: str, cache_dir: str | None = None) -> Source:
+    """The rows that `name` stands for.
+
+    A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` where it has splits);
+    `task:NAME?option=value`; `hf:owner/name?split=train&config=main`. Raises DataError for what is not there, empty or
+    broken as a whole, and ConfigError for an option that does not exist.
+    """
+    if name.startswith(TASK_PREFIXES):
+        return Rows(name, task_rows(name))
+    if name.startswith(HUB_PREFIX):
+        return _from_hub(name)
+    path, split = _path_and_split(name)
+    source = _folder(name, path, split, cache_dir) if path.is_dir() else _file(name, path, cache_dir)
+    if len(source) == 0:
+        raise DataError(f"{name}: the file has no rows" if path.is_file() else f"{name}: the folder has no rows")
+    return source
+
+
+def _file(name: str, path: Path, cache_dir: str | None) -> Source:
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(
+            f"{name}: a data file must end in {', '.join(SUFFIXES)}, or be task:NAME or hf:owner/name; "
+            f"found {path.suffix or 'none'!r}"
+        )
+    if not path.is_file():
+        raise DataError(f"{name}: there is no such file{_neighbours(path)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{name}: the file is empty")
+    try:
+        if path.name.endswith(TABLE_SUFFIXES):
+            return Table(name, path, cache_dir)
+        return open_json(name, path, cache_dir)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
+
+
+def _path_and_split(name: str) -> tuple[Path, str | None]:
+    path = Path(name).expanduser()
+    if path.exists() or "?" not in name:
+        return path, None
+    base, _, query = name.rpartition("?")
+    return Path(base).expanduser(), _options(name, query, ("split",)).get("split")
+
+
+def _options(name: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in query.split("&") if query else []:
+        key, equals, value = part.partition("=")
+        if not equals or not value or key not in known or key in options:
+            raise ConfigError(f"{name}: {part!r} must be option=value, each once, joined by &; options: {', '.join(known)}")
+        options[key] = value
+    return options
+
+
+def _folder(name: str, path: Path, split: str | None, cache_dir: str | None) -> Source:
+    """A folder of `save_to_disk`, with or without splits, or one with data files, in the order of their names."""
+    if (path / "dataset_dict.json").is_file():
+        splits = _json(name, path / "dataset_dict.json").get("splits") or []
+        if split is None or split not in splits:
+            raise DataError(f"{name}: the folder has the splits {', '.join(map(str, splits))}; name one: {path}?split=NAME")
+        return _folder(name, path / split, None, cache_dir)
+    if (path / "state.json").is_file():
+        state = _json(name, path / "state.json")
+        if state.get("_indices_data_files"):
+            raise DataError(f"{name}: rows were chosen without being copied; save it after flatten_indices()")
+        files = [path / Path(str(entry.get("filename"))).name for entry in state.get("_data_files") or []]
+    else:
+        folder = path / "data" if (path / "data").is_dir() else path
+        files = sorted(file for file in folder.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
+        wanted = [file for file in files if split is None or file.name.startswith(split)]
+        if files and not wanted:
+            raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
+        files = wanted
+    if not files:
+        raise DataError(f"{name}: the folder has no data files ({', '.join('*' + suffix for suffix in SUFFIXES)})")
+    return Joined(name, [_file(str(file), file, cache_dir) for file in files])
+
+
+def _json(name: str, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DataError(f"{name}: {path.name} cannot be read: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{name}: {path.name} holds no object; expected what datasets.save_to_disk writes")
+    return content
+
+
+def _from_hub(name: str) -> Source:
+    """A data set of the Hugging Face hub by its name, or of a local folder as `datasets` reads one."""
+    repository, _, query = name.removeprefix(HUB_PREFIX).partition("?")
+    options = _options(name, query, HUB_OPTIONS)
+    split = options.get("split")
+    if not repository or split is None:
+        raise ConfigError(f"{name}: name the data set and its split, as in hf:openai/gsm8k?split=train&config=main")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}: the package datasets is not installed; install the extra `data` (pip install datasets), or name files"
+        ) from error
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / repository.replace("/", "___")
+    if not Path(repository).is_dir() and not cache.is_dir() and (why := hub.why_unreachable()):
+        raise DataError(
+            f"{name}: no such folder, no such data set in the cache of datasets on this machine, and {why}; give a folder or files "
+            "that were copied from the hub"
+        )
+    try:
+        rows = datasets.load_dataset(repository, options.get("config"), split=split, revision=options.get("revision"))
+    # Whatever goes wrong in the hub's client, in the network or in the data set's own files: the user gets one line.
+    except Exception as error:
+        raise DataError(
+            f"{name}: cannot be loaded from the hub: {type(error).__name__}: {first_line(error)}; where no hub can be reached "
+            "give a folder or files that were copied from it"
+        ) from error
+    if len(rows) == 0:
+        raise DataError(f"{name}: the data set has no rows")
+    return HubRows(name, rows)
+
+
+def _neighbours(path: Path) -> str:
+    """A hint with the data files that do lie in the folder, or with the missing folder itself."""
+    if not path.parent.is_dir():
+        return f", nor the folder {path.parent}"
+    files = sorted(other for other in path.parent.iterdir() if other.name.endswith(SUFFIXES))
+    return f"; the folder has {_named(files)}" if files else "; the folder has no data files"
+
+
+def _named(files: list[Path]) -> str:
+    return ", ".join(file.name for file in files[:5]) + (", ..." if len(files) > 5 else "")

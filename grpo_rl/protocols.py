@@ -1,0 +1,120 @@
+"""What the training loop needs from the rest of the system: a few small Protocols.
+
+`cluster/roles/actor_role.py` implements them over Ray worker groups; tests may implement them in-process.
+Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+
+
+class Actor(Protocol):
+    """The policy being trained."""
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        """The batch with `old_logprobs_T` filled where an update needs them, unchanged otherwise."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """All optimizer steps on one batch (`ppo_epochs` x mini-batches)."""
+
+    def save(self, folder: Path) -> Files:
+        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+
+    def saved(self, wait_s: float) -> Files | None:
+        """What the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        """
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
+
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as an ordinary Hugging Face model folder."""
+
+
+class Reference(Protocol):
+    """The frozen policy that the KL term compares with."""
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """The batch with `ref_logprobs_T` (and `ref_hidden_TD` where the full KL wants it) filled."""
+
+
+class Critic(Protocol):
+    """What says how good the state before each token is, and learns it beside the policy."""
+
+    def values(self, batch: Batch) -> Batch:
+        """The batch with `values_T` filled."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """All optimizer steps towards the batch's `returns_T`."""
+
+    def save(self, folder: Path) -> Files:
+        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+
+    def saved(self, wait_s: float) -> Files | None:
+        """What the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        """
+
+    def save_bytes(self) -> int:
+        """About how much `save` writes."""
+
+    def committed(self, folder: Path) -> None:
+        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+
+
+class RolloutPool(Protocol):
+    """All rollout replicas together."""
+
+    def sync_weights(self, actor: Any) -> Metrics:
+        """Bring every replica to the current weights of `actor`, one of the same cluster."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
+    ) -> list[Rollout]:
+        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends.
+
+        With `greedy` each prompt's are followed by a greedy one, whose sample index is `GREEDY`.
+        """
+
+
+class Rewarder(Protocol):
+    """Scores rollouts while others are still being sampled."""
+
+    factors: dict[str, float]
+    """The factor of each part of the reward, by the part's name in `reward_parts`."""
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start scoring one rollout; returns at once."""
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not."""

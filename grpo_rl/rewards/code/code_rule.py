@@ -1,0 +1,187 @@
+"""Reward of code tasks: a response's program against test cases, in a sandbox here or over HTTP."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.rewards.code.cases import Test, read_tests
+from grpo_rl.rewards.sandbox.sandbox import START_S, Limits, Outcome, Sandbox, check_available
+
+if TYPE_CHECKING:
+    from grpo_rl.rewards.sandbox.remote import RemoteSandbox
+
+KEY = "reward.function_kwargs.code"
+FENCE = "```"
+MOST_INDENT = 20
+PYTHON = ("python", "py", "python3")
+LONGEST_CODE = 100_000
+"""Characters of a program; a longer one earns nothing."""
+
+
+def code(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    continuous: bool = True,
+    time_s: float = 5.0,
+    total_s: float = 30.0,
+    memory_mb: int = 512,
+    output_kb: int = 4096,
+    max_cases: int | None = None,
+    sandbox_url: str | None = None,
+    max_concurrent: int = 4,
+    retry_s: float = 20.0,
+) -> dict[str, float]:
+    """`score` is the share of test cases that the last ```python block passes; without `continuous`, 1 for all of them, else 0.
+
+    `time_s` is for one case, `total_s` for all: cases that it leaves no time for are failed. Of more than `max_cases` cases,
+    so many are used, evenly spread. With `sandbox_url` a SandboxFusion service runs them, `max_concurrent` at a time, each
+    asked for up to `retry_s` while it is busy.
+
+    Beside it: `acc` (all passed), `num_passed`, `num_failed`, `num_cases`, and how many `timed_out`, `crashed` (ended with an error),
+    wrote `too_much`, were `not_run`; `no_code` is 1 where the response has no program. Raises RewardError for a ground truth
+    that holds no usable test, and where there is no sandbox: code is never run without one.
+    """
+    setup, tests = read_tests(ground_truth, extra_info)
+    if max_cases is not None and len(tests) > max_cases:
+        tests = [tests[index * len(tests) // max_cases] for index in range(max_cases)]
+    program = last_program(solution_str)
+    result = dict.fromkeys(
+        ("score", "acc", "num_passed", "num_failed", "timed_out", "crashed", "too_much", "not_run", "no_code"), 0.0
+    )
+    result["num_cases"] = float(len(tests))
+    if program is None or len(program) > LONGEST_CODE:
+        return result | {"no_code": 1.0}
+    limits = Limits(time_s=time_s, memory_mb=memory_mb, output_kb=output_kb)
+    deadline = time.monotonic() + total_s
+    source = setup + program
+    if sandbox_url is None:
+        outcomes = _here(source, tests, limits, deadline)
+    else:
+        # Only here, for what it takes to load: every reward process knows this function, few ask a service.
+        from grpo_rl.rewards.sandbox.remote import RemoteSandbox
+
+        outcomes = _elsewhere(RemoteSandbox(sandbox_url, source, limits, retry_s), tests, deadline, max_concurrent)
+    for test in tests:
+        if result["num_failed"] and not continuous:
+            result["not_run"] += 1
+            continue
+        _count(result, test, next(outcomes))
+    outcomes.close()
+    result["acc"] = float(result["num_passed"] == len(tests))
+    result["score"] = result["num_passed"] / len(tests) if continuous else result["acc"]
+    return result
+
+
+def _count(result: dict[str, float], test: Test, outcome: Outcome | None) -> None:
+    if outcome is None:
+        result["not_run"] += 1
+        return
+    passed = test.holds(outcome)
+    result["num_passed" if passed else "num_failed"] += 1
+    result["timed_out"] += outcome.status == "timeout"
+    result["too_much"] += outcome.status == "output"
+    result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
+
+
+def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Generator[Outcome | None]:
+    """Outcomes in the order of the tests, from one sandbox; None once the time is over."""
+    with Sandbox(source, limits) as sandbox:
+        for test in tests:
+            left = deadline - time.monotonic()
+            yield sandbox.run(test.case, left) if left > 0 else None
+
+
+def _elsewhere(sandbox: RemoteSandbox, tests: list[Test], deadline: float, max_concurrent: int) -> Generator[Outcome | None]:
+    def run(test: Test) -> Outcome | None:
+        left = deadline - time.monotonic()
+        return sandbox.run(test.case, left) if left > 0 else None
+
+    with ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox") as threads:
+        yield from threads.map(run, tests)
+
+
+def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
+    """What is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
+    options = _options(function)
+    if options is None:
+        return []
+    options = {name: given.default for name, given in inspect.signature(code).parameters.items()} | options
+    problems = []
+    for name in ("time_s", "total_s", "memory_mb", "output_kb", "max_cases", "max_concurrent", "retry_s"):
+        value = options[name]
+        whole = name in ("max_cases", "max_concurrent")
+        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf
+        if wrong and not (name == "max_cases" and value is None):
+            problems.append(f"{KEY}.{name} is {value!r}; it must be a {'whole ' if whole else ''}number above 0")
+    if not problems and options["total_s"] + START_S >= timeout_s:
+        problems.append(
+            f"{KEY}.total_s={options['total_s']:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
+            f"response counts as failed instead of scored; set reward.timeout_s={options['total_s'] + 1.5 * START_S:g}, or lower the first"
+        )
+    url = options["sandbox_url"]
+    if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
+        problems.append(f"{KEY}.sandbox_url is {url!r}; it must begin with http:// or https://")
+    if not isinstance(options["continuous"], bool):
+        problems.append(f"{KEY}.continuous is {options['continuous']!r}; it must be true or false")
+    return problems
+
+
+def check_code(function: Callable[..., Any]) -> None:
+    """Raise SandboxUnavailable, before a run starts, where `function` is `code` and its programs could not be run here."""
+    options = _options(function)
+    if options is not None and options.get("sandbox_url") is None:
+        check_available()
+
+
+def _options(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The options that are bound to `code`; None for another function."""
+    if getattr(function, "func", function) is not code:
+        return None
+    return dict(getattr(function, "keywords", {}))
+
+
+def last_program(text: str) -> str | None:
+    """The content of the last closed ```python block, or, where there is none, of the last closed block without a language.
+
+    A text without any fence is a program as a whole, as base models write them; None where the only blocks are others.
+    One pass from fence to fence; a fence begins its line, spaces aside, and those are taken off the block's lines.
+    """
+    best: str | None = None
+    other: str | None = None
+    fence = _fence(text, 0)
+    if fence is None:
+        return text or None
+    while fence is not None:
+        start, indent = fence
+        line_end = text.find("\n", start)
+        end = _fence(text, line_end) if line_end >= 0 else None
+        if end is None:
+            break
+        language = text[start + len(FENCE) : line_end].strip().lower() if line_end - start < 40 else "?"
+        if language in PYTHON or not language:
+            lines = text[line_end + 1 : end[0] - end[1]].splitlines(keepends=True)
+            block = (
+                "".join(line[indent:] if not line[:indent].strip() else line for line in lines) if indent else "".join(lines)
+            )
+            best, other = (block, other) if language else (best, block)
+        fence = _fence(text, end[0] + len(FENCE))
+    return best if best is not None else other
+
+
+def _fence(text: str, start: int) -> tuple[int, int] | None:
+    """Where the next fence begins that has only spaces before it on its line, and how many; None without one."""
+    while (found := text.find(FENCE, start)) >= 0:
+        before = max(0, found - MOST_INDENT - 1)
+        indent = found - 1 - text.rfind("\n", before, found) if "\n" in text[before:found] or not before else None
+        if indent is not None and not text[found - indent : found].strip():
+            return found, indent
+        start = found + len(FENCE)
+    return None

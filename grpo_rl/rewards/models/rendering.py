@@ -1,0 +1,111 @@
+"""Rollouts as a reward model reads them: its own tokens, and the places where it gives its scores."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.contract.steps import Decode, step_ends
+from grpo_rl.types import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Scorable:
+    """A sequence and the places in it that are scored."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    """The last token, or the last token of each step."""
+    step_tokens: tuple[int, ...] | None
+    """For each position, the index of the step's last token among the response's own; None for one score per response."""
+
+
+class Renderer:
+    """Prompt and response as tokens of the reward model.
+
+    Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat template (a
+    plain prompt stays as it is), the response's text follows, and the end-of-sequence token where the response ended by itself.
+    With `separator` each step is scored at its last token, else the whole sequence at its last.
+    """
+
+    def __init__(self, decode: Decode, tokenizer: Any = None, separator: str | None = None) -> None:
+        self.decode = decode
+        self.tokenizer = tokenizer
+        self.separator = separator
+
+    def __call__(self, rollout: Rollout) -> Scorable:
+        ends = None if self.separator is None else split_steps(rollout.text, self.separator)
+        step_tokens = None if ends is None else tuple(step_ends(rollout.response_ids, self.decode, ends))
+        if self.tokenizer is None:
+            prompt_ids: Sequence[int] = rollout.prompt.token_ids
+            response_ids: Sequence[int] = rollout.response_ids
+            places = step_tokens
+        else:
+            prompt_ids = self._prompt_ids(rollout)
+            response_ids, starts = self._response_ids(rollout)
+            # The token that holds a step's last character is the last one that begins before the step's end.
+            places = None if ends is None else tuple(bisect_left(starts, end) - 1 for end in ends)
+        token_ids = (*prompt_ids, *response_ids)
+        if places is None:
+            return Scorable(token_ids, (len(token_ids) - 1,), None)
+        return Scorable(token_ids, tuple(len(prompt_ids) + place for place in places), step_tokens)
+
+    def _prompt_ids(self, rollout: Rollout) -> Sequence[int]:
+        messages = rollout.prompt.messages
+        if messages is None:
+            return self.tokenizer(rollout.prompt.text)["input_ids"]
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _response_ids(self, rollout: Rollout) -> tuple[list[int], list[int]]:
+        """Tokens of the response, and the character at which each of them begins."""
+        encoded = self.tokenizer(rollout.text, add_special_tokens=False, return_offsets_mapping=True)
+        token_ids = list(encoded["input_ids"])
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        if rollout.finish_reason == "stop" and self.tokenizer.eos_token_id is not None:
+            token_ids.append(self.tokenizer.eos_token_id)
+        return token_ids, starts
+
+
+def split_steps(text: str, separator: str) -> list[int]:
+    """Where each step ends: the characters of the text up to and including the separator after it, or all for the last.
+
+    A piece of nothing but white space is no step of its own; it belongs to the step before it.
+    """
+    ends: list[int] = []
+    start = 0
+    while start < len(text):
+        found = text.find(separator, start)
+        end = len(text) if found < 0 else found + len(separator)
+        if text[start : end if found < 0 else found].strip():
+            ends.append(end)
+        elif ends and found >= 0:
+            ends[-1] = end
+        start = end
+    return ends
+
+
+def tokenizer_for(policy: Any, own: Any, rerender: str) -> Any | None:
+    """The reward model's tokenizer where rollouts have to be rendered anew, None where the policy's tokens can be read as they are.
+
+    Raises ConfigError for tokens that would mean something else, and for a tokenizer that cannot render.
+    """
+    key = "reward.reward_model.rerender"
+    same_tokens = policy.get_vocab() == own.get_vocab()
+    same_template = policy.chat_template == own.chat_template
+    if rerender == "never":
+        if not same_tokens:
+            raise ConfigError(
+                f"{key}=never: the reward model's vocabulary is not the policy's, so the policy's tokens mean nothing to it; auto"
+            )
+        return None
+    if rerender == "auto" and same_tokens and same_template:
+        return None
+    if not getattr(own, "is_fast", False):
+        raise ConfigError(
+            f"{key}={rerender}: needs a fast tokenizer, which says where each token begins; it is {type(own).__name__}"
+        )
+    return own

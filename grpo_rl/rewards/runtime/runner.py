@@ -1,0 +1,270 @@
+"""Rewards computed beside the sampling, in supervised processes: a deadline for each, a kind for every failure."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.errors import RewardError
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.contract.failures import RewardFailure, summary
+from grpo_rl.rewards.runtime.jobs import Job, Outcome, request_for, spared
+from grpo_rl.rewards.runtime.reward_process import KILL_S, START_TIMEOUT_S, Reply, Worker, setup_of
+from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+from grpo_rl.types import GREEDY, Rollout
+
+Key = tuple[str, int]
+MOST_AT_ONCE = 64
+LARGEST_AT_ONCE = 2**20
+"""Responses, and characters of them, in one message to a process."""
+SHARES = 2
+"""A process takes one of so many shares, for each process there is, of the responses that wait."""
+
+
+class RewardRunner:
+    """Scores rollouts in `reward.num_workers` processes as they are submitted; implements `roles.Rewarder`.
+
+    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started and
+    replaced; so does one that kills it. What becomes of the rollout says `reward.on_failure`. No result depends on
+    which process answers first: functions that take lists are called in `wait`, with all its rollouts in their order.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        config: RewardConfig,
+        *,
+        data_sources: Iterable[str] = (),
+        log_folder: Path | None = None,
+    ) -> None:
+        """Start the processes. They load what the rules for `data_sources` need, and print to `log_folder`/reward-N.log."""
+        self._function, self._config = function, config
+        self.factors = function.factors
+        self._singly = [component for component in function.components if not component.batched]
+        self._batched = [component for component in function.components if component.batched]
+        self._setup = setup_of(config, sorted(set(data_sources)))
+        self._jobs: dict[Key, Job] = {}
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ready: set[int] = set()
+        """Places whose process can be asked."""
+        self._broken: str | None = None
+        self._last_news = time.monotonic()
+        self.pids: dict[int, int] = {}
+        """The process of each place, for those who watch them."""
+        paths = [None if log_folder is None else log_folder / f"reward-{place}.log" for place in range(config.num_workers)]
+        self._threads = [threading.Thread(target=self._work, args=(i, path), daemon=True) for i, path in enumerate(paths)]
+        for thread in self._threads:
+            thread.start()
+
+    def check_started(self) -> None:
+        """Return when every process is ready, also those that replace others. Raises RewardError, with the cause, when one cannot start."""
+        deadline = time.monotonic() + START_TIMEOUT_S + KILL_S
+        with self._changed:
+            while len(self._ready) < len(self._threads) and self._broken is None and time.monotonic() < deadline:
+                self._changed.wait(1.0)
+            if self._broken is not None or len(self._ready) < len(self._threads):
+                raise RewardError(self._broken or f"the reward processes did not start within {START_TIMEOUT_S:g} s")
+
+    def submit(self, rollout: Rollout) -> None:
+        """Start scoring; returns at once. The same rollout given again while it is pending is scored once."""
+        if self._closed:
+            raise RuntimeError("the reward runner is closed")
+        pending = self._jobs.get(_key(rollout))
+        if pending is None or pending.rollouts[0].response_ids != rollout.response_ids:
+            job = self._jobs[_key(rollout)] = Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
+            if not job.done:
+                self._queue.put(job)
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
+
+        Submits those that were not. What a failed one has for a reward says `reward.on_failure`. Raises RewardError, with
+        counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        """
+        for rollout in rollouts:
+            self.submit(rollout)
+        jobs = [self._jobs[_key(rollout)] for rollout in rollouts]
+        together = [Job(rollouts, [component]) for component in self._batched] if rollouts else []
+        self._put(together)
+        self._await([*jobs, *together])
+        further = [self._spared(job) for job in together]
+        for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
+            self._settle(rollout, [*job.outcomes[0], *more])
+            self._jobs.pop(_key(rollout), None)
+        self._judge(rollouts)
+        return list(rollouts)
+
+    def close(self) -> None:
+        """Kill the processes and end the threads; what is pending is given up."""
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + KILL_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ---- functions that take lists -------------------------------------------------------------------
+
+    def _spared(self, job: Job) -> list[Outcome]:
+        """What the function says of each response; those that make the whole call fail take their scores from no others."""
+        outcomes = [row[0] for row in job.outcomes]
+        if not (job.failed_as_whole and job.is_joint):
+            return outcomes
+        components = list(job.components)
+
+        def called(jobs: Sequence[Job]) -> list[Outcome]:
+            self._put(jobs)
+            self._await(jobs)
+            return [row[0] for one in jobs for row in one.outcomes]
+
+        return spared(
+            job.rollouts,
+            outcomes,
+            alone=lambda rollouts: called([Job([rollout], components) for rollout in rollouts]),
+            together=lambda rollouts: called([Job(rollouts, job.components)]),
+        )
+
+    # ---- what a rollout gets -------------------------------------------------------------------------
+
+    def _settle(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
+        try:
+            rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
+            rollout.failure = rollout.failure_cause = None
+        except RewardFailure as failure:
+            rollout.failure, rollout.failure_cause = failure.kind, failure.cause
+            rollout.reward = self._config.failure_value if self._config.on_failure == "value" else None
+            rollout.reward_parts, rollout.steps = {}, None
+
+    def _judge(self, rollouts: Sequence[Rollout]) -> None:
+        failures = [(r.failure, r.failure_cause or "") for r in rollouts if r.failure is not None]
+        if failures and self._config.on_failure == "stop":
+            raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
+        if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
+            raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
+
+    # ---- the threads, each with one process -----------------------------------------------------------
+
+    def _put(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._queue.put(job)
+
+    def _await(self, jobs: Sequence[Job]) -> None:
+        # Some process starts or answers all the time; silence means that the supervision itself is broken.
+        patience = START_TIMEOUT_S + self._config.timeout_s + 2 * KILL_S
+        self._last_news = time.monotonic()
+        left = list(jobs)
+        with self._changed:
+            while True:
+                while left and left[-1].done:
+                    left.pop()
+                if not left:
+                    return
+                if self._broken is not None:
+                    raise RewardError(self._broken)
+                if time.monotonic() - self._last_news > patience:
+                    num_left = sum(not job.done for job in left)
+                    raise RewardError(f"no reward ended for {patience:.0f} s; {num_left} are waited for")
+                self._changed.wait(1.0)
+
+    def _work(self, number: int, log_path: Path | None) -> None:
+        log = OutputLog(log_path)
+        worker: Worker | None = None
+        try:
+            worker = self._start(number, log)
+            while (job := self._queue.get()) is not None and not self._closed:
+                if not worker.alive:
+                    worker = self._start(number, log)
+                left = self._ask(self._with_others(job), worker, number)
+                if left and worker.died_by_itself:
+                    # An earlier call may have left it broken: a response answers only for a process that no other has used.
+                    worker = self._start(number, log)
+                    left = [*self._ask(left[:1], worker, number), *left[1:]]
+                self._put(left)
+                if not worker.alive and not self._closed:
+                    worker = self._start(number, log)
+        except Exception as error:  # a thread's own exception would be lost
+            self._break(f"reward processes: {error}")
+        finally:
+            if worker is not None:
+                worker.kill()
+            log.close()
+
+    def _with_others(self, first: Job) -> list[Job]:
+        """The job, and as many that wait and call the same functions as leaves enough for every other process."""
+        jobs, size = [first], len(first.rollouts[0].text)
+        share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
+        while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
+            with contextlib.suppress(queue.Empty):
+                job = self._queue.get_nowait()
+                if job is not None and job.components is first.components and not job.is_joint:
+                    jobs.append(job)
+                    size += len(job.rollouts[0].text)
+                    continue
+                self._queue.put(job)
+            break
+        return jobs
+
+    def _start(self, number: int, log: OutputLog) -> Worker:
+        """A process that can be asked. Raises RewardError when it cannot be started."""
+        worker = Worker(self._setup, log, lambda: self._closed)
+        self.pids[number] = worker.pid
+        trouble = worker.start_up()
+        if trouble is not None:
+            limit = self._config.memory_limit_gb
+            hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
+            raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
+        with self._changed:
+            self._ready.add(number)
+            self._last_news = time.monotonic()
+            self._changed.notify_all()
+        return worker
+
+    def _ask(self, jobs: Sequence[Job], worker: Worker, number: int) -> list[Job]:
+        """Make these calls; those that are left, which have no outcome because of another one."""
+        request, jobs = request_for(jobs)
+        replies = [Reply() for _ in jobs]
+        num_done = 0
+
+        def settle() -> None:
+            nonlocal num_done
+            start = num_done
+            while num_done < len(jobs) and replies[num_done].complete:
+                jobs[num_done].settle(replies[num_done], self._config.timeout_s)
+                num_done += 1
+            self._tell(jobs[start:num_done], number, worker)
+
+        if jobs:
+            worker.ask(request, replies, len(jobs[0].components), self._config.timeout_s, settle)
+        settle()
+        guilty = not worker.died_by_itself or worker.num_answered == 1
+        left = list(jobs[num_done:])
+        if left and guilty and replies[num_done].ended is not None:
+            left[0].settle(replies[num_done], self._config.timeout_s)
+            self._tell([left.pop(0)], number, worker)
+        return left
+
+    def _tell(self, jobs: Sequence[Job], number: int, worker: Worker) -> None:
+        with self._changed:
+            for job in jobs:
+                job.done = True
+            if not worker.alive:
+                self._ready.discard(number)
+            self._last_news = time.monotonic()
+            self._changed.notify_all()
+
+    def _break(self, why: str) -> None:
+        with self._changed:
+            if not self._closed:
+                self._broken = why
+            self._changed.notify_all()
+
+
+def _key(rollout: Rollout) -> Key:
+    return rollout.prompt.uid, rollout.sample_index

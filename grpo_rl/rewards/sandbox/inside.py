@@ -1,0 +1,273 @@
+"""What a sandbox runs: the launcher that builds the walls, the first process behind them, and a candidate per case.
+
+Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes, from
+the outside in:
+
+- the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the second;
+- the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private channel;
+- the candidate, one fresh process per case, gives up every right and runs the source. It holds no expected output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import select
+import time
+from typing import Any, NoReturn
+
+from grpo_rl.rewards.sandbox.candidate import (
+    ARMED,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    SIGINT,
+    SIGKILL,
+    SOURCE,
+    STDERR_BYTES,
+    Failed,
+    call,
+    candidate,
+    libc,
+    write_all,
+)
+
+CLONE_FLAGS = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
+"""user, mount, pid, network, ipc, uts, cgroup."""
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+MOUNT_SETATTR = 442
+"""The number of the system call, the same on every architecture."""
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+NONCE_BYTES = 16
+SETUP_S = 4.0
+"""For a candidate to be ready to run; less than the asking process waits beyond a case's time."""
+TMP = "/tmp"
+DEVICES = ("null", "zero", "urandom")
+
+
+def _mount(step: str, source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    words = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    call(step, "mount", *words, ctypes.c_ulong(flags), os.fsencode(data))
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def _read_only(target: str, flags: int) -> None:
+    attributes = _MountAttributes(attr_set=flags)
+    arguments = (ctypes.c_long(MOUNT_SETATTR), AT_FDCWD, os.fsencode(target), AT_RECURSIVE)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    call(f"make {target} read-only (needs Linux 5.12)", "syscall", *arguments, ctypes.byref(attributes), size)
+
+
+def read_exactly(descriptor: int, size: int) -> bytes:
+    """`size` bytes. Raises EOFError when the other end is gone."""
+    parts = []
+    while size:
+        part = os.read(descriptor, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def launch(control: int) -> NoReturn:
+    """The launcher: never returns."""
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    try:
+        call("make the namespaces", "unshare", CLONE_FLAGS)
+    except Failed as error:
+        write_all(control, b"F" + str(error).encode())
+        os._exit(1)
+    write_all(control, b"U")
+    if os.read(control, 1) != b"M":
+        os._exit(1)
+    keeper = os.fork()
+    if keeper:
+        os.close(control)
+        os.waitpid(keeper, 0)
+        os._exit(0)
+    try:
+        _keep(control)
+    finally:
+        os._exit(0)
+
+
+def _keep(control: int) -> None:
+    """The keeper: builds the root, then answers cases until the channel closes."""
+    libc.signal(SIGINT, None)  # process 1 is deaf to signals it has no handler for
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    try:
+        setup = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 4), "little")))
+        _make_root(setup)
+    except Failed as error:
+        write_all(control, b"F" + str(error).encode())
+        return
+    write_all(control, b"R")
+    while True:
+        nonce, size = bytearray(NONCE_BYTES), bytearray(4)
+        try:
+            _fill(control, nonce)
+            _fill(control, size)
+            case = marshal.loads(read_exactly(control, int.from_bytes(size, "little")))
+        except EOFError:
+            return
+        _fresh_tmp(setup)
+        answer = _answer(control, setup, case, nonce)
+        write_all(control, bytes(nonce) + answer)
+
+
+def _fill(descriptor: int, buffer: bytearray) -> None:
+    """Read into a buffer that can be wiped, and leave no copy."""
+    done = 0
+    while done < len(buffer):
+        got = os.readv(descriptor, [memoryview(buffer)[done:]])
+        if not got:
+            raise EOFError
+        done += got
+
+
+def _make_root(setup: dict[str, Any]) -> None:
+    """A root of its own: an empty tmpfs, the interpreter's libraries read-only, three devices, a small /tmp, and nothing else."""
+    step = "make a fresh root"
+    _mount(step, "none", "/", None, MS_REC | MS_PRIVATE)
+    _mount(step, "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,mode=755")
+    os.mkdir(TMP + "/old")
+    call(step, "syscall", ctypes.c_long(setup["pivot_root"]), TMP.encode(), (TMP + "/old").encode())
+    os.chdir("/")
+    for source, target in setup["binds"]:
+        os.makedirs(target, exist_ok=True)
+        _mount(f"mount {source}", "/old" + source, target, None, MS_BIND | MS_REC)
+        _read_only(target, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for text, link in setup["links"]:
+        os.makedirs(os.path.dirname(link), exist_ok=True)
+        os.symlink(text, link)
+    os.mkdir("/dev")
+    for name in DEVICES:
+        os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
+        _mount(f"mount /dev/{name}", f"/old/dev/{name}", f"/dev/{name}", None, MS_BIND)
+    os.makedirs(TMP, exist_ok=True)
+    with open(SOURCE, "wb") as file:
+        file.write(setup["source"])
+    os.chmod(SOURCE, 0o644)
+    call("leave the old root", "umount2", b"/old", MNT_DETACH)
+    os.rmdir("/old")
+    _mount("make the root read-only", "none", "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    libc.sethostname(b"sandbox", 7)
+    _mount("mount /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
+
+
+def _fresh_tmp(setup: dict[str, Any]) -> None:
+    call("empty /tmp", "umount2", TMP.encode(), MNT_DETACH)
+    _mount("empty /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
+    os.chdir(TMP)
+
+
+def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
+    """What a candidate did with one case: status, exit code, standard output, returned value, standard error."""
+    stdin = os.memfd_create("stdin")
+    write_all(stdin, case.pop("stdin"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    pipes = [os.pipe() for _ in range(ARMED)]
+    child = os.fork()
+    if not child:
+        try:
+            nonce[:] = bytes(NONCE_BYTES)
+            for number, descriptor in enumerate([stdin, *(write for _, write in pipes)]):
+                # Descriptors that are given away are moved above those that are overwritten.
+                os.dup2(descriptor, 30 + number)
+            for number in range(ARMED + 1):
+                os.dup2(30 + number, number)
+            os.closerange(ARMED + 1, 4096)
+            candidate(setup, case)
+        except (Failed, OSError, ValueError) as error:
+            write_all(2, str(error).encode())
+        finally:
+            os._exit(1)
+    for descriptor in (stdin, *(write for _, write in pipes)):
+        os.close(descriptor)
+    watched = os.pidfd_open(child)
+    # Its time begins when it is set up: on a busy machine that alone may take longer than a case may.
+    begun = select.poll()
+    for descriptor in (pipes[-1][0], watched, control):
+        begun.register(descriptor, 0 if descriptor == control else select.POLLIN)
+    begun.poll(int(1000 * SETUP_S))
+    status, outputs = _watch(control, watched, child, [read for read, _ in pipes[: ARMED - 1]], setup, case["time_s"])
+    os.close(watched)
+    _kill_all()
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _reap()
+    if not os.read(pipes[-1][0], 1):
+        status = b"S"
+    os.close(pipes[-1][0])
+    lengths = b"".join(len(output).to_bytes(4, "little") for output in outputs)
+    return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
+
+
+def _watch(
+    control: int, watched: int, child: int, reads: list[int], setup: dict[str, Any], time_s: float
+) -> tuple[bytes, list[bytes]]:
+    """Read until the candidate has ended, its time is over, or it has written too much; the last two kill it."""
+    caps = [setup["max_output"], setup["max_output"], setup["max_output"]]
+    outputs = [bytearray() for _ in reads]
+    poll = select.poll()
+    for descriptor in (*reads, watched, control):
+        # A channel that hangs up means that nobody waits for the answer; data on it would be the next case.
+        poll.register(descriptor, 0 if descriptor == control else select.POLLIN)
+    deadline = time.monotonic() + time_s
+    status, total, open_reads, ended = b"E", [0, 0, 0], set(reads), False
+    while open_reads and not (ended and status != b"E"):
+        left = deadline - time.monotonic()
+        if left <= 0 and not ended:
+            status, ended = b"T", True
+            os.kill(child, SIGKILL)
+        events = poll.poll(0 if ended else max(1, int(left * 1000) + 1))
+        if ended and not events:
+            break
+        for descriptor, _ in events:
+            if descriptor == control:
+                os._exit(1)
+            elif descriptor == watched:
+                ended = True
+                poll.unregister(watched)
+            else:
+                index = reads.index(descriptor)
+                part = os.read(descriptor, 1 << 16)
+                total[index] += len(part)
+                outputs[index] += part
+                if index == 1:
+                    del outputs[index][STDERR_BYTES:]
+                if not part:
+                    poll.unregister(descriptor)
+                    open_reads.discard(descriptor)
+                elif total[index] > caps[index]:
+                    status, ended = b"O", True
+                    os.kill(child, SIGKILL)
+    if not ended:  # every pipe is closed, the process goes on
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.register(control, 0)
+        if not poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            status = b"T"
+    for descriptor in reads:
+        os.close(descriptor)
+    return status, [bytes(output[:cap]) for output, cap in zip(outputs, caps, strict=True)]
+
+
+def _kill_all() -> None:
+    try:
+        os.kill(-1, SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _reap() -> None:
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass

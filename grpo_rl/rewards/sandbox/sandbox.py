@@ -1,0 +1,277 @@
+"""A place to run code that a model wrote: namespaces of its own, a fresh read-only root, no rights, no network, hard limits.
+
+`Sandbox(source)` starts one, `run(case)` runs the source once in a fresh process, `check_available` says what is missing on
+this machine. Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import math
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.errors import RewardError
+from grpo_rl.rewards.sandbox import inside
+from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
+from grpo_rl.rewards.sandbox.unavailable import SandboxUnavailable, unavailable
+
+NOBODY = 65534
+START_S = 20.0
+"""How long a sandbox may take to start: 0.03 s on an idle machine."""
+GRACE_S = 5.0
+"""What the inside may need beyond a case's time to report; then everything in it is killed."""
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCH = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from grpo_rl.rewards.sandbox.inside import launch; "
+    "del sys.path[0]; launch(int(sys.argv[2]))"
+)
+"""As modules, because those are compiled once and a script each time."""
+SETUP_FAILED = b"S"
+STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one case may use."""
+
+    time_s: float = 5.0
+    memory_mb: int = 512
+    output_kb: int = 4096
+    threads: int = 16
+    files: int = 64
+    file_mb: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+
+    def rlimits(self) -> dict[str, int]:
+        """The limits that the kernel keeps for the process, soft and hard."""
+        return {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_CPU": math.ceil(self.time_s) + 1,
+            "RLIMIT_AS": int(self.memory_mb * MIB),
+            "RLIMIT_FSIZE": int(self.file_mb * MIB),
+            "RLIMIT_NOFILE": int(self.files),
+            "RLIMIT_NPROC": int(self.threads),
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of the source: as a program with `stdin`, or `function(*arguments)` of it."""
+
+    stdin: str = ""
+    function: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a candidate did with a case."""
+
+    status: str
+    """ended; timeout; output (wrote too much)."""
+    exit_code: int = -1
+    stdout: bytes = b""
+    value: bytes = b""
+    """The returned value as `sandbox_candidate.encode` writes it; to be read with `sandbox_values.decode`."""
+    stderr: bytes = b""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == "ended" and self.exit_code == 0
+
+
+class Sandbox:
+    """A sandbox that runs one source; use it in a `with` statement, which ends everything in it.
+
+    Raises SandboxUnavailable, and runs nothing, where a wall cannot be built.
+    """
+
+    def __init__(self, source: str, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._setup = {
+            "source": source.encode(errors="replace"),
+            "filter": call_filter(platform.machine()),
+            "pivot_root": PIVOT_ROOT[platform.machine()],
+            "rlimits": self._limits.rlimits(),
+            "max_output": int(self._limits.output_kb * 1024),
+            "tmp_options": f"size={int(self._limits.file_mb * MIB)},nr_inodes=1000,mode=777",
+        }
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, case: Case, time_s: float | None = None) -> Outcome:
+        """What the source does with the case, within `time_s` (the limit's, or less).
+
+        Raises RewardError when the sandbox itself fails: that is no verdict on the source.
+        """
+        allowed = min(self._limits.time_s, time_s or math.inf)
+        nonce = secrets.token_bytes(inside.NONCE_BYTES)
+        request = {
+            "stdin": case.stdin.encode(errors="replace"),
+            "function": case.function,
+            "arguments": case.arguments,
+            "time_s": allowed,
+        }
+        deadline = time.monotonic() + allowed + GRACE_S
+        try:
+            self._send(nonce + _framed(request), deadline)
+            if self._receive(len(nonce), deadline) != nonce:
+                raise EOFError
+            return self._outcome(deadline)
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RewardError(
+                f"the sandbox for code ended in the middle of a case: {error or 'it closed its channel'}"
+            ) from error
+
+    def close(self) -> None:
+        """Kill every process inside, and wait for them. May be called twice."""
+        self._channel.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it ends when that lets it
+            self._process.wait(GRACE_S)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + START_S
+        try:
+            self._expect(b"U", deadline)
+            two = _map_ids(self._process.pid)
+            self._send(b"M" + _framed(self._setup | _mounts() | {"drop_to": NOBODY if two else None}), deadline)
+            self._expect(b"R", deadline)
+        except (EOFError, OSError) as error:
+            self._process.kill()
+            said = b"" if self._process.stderr is None else self._process.stderr.read(4096)
+            reason = said.decode(errors="replace").strip().rpartition("\n")[2] or str(error) or "the launcher ended"
+            raise SandboxUnavailable(unavailable(f"start the launcher with {interpreter()}: {reason}")) from error
+
+    def _expect(self, sign: bytes, deadline: float) -> None:
+        answer = self._receive(1, deadline)
+        if answer == b"F":
+            self._channel.settimeout(1.0)
+            raise SandboxUnavailable(unavailable(self._channel.recv(4096).decode(errors="replace")))
+        if answer != sign:
+            raise EOFError(f"unexpected {answer!r}")
+
+    def _outcome(self, deadline: float) -> Outcome:
+        head = self._receive(17, deadline)
+        lengths = [int.from_bytes(head[start : start + 4], "little") for start in (5, 9, 13)]
+        if head[:1] not in (*STATUS, SETUP_FAILED) or max(lengths) > self._setup["max_output"] + (1 << 16):  # type: ignore[operator]
+            raise EOFError
+        stdout, stderr, value = (self._receive(length, deadline) for length in lengths)
+        if head[:1] == SETUP_FAILED:
+            raise SandboxUnavailable(
+                unavailable(f"start the candidate: {stderr.decode(errors='replace') or 'it was too slow'}")
+            )
+        return Outcome(STATUS[head[:1]], int.from_bytes(head[1:5], "little", signed=True), stdout, value, stderr)
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+        self._channel.sendall(data)
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        parts = []
+        while size:
+            self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+            part = self._channel.recv(min(size, MIB))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    data = marshal.dumps(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def interpreter() -> str:
+    """The interpreter itself, not a virtual environment's link to it, which would want the environment's files."""
+    return getattr(sys, "_base_executable", None) or sys.executable
+
+
+def _mounts() -> dict[str, list[tuple[str, str]]]:
+    """What of this machine is visible inside: (what, where) of the interpreter's libraries, and the links between them."""
+    binds: list[tuple[str, str]] = []
+    links: list[tuple[str, str]] = []
+    own = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
+    for folder in ["/usr/lib", "/usr/lib64", "/lib", "/lib64", *sorted(set(own))]:
+        if folder in {target for _, target in [*binds, *links]}:
+            continue
+        if os.path.islink(folder):
+            links.append((os.readlink(folder), folder))
+        elif os.path.isdir(folder):
+            binds.append((os.path.realpath(folder), folder))
+    return {"binds": binds, "links": links}
+
+
+def _map_ids(pid: int) -> bool:
+    """Give the launcher's user namespace its ids; True when it has two, so that a candidate has another than the keeper.
+
+    Whoever may, which is root, maps itself and nobody; anyone else maps itself, to be called nobody inside.
+    """
+    folder = Path(f"/proc/{pid}")
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        try:
+            for name in ("uid_map", "gid_map"):
+                (folder / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            return True
+        except OSError:
+            pass
+    try:
+        (folder / "setgroups").write_text("deny")
+        (folder / "gid_map").write_text(f"{NOBODY} {gid} 1\n")
+        (folder / "uid_map").write_text(f"{NOBODY} {uid} 1\n")
+    except OSError as error:
+        raise SandboxUnavailable(unavailable(f"map the user's id into the namespace: {error.strerror}")) from error
+    return False
+
+
+def check_available() -> None:
+    """Return when code can be run in a sandbox here. Raises SandboxUnavailable: which step failed, and what to do."""
+    with Sandbox("print(6 * 7)") as sandbox:
+        outcome = sandbox.run(Case())
+    if not outcome.succeeded or outcome.stdout != b"42\n":
+        said = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
+        raise SandboxUnavailable(unavailable(f"run a first program: {said}"))

@@ -1,0 +1,182 @@
+"""A rollout replica on vLLM."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable
+from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
+from grpo_rl.rollout.request_checks import check_requests
+from grpo_rl.rollout.vllm.build import build_llm_engine
+from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError
+from grpo_rl.rollout.weights.update_order import WeightUpdate
+from grpo_rl.types import Completion, FinishReason, Request, Sampling
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VllmEngine:
+    """vLLM's engine behind the RolloutEngine protocol: in this process, workers beside it for tensor parallelism.
+
+    A request with a seed gives the same tokens whenever the weights are the same.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._stop_ids = stop_token_ids(spec)
+        self._update = WeightUpdate(expected_tensors(spec))
+        self._llm = build_llm_engine(spec)
+        self._unfinished: dict[str, Sampling] = {}
+        if spec.weight_backend == "ipc":
+            # No rendezvous: this only says that buckets come packed, to be copied out of one buffer.
+            self._rpc("init_weight_transfer_engine", init_info={"packed": True})
+        self._warm_up()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    @property
+    def weight_version(self) -> int:
+        return self._update.version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        self._update.check_can_sample()
+        check_requests(requests, self._unfinished, self._spec.max_model_len)
+        for request in requests:
+            self._llm.add_request(
+                request.request_id, tokens_input(list(request.prompt_ids)), self._sampling_params(request.sampling)
+            )
+            self._unfinished[request.request_id] = request.sampling
+
+    def step(self) -> list[Completion]:
+        if not self._unfinished:
+            return []
+        return [self._completion(output) for output in self._llm.step() if output.finished]  # type: ignore[arg-type]
+
+    def abort_all(self) -> None:
+        self._llm.abort_request(list(self._unfinished))
+        self._unfinished.clear()
+
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        if self._spec.weight_backend != "nccl":
+            raise WeightTransferError(f"weights come by {self._spec.weight_backend}: there is nothing to connect")
+        self._rpc(
+            "init_weight_transfer_engine",
+            init_info={
+                "master_address": rendezvous.master_address,
+                "master_port": rendezvous.master_port,
+                "rank_offset": rendezvous.rank_offset,
+                "world_size": rendezvous.world_size,
+                "packed": True,
+                "packed_buffer_size_bytes": self._spec.bucket_bytes,
+            },
+        )
+
+    def start_weight_update(self, version: int) -> None:
+        self._update.start(version, self.num_unfinished)
+        self._rpc("start_weight_update")
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        self._update.receive(bucket)
+        self._rpc("update_weights", update_info=_update_info(bucket, self._spec.weight_backend))
+
+    def finish_weight_update(self) -> None:
+        self._update.check_complete()
+        self._rpc("finish_weight_update")
+        if not self._llm.reset_prefix_cache():
+            raise WeightTransferError("vLLM kept its prefix cache, which was computed with the old weights")
+        self._update.finish()
+
+    def received_digests(self) -> dict[str, str]:
+        by_worker: list[dict[str, str]] = self._rpc("received_weight_digests")
+        if any(digests != by_worker[0] for digests in by_worker):
+            raise WeightTransferError("the tensor-parallel processes of one engine received different tensors")
+        return by_worker[0]
+
+    def sleep(self) -> None:
+        if not self._spec.sleep_mode:
+            return
+        self._update.lose()
+        self.abort_all()
+        # Level 2 drops the weights instead of keeping a copy in host memory: an update follows anyway.
+        self._llm.sleep(level=2)
+
+    def wake_up(self, what: Wakeable = "all") -> None:
+        if self._spec.sleep_mode:
+            self._llm.wake_up(None if what == "all" else [what])
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        self._llm.engine_core.shutdown()
+        self._llm = None  # type: ignore[assignment]
+        gc.collect()
+
+    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, kwargs=arguments)
+
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
+            logprobs=num_logprobs(sampling, self._llm.model_config.get_vocab_size()),
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        sampled = output.outputs[0]
+        reason = _FINISH_REASONS.get(sampled.finish_reason)
+        if reason is None:
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
+        logprobs: Any = sampled.logprobs
+        sampling = self._unfinished.pop(output.request_id)
+        return Completion(
+            request_id=output.request_id,
+            response_ids=tuple(sampled.token_ids),
+            logprobs=sampled_logprobs(logprobs),
+            finish_reason=reason,
+            weight_version=self._update.version,
+            support=support_of(logprobs) if sampling.returns_support else None,
+        )
+
+    def _warm_up(self) -> None:
+        """Run two tokens through: the first step allocates and compiles, and should not be part of a rollout."""
+        sampling = Sampling(max_tokens=min(2, self._spec.max_model_len - 1), seed=0, ignore_eos=True)
+        self.submit([Request(request_id="warm-up", prompt_ids=(0,), sampling=sampling)])
+        while self.num_unfinished:
+            self.step()
+        self._llm.reset_prefix_cache()
+
+
+def _update_info(bucket: WeightBucket, backend: str) -> dict[str, Any]:
+    """The bucket in the words of vLLM's transfer engine of this backend."""
+    if backend == "object_store":
+        return {"bucket": bucket}
+    info: dict[str, Any] = {
+        "names": list(bucket.names),
+        "dtype_names": list(bucket.dtypes),
+        "shapes": [list(shape) for shape in bucket.shapes],
+    }
+    if backend == "ipc":
+        info |= {"ipc_handles": bucket.ipc_handles, "tensor_sizes": list(bucket.sizes)}
+    return info

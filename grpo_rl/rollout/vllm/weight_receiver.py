@@ -1,0 +1,150 @@
+"""Ways for weights into a vLLM worker, registered with vLLM's own weight-transfer interface.
+
+vLLM drives them (`start_weight_update`, `update_weights`, `finish_weight_update`) in each worker process.
+`RolloutWorkerExtension` is what makes a worker process import this module, and so the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
+
+ENGINE_PREFIX = "grpo_rl_"
+VERIFY_SUFFIX = "_verified"
+
+
+def transfer_config(backend: str, verify: bool) -> WeightTransferConfig:
+    """vLLM's configuration for one of our backends, with digests of what arrives or without."""
+    return WeightTransferConfig(backend=f"{ENGINE_PREFIX}{backend}{VERIFY_SUFFIX if verify else ''}")
+
+
+class RolloutWorkerExtension:
+    """Methods that every vLLM worker gets besides its own, for collective_rpc."""
+
+    weight_transfer_engine: Any
+
+    def received_weight_digests(self) -> dict[str, str]:
+        """Digest of every tensor as it arrived in the last update; empty when not verifying."""
+        return dict(getattr(self.weight_transfer_engine, "received_digests", {}))
+
+
+class _RecordingModel:
+    """Stands in for the model while tensors are loaded and keeps a digest of each one."""
+
+    def __init__(self, model: torch.nn.Module, digests: dict[str, str]) -> None:
+        self._model = model
+        self._digests = digests
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        return self._model.load_weights(self._recorded(weights))  # type: ignore[operator]
+
+    def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._digests[name] = digest(tensor)
+            yield name, tensor
+
+
+class _Verified:
+    """Mixed into a transfer engine: keeps digests of what arrives."""
+
+    model: Any
+    received_digests: dict[str, str]
+
+    def start_weight_update(self) -> None:
+        self.received_digests = {}
+        super().start_weight_update()  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        with self._recording():
+            super().receive_weights(update_info)  # type: ignore[misc]
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        model = self.model
+        self.model = _RecordingModel(model, self.received_digests)
+        try:
+            yield
+        finally:
+            self.model = model
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """The object store needs no rendezvous."""
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket whose bytes are in host memory."""
+
+    bucket: WeightBucket
+
+
+class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
+    """Loads buckets from host memory, on CPU and on GPU.
+
+    vLLM's layerwise reload does what a plain `load_weights` cannot: a worker that packed its weights into
+    another layout at start has dropped the originals, so each layer is rebuilt empty, loaded, packed
+    again and copied over the old one. A layer's tensors are held until the last of them has come.
+    """
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketUpdateInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        raise WeightTransferError("weights that come through the object store need no connection")
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
+        self.model.load_weights(update_info.bucket.tensors())  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+class VerifiedObjectStoreEngine(_Verified, ObjectStoreEngine):
+    pass
+
+
+class VerifiedIpcEngine(_Verified, IPCWeightTransferEngine):
+    pass
+
+
+class VerifiedNcclEngine(_Verified, NCCLWeightTransferEngine):
+    pass
+
+
+for _name, _engine, _verified in (
+    ("object_store", ObjectStoreEngine, VerifiedObjectStoreEngine),
+    ("ipc", IPCWeightTransferEngine, VerifiedIpcEngine),
+    ("nccl", NCCLWeightTransferEngine, VerifiedNcclEngine),
+):
+    WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}", _engine)
+    WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}{VERIFY_SUFFIX}", _verified)

@@ -1,0 +1,210 @@
+"""The curves of a run as one picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.step_line import validation_keys
+from grpo_rl.telemetry.text import safe_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Records = Sequence[dict[str, float]]
+
+_INK = "#1f2933"
+_MUTED = "#7b8794"
+_GRID = "#e4e7eb"
+_BLUE = "#2563eb"
+_SOURCES = ["#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285"]
+_PHASES = {
+    "gen": "#2563eb",
+    "reward": "#60a5fa",
+    "old_logprobs": "#0f766e",
+    "ref": "#5eead4",
+    "update_actor": "#d97706",
+    "sync_weights": "#fcd34d",
+}
+
+
+def plot_curves(run_dir: RunDir) -> Path:
+    """The file `plots/curves.png`: reward and validation on top; KL, clip fraction, lengths and seconds below.
+
+    Panels without a value in metrics.jsonl say so and stay empty.
+    """
+    # Matplotlib takes a second to import, which only a run that draws should pay.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    records = read_metrics(run_dir.metrics_file)
+    with rc_context(style()):
+        figure = Figure(figsize=(12, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+        FigureCanvasAgg(figure)
+        _draw(figure, run_dir.name, records)
+        path = run_dir.plots / "curves.png"
+        temporary = path.with_suffix(".tmp")
+        figure.savefig(temporary, format="png", dpi=130)
+    os.replace(temporary, path)
+    return path
+
+
+def style() -> dict[Any, Any]:
+    """Matplotlib's settings for all pictures of a run."""
+    return {
+        "font.size": 10,
+        "text.color": _INK,
+        "text.parse_math": False,  # names of runs and data sources may hold a $
+        "axes.edgecolor": _GRID,
+        "axes.labelcolor": _MUTED,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": _GRID,
+        "xtick.color": _MUTED,
+        "ytick.color": _MUTED,
+        "lines.solid_capstyle": "round",
+        "legend.frameon": False,
+    }
+
+
+def _draw(figure: Figure, name: str, records: Records) -> None:
+    grid = figure.add_gridspec(2, 4, height_ratios=[1.75, 1])
+    figure.suptitle(safe_text(name, limit=100), x=0.012, ha="left", fontsize=13, fontweight="bold")
+    _draw_scores(figure.add_subplot(grid[0, :]), records)
+    _draw_line(figure.add_subplot(grid[1, 0]), "KL to the reference", records, "actor/kl_loss")
+    _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
+    _draw_lengths(figure.add_subplot(grid[1, 2]), records)
+    _draw_phases(figure.add_subplot(grid[1, 3]), records)
+
+
+def _draw_scores(axes: Axes, records: Records) -> None:
+    axes.set_title("Reward and validation")
+    steps, rewards = _series(records, "reward/mean")
+    if rewards:
+        axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2.2, label="training reward (faint: each step)")
+    keys = list(dict.fromkeys(key for record in records for key in validation_keys(record)))
+    for index, key in enumerate(keys):
+        steps, values = _series(records, key)
+        if not values:
+            continue
+        color = _SOURCES[index % len(_SOURCES)]
+        label = safe_text(key.removeprefix("val/"), limit=60)
+        axes.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=6, label=f"validation {label}")
+        for end in sorted({0, len(values) - 1}):
+            axes.annotate(
+                f"{values[end]:.3f}",
+                (steps[end], values[end]),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="center",
+                color=color,
+                fontweight="bold",
+            )
+    axes.margins(x=0.03, y=0.14)
+    _finish(axes, legend="best")
+
+
+def _draw_line(axes: Axes, title: str, records: Records, key: str) -> None:
+    axes.set_title(title)
+    steps, values = _series(records, key)
+    if values:
+        axes.plot(steps, values, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(values), color=_BLUE, linewidth=1.8)
+        axes.set_ylim(bottom=min(0.0, *values))
+    _finish(axes)
+
+
+def _draw_lengths(axes: Axes, records: Records) -> None:
+    axes.set_title("Response length (tokens)")
+    rows = [r for r in records if all(_is_finite(r.get(f"response_length/{part}")) for part in ("mean", "min", "max"))]
+    if rows:
+        steps = [row["step"] for row in rows]
+        low, high = [row["response_length/min"] for row in rows], [row["response_length/max"] for row in rows]
+        axes.fill_between(steps, low, high, color=_BLUE, alpha=0.12, linewidth=0, label="min to max")
+        axes.plot(steps, [row["response_length/mean"] for row in rows], color=_BLUE, linewidth=1.8, label="mean")
+        axes.set_ylim(bottom=0)
+    _finish(axes, legend="best")
+
+
+def _draw_phases(axes: Axes, records: Records) -> None:
+    axes.set_title("Seconds per step")
+    rows = [row for row in records if _is_finite(row.get("timing_s/step"))]
+    if rows:
+        steps = [row["step"] for row in rows]
+        parts = {name: [_finite_or_zero(row.get(f"timing_s/{name}")) for row in rows] for name in _PHASES}
+        whole = sum(row["timing_s/step"] for row in rows)
+        # What nobody could see in the picture would only fill its legend.
+        parts = {name: values for name, values in parts.items() if sum(values) > 0.005 * whole}
+        colors = [_PHASES[name] for name in parts]
+        if parts:
+            axes.stackplot(
+                steps,
+                list(parts.values()),
+                labels=[name.replace("_", " ") for name in parts],
+                colors=colors,
+                alpha=0.85,
+                linewidth=0,
+            )
+        axes.plot(steps, [row["timing_s/step"] for row in rows], color=_INK, linewidth=1, label="whole step")
+        # One slow first step (warming up) must not flatten all the others.
+        axes.set_ylim(0, 1.75 * sorted(row["timing_s/step"] for row in rows)[int(0.9 * (len(rows) - 1))] or 1)
+    _finish(axes, legend="upper right")
+
+
+def _finish(axes: Axes, legend: Literal["best", "upper right"] | None = None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.tick_params(length=0)
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel("step", loc="right", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
+    if not axes.has_data():
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=_MUTED)
+    elif legend is not None and axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=legend, ncols=2 if legend == "upper right" else 1, fontsize=8, handlelength=1.2, labelspacing=0.3)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Each value averaged with its neighbours on both sides under a Gaussian of a fortieth of the curve (0.5 to 10 steps).
+
+    Centred, because an average over the past alone would draw every rise too late.
+    """
+    sigma = min(10.0, max(0.5, len(values) / 40))
+    reach = math.ceil(3 * sigma)
+    weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(-reach, reach + 1)]
+    smoothed = []
+    for center in range(len(values)):
+        first = max(0, center - reach)
+        window = values[first : center + reach + 1]
+        window_weights = weights[first - center + reach :][: len(window)]
+        total = sum(weight * value for weight, value in zip(window_weights, window, strict=True))
+        smoothed.append(total / sum(window_weights))
+    return smoothed
+
+
+def _series(records: Records, key: str) -> tuple[list[float], list[float]]:
+    points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _finite_or_zero(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0

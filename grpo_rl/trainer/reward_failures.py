@@ -1,0 +1,50 @@
+"""Rollouts whose reward failed: which are trained all the same, what is counted, and what a person is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from grpo_rl.protocols import Rewarder
+from grpo_rl.rewards.contract.failures import summary
+from grpo_rl.types import GREEDY, Metrics, Rollout
+
+BASELINE_FAILED = "baseline_failed"
+"""The reward of the greedy response that the rollout is compared with failed."""
+_NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
+"""How failures end, of rules (reward_timeout) as of models (judge_timeout)."""
+
+
+def is_trained(rollout: Rollout) -> bool:
+    """Whether the rollout can be trained on: it has a reward, if only the one of reward.failure_value, and what it is compared with."""
+    return rollout.reward is not None and rollout.failure != BASELINE_FAILED
+
+
+def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts that can be trained on; groups get smaller, and go where nobody is left."""
+    return [rollout for rollout in rollouts if is_trained(rollout)]
+
+
+def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """How many rewards failed in which way, and how many rollouts are not trained for it.
+
+    `reward/failed_baselines` counts prompts and `reward/broken_groups` groups of which one response or none is left, which
+    compare nothing any more; both only on steps that have some.
+    """
+    metrics = {f"reward/{name}": float(sum((r.failure or "").endswith(end) for r in rollouts)) for name, end in _NAMES.items()}
+    metrics["reward/dropped"] = float(sum(not is_trained(rollout) for rollout in rollouts))
+    baselines = {rollout.prompt.uid for rollout in rollouts if rollout.failure == BASELINE_FAILED}
+    sampled = [rollout for rollout in rollouts if rollout.sample_index != GREEDY]
+    left = Counter(rollout.prompt.uid for rollout in sampled if is_trained(rollout))
+    broken = [uid for uid, size in Counter(rollout.prompt.uid for rollout in sampled).items() if left[uid] < min(2, size)]
+    counts = {"reward/failed_baselines": len(baselines), "reward/broken_groups": len(broken)}
+    return metrics | {name: float(count) for name, count in counts.items() if count}
+
+
+def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
+    """What `rewarder` makes of the rollouts; where rewards failed, `warn` is told how many and why."""
+    waited = rewarder.wait(rollouts)
+    failures = [(r.failure, r.failure_cause or "") for r in waited if r.failure is not None]
+    if failures:
+        warn(summary(failures, len(waited)))
+    return waited
