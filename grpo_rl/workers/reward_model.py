@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp
-from grpo_rl.models.score_head import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.workers.sharded_policy import compute_dtype, join_group
 from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
 

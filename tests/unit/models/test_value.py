@@ -10,7 +10,7 @@ from tiny_models import Ragged, make_folder, plain_model
 from torch import Tensor
 
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.models.value_head import ValueModel
+from grpo_rl.models.heads import ValueModel
 
 
 def value_model(folder: Path, seed: int = 1) -> ValueModel:
