@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_rl.algos.correction import kept_lengths, mismatch_shares
+from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
@@ -125,29 +126,44 @@ class ActorWorker(Saving, Snapshots):
         if batch is None:
             # A rank without work still takes part in the collectives of the backward pass.
             return outputs.logprobs_T.sum() * 0.0, {}
-        assert batch.advantages_T is not None
-        old_logprobs_T = _to(batch.old_logprobs_T, self.device)
-        loss, stats = self.spec.objective(
-            policy_logprobs_T=outputs.logprobs_T,
-            advantages_T=batch.advantages_T.to(self.device),
-            lengths_N=batch.response_lengths_N.to(self.device),
-            counts=step.counts,
-            old_logprobs_T=old_logprobs_T,
-            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
-            entropy_T=outputs.entropy_T,
-            full_kl_T=outputs.full_kl_T,
-            weights_T=_to(batch.weights_T, self.device),
-            keep_T=_to(batch.keep_T, self.device),
-            selected_T=_to(batch.selected_T, self.device),
-            group_tokens_N=_to(batch.group_tokens_N, self.device),
-            entropy_coeff=step.entropy_coeff,
-        )
+        inputs, old_logprobs_T = self._loss_input(outputs, batch), batch.old_logprobs_T
+        loss, stats = self.spec.objective(inputs, step.counts, entropy_coeff=step.entropy_coeff)
         # Without the trainer's old log-probs this pass has to tell: where it is the first with these weights, its own are
         # those of the sampling policy.
         own = old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
+
+    def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
+        """Return the trained tokens' columns of a micro-batch, on this rank's device."""
+        assert batch.advantages_T is not None
+        keep_T, lengths_N = batch.keep_T, batch.response_lengths_N
+        if keep_T is not None:
+            lengths_N = kept_lengths(keep_T, lengths_N)
+
+        def kept(column_T: Tensor | None) -> Tensor | None:
+            if column_T is None:
+                return None
+            column_T = column_T.to(self.device)
+            return column_T if keep_T is None else column_T[keep_T.to(self.device)]
+
+        policy_logprobs_T, advantages_T = kept(outputs.logprobs_T), kept(batch.advantages_T)
+        assert policy_logprobs_T is not None and advantages_T is not None
+        return LossInput(
+            policy_logprobs_T=policy_logprobs_T,
+            advantages_T=advantages_T,
+            segments=Segments(lengths_N.to(self.device)),
+            old_logprobs_T=kept(batch.old_logprobs_T),
+            ref_logprobs_T=kept(batch.ref_logprobs_T),
+            rollout_logprobs_T=kept(batch.rollout_logprobs_T),
+            entropy_T=kept(outputs.entropy_T),
+            full_kl_T=kept(outputs.full_kl_T),
+            weights_T=kept(batch.weights_T),
+            selected_T=kept(batch.selected_T),
+            group_N=batch.group_N.to(self.device),
+            group_tokens_N=None if batch.group_tokens_N is None else batch.group_tokens_N.to(self.device),
+        )
 
     @property
     def _root(self) -> FSDPModule:
@@ -235,7 +251,3 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
         found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(lengths_N), counts)
         stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}
     return stats
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)

@@ -100,7 +100,9 @@ def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> N
 
 
 def test_the_objective_gives_the_same_loss_and_gradient_as_on_the_cpu() -> None:
+    from grpo_rl.algos.losses.contract import LossInput
     from grpo_rl.algos.objective import Objective
+    from grpo_rl.algos.segments import Segments
     from grpo_rl.types import Counts
 
     objective = Objective(loss_agg_mode="seq-mean-token-mean", kl_loss_type="low_var_kl", kl_loss_coef=0.1)
@@ -111,14 +113,9 @@ def test_the_objective_gives_the_same_loss_and_gradient_as_on_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         policy_T, old_T, ref_T, advantages_T = (column.detach().clone().to(device) for column in columns)
         policy_T.requires_grad_()
-        loss, _ = objective(
-            policy_logprobs_T=policy_T,
-            old_logprobs_T=old_T,
-            ref_logprobs_T=ref_T,
-            advantages_T=advantages_T,
-            lengths_N=lengths_N.to(device),
-            counts=Counts(num_tokens=11, num_sequences=3, num_groups=2),
-        )
+        segments = Segments(lengths_N.to(device))
+        inputs = LossInput(policy_T, advantages_T, segments, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+        loss, _ = objective(inputs, Counts(num_tokens=11, num_sequences=3, num_groups=2))
         loss.backward()
         assert policy_T.grad is not None
         results.append((loss.item(), policy_T.grad.cpu()))

@@ -153,10 +153,16 @@ class ActorGroup:
             assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
             generator = torch.Generator().manual_seed(seed)
-            columns["selected_T"] = self.objective.select(
-                mini_batch.advantages_T, mini_batch.old_logprobs_T, generator, mini_batch.keep_T
+            columns["selected_T"] = self._selected(
+                mini_batch.advantages_T, mini_batch.old_logprobs_T, mini_batch.keep_T, generator
             )
         return mini_batch.replace(**columns)
+
+    def _selected(self, advantages_T: Tensor, old_T: Tensor, keep_T: Tensor | None, generator: torch.Generator) -> Tensor:
+        if keep_T is None:
+            return self.objective.select(advantages_T, old_T, generator)
+        chosen = self.objective.select(advantages_T[keep_T], old_T[keep_T], generator)
+        return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
 
 
 class ReferenceGroup:
