@@ -95,9 +95,7 @@ def cut_shares(
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
 
 
-def _longest_first(
-    lengths: Sequence[int], units: Sequence[int] | None, share: Sequence[int] | None = None
-) -> list[list[int]]:
+def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, share: Sequence[int] | None = None) -> list[list[int]]:
     """Return the units among the sequences of `share` (None: all), the one with the longest sequences first."""
     indices = range(len(lengths)) if share is None else share
     members: dict[int, list[int]] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.correction import mismatch_shares
+from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
@@ -51,25 +52,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         outputs = self._forward(batch)
         if batch is None:
             return outputs.logprobs_T.sum() * 0.0, {}
-        assert batch.advantages_T is not None
-        old_logprobs_T = _to(batch.old_logprobs_T, self.device)
-        loss, stats = self.spec.objective(
-            policy_logprobs_T=outputs.logprobs_T,
-            advantages_T=batch.advantages_T.to(self.device),
-            lengths_N=batch.trained_lengths_N.to(self.device),
-            counts=step.counts,
-            old_logprobs_T=old_logprobs_T,
-            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
-            entropy_T=outputs.entropy_T,
-            full_kl_T=outputs.full_kl_T,
-            weights_T=_to(batch.weights_T, self.device),
-            selected_T=_to(batch.selected_T, self.device),
-            group_tokens_N=_to(batch.group_tokens_N, self.device),
-            entropy_coeff=step.entropy_coeff,
-        )
+        loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
         # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is the
         # first with these weights, its own log-probs are those of the sampling policy.
-        own = old_logprobs_T is None or self.spec.old_from_engine
+        own = batch.old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
@@ -86,6 +72,24 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head
         )
         return outputs
+
+    def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
+        """Return the trained tokens' columns of a micro-batch, on this rank's device."""
+        assert batch.advantages_T is not None
+        return LossInput(
+            policy_logprobs_T=outputs.logprobs_T,
+            advantages_T=batch.advantages_T.to(self.device),
+            segments=Segments(batch.trained_lengths_N.to(self.device)),
+            old_logprobs_T=_to(batch.old_logprobs_T, self.device),
+            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
+            rollout_logprobs_T=batch.rollout_logprobs_T.to(self.device),
+            entropy_T=outputs.entropy_T,
+            full_kl_T=outputs.full_kl_T,
+            weights_T=_to(batch.weights_T, self.device),
+            selected_T=_to(batch.selected_T, self.device),
+            group_N=batch.group_N.to(self.device),
+            group_tokens_N=_to(batch.group_tokens_N, self.device),
+        )
 
     @property
     def _hidden_size(self) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp, load
-from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences, TokenOutputs
-from grpo_rl.types import Batch, Counts
+from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
+from grpo_rl.types import Batch
 from grpo_rl.workers.specs import PolicySpec, Rank
 
 M = TypeVar("M", bound=PackedModel)

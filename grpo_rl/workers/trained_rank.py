@@ -128,21 +128,9 @@ class TrainedRank(ABC, Generic[S, M]):
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
         self._passes("before_optimizer")
-        stats |= self._step_optimizer(step.counts, total_loss, grad_norm)
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         self._passes("after_optimizer")
         return dict(stats)
-
-    def _step_optimizer(self, counts: Counts, loss: float, grad_norm: float) -> dict[str, float]:
-        """Take the step, and report whether loss and gradient were finite.
-
-        It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
-        any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
-        """
-        finite = all_finite(loss, grad_norm)
-        if finite and counts.num_tokens:
-            self.optimizer.step()
-            self.scheduler.step()
-        return {"same/nonfinite": float(not finite)}
 
     def _passes(self, point: str, **facts: int) -> str | None:
         return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
@@ -232,6 +220,25 @@ def all_finite(*values: float) -> bool:
             finite_1 = finite_1.cuda()
         dist.all_reduce(finite_1, dist.ReduceOp.MIN)
     return bool(finite_1.item())
+
+
+def step_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    counts: Counts,
+    loss: float,
+    grad_norm: float,
+) -> dict[str, float]:
+    """Take the step, and report whether loss and gradient were finite.
+
+    It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
+    any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
+    """
+    finite = all_finite(loss, grad_norm)
+    if finite and counts.num_tokens:
+        optimizer.step()
+        scheduler.step()
+    return {"same/nonfinite": float(not finite)}
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
