@@ -20,6 +20,8 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
+FETCH_S = 3600.0
+"""How long a process waits for a stored value, in seconds."""
 
 
 class RemoteError(Exception):
@@ -130,7 +132,8 @@ class Host:
 def _get(ref: Any) -> Any:
     import ray
 
-    return ray.get(ref)
+    # The call that carries the value has a deadline of its own, which comes first.
+    return ray.get(ref, timeout=FETCH_S)
 
 
 def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
