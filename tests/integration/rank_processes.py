@@ -16,7 +16,8 @@ from torch import Tensor
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.models import fsdp
+from grpo_rl.models import forward, fsdp
+from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
@@ -75,6 +76,21 @@ class RecordingActor(Recording, ActorWorker):
         super().__init__(spec, rank)
         self.trained = self.model
         self.record()
+
+    def update_counting_head_rows(self, *args: Any) -> int:
+        """Make an update; return how many hidden states the LM head was multiplied with."""
+        rows = []
+
+        def counting(x: Tensor, *rest: Tensor | None) -> Tensor:
+            rows.append(len(x))
+            return linear(x, *rest)
+
+        forward.linear = counting
+        try:
+            self.update(*args)
+        finally:
+            forward.linear = linear
+        return sum(rows)
 
 
 class RecordingCritic(Recording, CriticWorker):

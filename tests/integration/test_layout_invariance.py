@@ -209,3 +209,43 @@ def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks,
     two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config, choose=corrected)
     assert_same(one, two)
     assert one.metrics[0]["actor/cov_selected"] > 0
+
+
+def several_turns(seed: int) -> Batch:
+    """Rollouts of two turns: of each response with five tokens or more, the middle third is tool output."""
+    batch = make_batch(seed)
+    places = [place for length in batch.response_lengths_N.tolist() for place in range(length)]
+    lengths = [length for length in batch.response_lengths_N.tolist() for _ in range(length)]
+    tool_T = torch.tensor([n >= 5 and n // 3 <= place < 2 * n // 3 for place, n in zip(places, lengths, strict=True)])
+    assert 0 < int(tool_T.sum()) < len(tool_T)
+    return batch.keep(~tool_T)
+
+
+def test_rollouts_of_several_turns_train_alike_in_every_layout(ranks, models, alone):
+    batches = [several_turns(seed) for seed in (1, 2)]
+    one = train(ranks, models[True], ALONE, grpo("prompt-mean"), batches)
+    for layout in LAYOUTS.values():
+        assert_same(one, train(ranks, models[True], layout, grpo("prompt-mean"), batches))
+    first, whole = one.gradients[0], alone["prompt-mean"].gradients[0]
+    assert max(float((first[name] - whole[name]).abs().max()) for name in first) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, 3 micro-batches each"])
+def test_the_head_never_runs_on_a_token_that_is_not_trained(ranks, models, layout, monkeypatch):
+    """A batch in which whole responses are left out as well: neither they nor ranks without work cost the head anything."""
+    layout = replace(LAYOUTS[layout], chunk_tokens=10_000)
+    batch = several_turns(3)
+    batch = batch.keep((batch.group_N != 1).repeat_interleave(batch.trained_lengths_N))
+    processes = ranks[layout.ranks]
+    processes.build(spec_for(models[True], layout, grpo("token-mean"), 1e6))
+    actor = actor_group(processes, ActorConfig(ppo_mini_batch_size=1), layout.rule, grpo("token-mean"))
+    rows: list[int] = []
+
+    def call_each(method: str, arguments: object) -> list[list[dict[str, float]]]:
+        assert method == "update"
+        rows.extend(type(processes).call_each(processes, "update_counting_head_rows", arguments))
+        return [[{}] * 4] * len(processes)
+
+    monkeypatch.setattr(processes, "call_each", call_each)
+    actor.update(batch)
+    assert len(rows) == layout.ranks and sum(rows) == batch.num_trained_tokens
