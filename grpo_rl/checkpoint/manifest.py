@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from grpo_rl.checkpoint import files
+from grpo_rl.checkpoint.content import check_content
 from grpo_rl.checkpoint.files import Entry, Files
 from grpo_rl.errors import CheckpointError
 
@@ -74,9 +75,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> Checkpoint:
-    """The checkpoint in `folder`, of which every file is as it was written, and nothing is there beside them.
+    """Return the checkpoint in `folder` after reading every file: each is as it was written, and holds what it should.
 
-    Raises CheckpointError naming the first thing that is not so. Nothing outside the folder is read, whatever the
+    Raises CheckpointError naming the first thing that is not so: a file that is missing, changed or unknown, or a field or
+    tensor that cannot be used. Nothing outside the folder is read, whatever the
     manifest names. `entry_of` reads a file.
     """
     manifest = read_manifest(folder)
@@ -99,7 +101,7 @@ def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> 
         raise CheckpointError(f"{folder}: {extra[0]} is in it and not in its {MANIFEST}; move what does not belong there")
     if STATE not in manifest.files:
         raise CheckpointError(f"{folder}: {STATE} is missing")
-    return Checkpoint(folder, manifest.step, json.loads((folder / STATE).read_text(encoding="utf-8")))
+    return Checkpoint(folder, manifest.step, check_content(folder, manifest.files.keys(), STATE, manifest.step))
 
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
