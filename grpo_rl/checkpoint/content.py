@@ -64,7 +64,7 @@ RULES: dict[str, Rule] = {
     "rates": ("a list", lambda value: isinstance(value, list)),
     "retired": ("a list", lambda value: isinstance(value, list)),
 }
-"""What a field must be, by its name, wherever it stands in a JSON file of a checkpoint."""
+"""The form that a field must have, by its name, wherever it stands in a JSON file of a checkpoint."""
 FREE = frozenset({"unlogged", "data"})
 """Fields whose content other code names: metrics, and the description of the data."""
 
@@ -89,7 +89,7 @@ def check_content(folder: Path, names: Collection[str], state_name: str, step: i
 
 
 def _is_ours(name: str, names: Collection[str]) -> bool:
-    """Whether the file lies beside ranks' files: a model's own JSON files follow other rules."""
+    """Return whether the file lies beside ranks' files: a model's own JSON files follow other rules."""
     place = name.rpartition("/")[0]
     return any(other.rpartition("/")[0] == place and _RANK_FILE.fullmatch(Path(other).name) for other in names)
 

@@ -36,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the manifest says."""
+    """The content of a manifest."""
 
     step: int
     files: Files
@@ -56,7 +56,7 @@ def write_manifest(folder: Path, step: int, entries: Files) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the manifest says, when it is whole. Raises CheckpointError; no other file is touched."""
+    """Return the manifest, when it is whole. Raises CheckpointError; no other file is touched."""
     try:
         path = folder / MANIFEST
         found = path.lstat()
@@ -105,7 +105,7 @@ def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> 
 
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
-    """What is in the folder and was not written by us. Folders that hold our files are ours."""
+    """Return the names in the folder that this program did not write. Folders that hold its files are its own."""
     known = set(manifest.files) | {MANIFEST}
     folders = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
     return [name for name, is_folder in files.walk(folder) if name not in (folders if is_folder else known)]
