@@ -227,8 +227,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         )
         slot = cluster.actor_pool().slots()
         spec = EngineSpec.from_config(config, "cpu", model_path=str(model), cores=machine.num_cpus)
-        bare_engine = cluster.group("bare_engine", slot, spec.threads)
-        bare_loop = cluster.group("bare_loop", slot, machine.num_cpus)
+        bare_engine = cluster.worker_set("bare_engine", slot, spec.threads)
+        bare_loop = cluster.worker_set("bare_loop", slot, machine.num_cpus)
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [

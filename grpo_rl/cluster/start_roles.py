@@ -1,4 +1,4 @@
-"""Starts the worker groups of a run in their places, all at the same time, and connects them."""
+"""Starts the worker sets of a run in their places, all at the same time, and connects them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_rl import faults
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.forks import ENVIRONMENT
 from grpo_rl.cluster.processes.placement import Pool, Slot
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.actor_role import ActorGroup, ReferenceGroup, actor_factory, reference_factory, rollout_factory
-from grpo_rl.cluster.roles.critic_role import CriticGroup, critic_factory, critic_spec, make_critic
+from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole, actor_factory, reference_factory, rollout_factory
+from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
@@ -34,7 +34,7 @@ from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
 
 class Cluster:
-    """The processes of a run: pools of devices, and the worker groups placed in them."""
+    """The processes of a run: pools of devices, and the worker sets placed in them."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Cluster:
         self.model_path = model_path
         self.log_dir = log_dir
         self.console = console
-        self.groups: list[SupervisedGroup] = []
+        self.worker_sets: list[SupervisedSet] = []
         self.pools: list[Pool] = []
         self.supervisor = Supervisor(config.trainer, console, on_restart)
 
@@ -79,7 +79,7 @@ class Cluster:
         self.pools.append(pool)
         return pool.slots()
 
-    def group(
+    def worker_set(
         self,
         role: str,
         slots: Sequence[Slot],
@@ -88,10 +88,10 @@ class Cluster:
         calls_at_once: int = 1,
         *,
         stateful: bool = False,
-    ) -> SupervisedGroup:
+    ) -> SupervisedSet:
         """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT | dict(environment) | faults.environment()
-        group = SupervisedGroup(
+        worker_set = SupervisedSet(
             role,
             slots,
             log_dir=self.log_dir,
@@ -101,46 +101,46 @@ class Cluster:
             supervisor=self.supervisor,
             stateful=stateful,
         )
-        self.groups.append(group)
-        return group
+        self.worker_sets.append(worker_set)
+        return worker_set
 
-    def ranks(self, group: WorkerGroup) -> list[Rank]:
-        """Each process's rank and the address where the group meets, once its processes run."""
-        places = group.where(self.config.trainer.start_timeout_s)
+    def ranks(self, worker_set: WorkerSet) -> list[Rank]:
+        """Each process's rank and the address where the set meets, once its processes run."""
+        places = worker_set.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
         if all(place[0] == address for place in places):
             address = "127.0.0.1"
         timeout_s = self.config.trainer.collective_timeout_s
-        return [Rank(i, len(group), address, port, self.machine.device, timeout_s) for i in range(len(group))]
+        return [Rank(i, len(worker_set), address, port, self.machine.device, timeout_s) for i in range(len(worker_set))]
 
     def cores_for(self, num_processes: int) -> int:
         """Cores for each of so many processes of one role: roles take turns, processes of a role do not."""
         return max(1, self.machine.num_cpus // num_processes)
 
-    def build(self, starts: Sequence[tuple[WorkerGroup, list[ray.ObjectRef], str]]) -> None:
+    def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]]) -> None:
         """Wait until all workers are made, one progress line per role."""
-        for group, refs, title in starts:
+        for worker_set, refs, title in starts:
             with self.console.progress(title):
-                wait_all(group.workers, refs, self.config.trainer.start_timeout_s, f"start {group.role}")
+                wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
 
     def pids(self) -> dict[str, int]:
         """The process id of every worker, by its name."""
         timeout_s = self.config.trainer.start_timeout_s
         return {
             worker.name: pid
-            for group in self.groups
-            for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
+            for worker_set in self.worker_sets
+            for worker, (_, pid, _) in zip(worker_set.workers, worker_set.where(timeout_s), strict=True)
         }
 
     def slots(self) -> dict[str, Slot]:
         """Where every worker is, by its name."""
-        return {worker.name: worker.place.slot for group in self.groups for worker in group.workers}
+        return {worker.name: worker.place.slot for worker_set in self.worker_sets for worker in worker_set.workers}
 
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
-        for group in self.groups:
-            group.shutdown()
+        for worker_set in self.worker_sets:
+            worker_set.shutdown()
         for pool in self.pools:
             pool.release()
 
@@ -156,7 +156,7 @@ class Cluster:
 
 def start_roles(
     cluster: Cluster, tokenizer: Any, total_steps: int
-) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool, WorkerGroup | None]:
+) -> tuple[ActorRole, ReferenceRole | None, CriticRole | None, ReplicaPool, WorkerSet | None]:
     """Actor, reference (where a KL term reads it), critic (where the estimator does), rollout pool and reward model, ready to work."""
     config = cluster.config
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
@@ -167,19 +167,19 @@ def start_roles(
     cores = cluster.cores_for(len(engine_slots))
     engine_spec = EngineSpec.from_config(config, cluster.machine.device, model_path=cluster.model_path, cores=cores)
     # All processes first: they start beside each other. Three calls at once: a long poll, a submission, a control call.
-    engines = cluster.group("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
-    actors = cluster.group("actor", slots, threads, stateful=True)
-    references = cluster.group("reference", slots, threads) if derived.needs_reference(config) else None
-    critics = cluster.group("critic", slots, threads, stateful=True) if needs_critic(config) else None
+    engines = cluster.worker_set("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
+    actors = cluster.worker_set("actor", slots, threads, stateful=True)
+    references = cluster.worker_set("reference", slots, threads) if derived.needs_reference(config) else None
+    critics = cluster.worker_set("critic", slots, threads, stateful=True) if needs_critic(config) else None
     scorers = None
     if derived.has_reward_model(config):
         places = cluster.reward_model_slots()
-        scorers = cluster.group("reward_model", places, cluster.cores_for(len(places)))
+        scorers = cluster.worker_set("reward_model", places, cluster.cores_for(len(places)))
 
     engines.where(config.trainer.start_timeout_s)
     starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
     spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
-    ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
+    ranked: list[tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
     ranked = [(actors, actor_factory, (spec,), ())]
     if references is not None:
         fsdp = config.actor_rollout_ref.ref.fsdp_config
@@ -191,20 +191,20 @@ def start_roles(
         ranked.append((scorers, reward_model_factory, (reward_model_spec(config.reward.reward_model),), ()))
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts)
-    for group, *_ in ranked:
-        group.built()
+    for worker_set, *_ in ranked:
+        worker_set.built()
 
     pool = _make_pool(cluster, engines, actors, engine_spec, tokenizer)
     actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
         rule, splits = derived.logprob_rule(config, "ref"), config.trainer.on_out_of_memory == "split"
-        reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl, splits=splits)
+        reference = ReferenceRole(references, rule=rule, want_hidden=objective.needs_full_kl, splits=splits)
     return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
 
 
 def _make_pool(
-    cluster: Cluster, engines: SupervisedGroup, actors: SupervisedGroup, spec: EngineSpec, tokenizer: Any
+    cluster: Cluster, engines: SupervisedSet, actors: SupervisedSet, spec: EngineSpec, tokenizer: Any
 ) -> ReplicaPool:
     """The rollout role over its engines, which take their weights from the actors."""
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
@@ -224,10 +224,10 @@ def _make_pool(
     return ReplicaPool(replicas, transfer, decoder(tokenizer), options)
 
 
-def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
-    """The actor's role over its group."""
-    return ActorGroup(
-        group,
+def make_actor(config: Config, worker_set: SupervisedSet, objective: Objective, tokenizer: Any) -> ActorRole:
+    """The actor's role over its worker set."""
+    return ActorRole(
+        worker_set,
         config.actor_rollout_ref.actor,
         train_rule=derived.update_rule(config),
         forward_rule=derived.logprob_rule(config, "rollout"),
@@ -274,7 +274,9 @@ def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def _begin(
-    cluster: Cluster, group: SupervisedGroup, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
+    cluster: Cluster, worker_set: SupervisedSet, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
 ) -> list[ray.ObjectRef]:
-    """Start building the ranks of a group, which meet at a new address every time they are built."""
-    return group.begin(lambda: group.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(group)]))
+    """Start building the ranks of a set, which meet at a new address every time they are built."""
+    return worker_set.begin(
+        lambda: worker_set.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(worker_set)])
+    )

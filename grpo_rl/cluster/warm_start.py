@@ -47,19 +47,19 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
     spec = builtin.get_builtin(name).warm_start
     cluster = Cluster(_config(spec, unstarted_folder(name)), machine, unstarted_folder(name), log_dir / "warm_start", console)
     try:
-        group = cluster.group("actor", cluster.actor_pool().slots(), cluster.cores_for(1))
+        worker_set = cluster.worker_set("actor", cluster.actor_pool().slots(), cluster.cores_for(1))
         objective = Objective.from_config(cluster.config.actor_rollout_ref.actor)
         actor_args = actor_spec(cluster.config, cluster.model_path, objective, spec.num_steps)
         cluster.build(
             [
                 (
-                    group,
-                    group.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(group)]),
+                    worker_set,
+                    worker_set.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(worker_set)]),
                     "starting the warm start",
                 )
             ]
         )
-        actor = make_actor(cluster.config, group, objective, tokenizer)
+        actor = make_actor(cluster.config, worker_set, objective, tokenizer)
         pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 

@@ -1,4 +1,4 @@
-"""All the wiring: from what the user gave to worker groups and a trainer."""
+"""All the wiring: from what the user gave to worker sets and a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerGroup` is to `ActorGroup`, but cheap to rebuild."""
+"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerSet` is to `ActorRole`, but cheap to rebuild."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ def _serve(pipe: Connection) -> None:
 
 def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
-    from grpo_rl.cluster.roles.actor_role import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorRole
 
-    return ActorGroup(
+    return ActorRole(
         processes, config, train_rule=rule, forward_rule=rule, always_old=objective.needs_selection, objective=objective
     )
 

@@ -1,4 +1,4 @@
-"""The roles of the training loop over worker groups: actor and reference."""
+"""The roles of the training loop over worker sets: actor and reference."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
-from grpo_rl.cluster.processes.shared_memory_tracker import track_apart
-from grpo_rl.cluster.processes.worker_sets import WorkerGroup
+from grpo_rl.cluster.processes.worker_host import track_apart
+from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.micro_batches import combine_stats, forward, gather, mini_batches, per_token, train, trained_lengths
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -27,12 +27,12 @@ _OWN = "actor.json"
 """Where a checkpoint has what the actor's controller remembers."""
 
 
-class ActorGroup:
+class ActorRole:
     """roles.Actor over FSDP2 ranks."""
 
     def __init__(
         self,
-        group: SupervisedGroup,
+        worker_set: SupervisedSet,
         config: ActorConfig,
         *,
         train_rule: MicroBatchRule,
@@ -43,11 +43,11 @@ class ActorGroup:
         tokenizer: Any = None,
         splits: bool = False,
     ) -> None:
-        self.group = group
+        self.worker_set = worker_set
         self.config = config
         self.objective = objective
-        self.train_cut = Cut(group, train_rule, splits)
-        self.forward_cut = Cut(group, forward_rule, splits)
+        self.train_cut = Cut(worker_set, train_rule, splits)
+        self.forward_cut = Cut(worker_set, forward_rule, splits)
         self.always_old = always_old
         """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
         self.old_from_engine = old_from_engine
@@ -92,23 +92,23 @@ class ActorGroup:
 
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        return merge(self.group.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
+        return merge(self.worker_set.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
-        self.group.call("begin_save", str(folder), check, {_OWN: self._own()})
+        self.worker_set.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
         """What the save that was begun has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
-        written = self.group.call("saved", wait_s)
+        written = self.worker_set.call("saved", wait_s)
         return None if None in written else merge(written)
 
     def save_bytes(self) -> int:
         """About how much `save` writes."""
-        return sum(self.group.call("save_bytes"))
+        return sum(self.worker_set.call("save_bytes"))
 
     def _own(self) -> str:
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
@@ -118,11 +118,11 @@ class ActorGroup:
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.group.committed(folder)
+        self.worker_set.committed(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        self.group.call("load", str(folder))
+        self.worker_set.call("load", str(folder))
         state = json.loads((folder / _OWN).read_text())
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
         # A run may switch the steering on when it resumes: then it starts from the configured weight.
@@ -131,7 +131,7 @@ class ActorGroup:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        self.group.call("export", str(folder))
+        self.worker_set.call("export", str(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -159,11 +159,11 @@ class ActorGroup:
         return mini_batch.replace(**columns)
 
 
-class ReferenceGroup:
+class ReferenceRole:
     """roles.Reference over forward-only ranks."""
 
-    def __init__(self, group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
-        self.cut = Cut(group, rule, splits)
+    def __init__(self, worker_set: WorkerSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
+        self.cut = Cut(worker_set, rule, splits)
         self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:

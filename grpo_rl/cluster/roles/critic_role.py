@@ -1,4 +1,4 @@
-"""The critic of the training loop over its worker group."""
+"""The critic of the training loop over its worker set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.micro_batches import combine_stats, mini_batches, per_token, train
 from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
@@ -24,14 +24,14 @@ FOLDER = "critic"
 """Where a checkpoint has the critic's part."""
 
 
-class CriticGroup:
+class CriticRole:
     """roles.Critic over FSDP2 ranks."""
 
     def __init__(
-        self, group: SupervisedGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
+        self, worker_set: SupervisedSet, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
     ) -> None:
-        self.group = group
-        self.cut = Cut(group, rule, splits)
+        self.worker_set = worker_set
+        self.cut = Cut(worker_set, rule, splits)
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
 
@@ -50,25 +50,25 @@ class CriticGroup:
     def save(self, folder: Path) -> Files:
         """Write the critic's state into a folder of its own."""
         make_folder(folder / FOLDER)
-        return merge(self.group.call("save", str(folder / FOLDER)), FOLDER)
+        return merge(self.worker_set.call("save", str(folder / FOLDER)), FOLDER)
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
         make_folder(folder / FOLDER)
-        self.group.call("begin_save", str(folder / FOLDER), check)
+        self.worker_set.call("begin_save", str(folder / FOLDER), check)
 
     def saved(self, wait_s: float) -> Files | None:
         """As the actor's."""
-        written = self.group.call("saved", wait_s)
+        written = self.worker_set.call("saved", wait_s)
         return None if None in written else merge(written, FOLDER)
 
     def save_bytes(self) -> int:
         """About how much `save` writes."""
-        return sum(self.group.call("save_bytes"))
+        return sum(self.worker_set.call("save_bytes"))
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.group.committed(folder / FOLDER)
+        self.worker_set.committed(folder / FOLDER)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without a critic."""
@@ -77,7 +77,7 @@ class CriticGroup:
                 f"{folder} has no critic: it was written by a run whose estimator needed none; go on with that "
                 "algorithm.adv_estimator, or start anew with trainer.resume_mode=disable"
             )
-        self.group.call("load", str(folder / FOLDER))
+        self.worker_set.call("load", str(folder / FOLDER))
 
 
 def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
@@ -93,10 +93,10 @@ def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
     }
 
 
-def make_critic(config: Config, group: SupervisedGroup) -> CriticGroup:
-    """The critic's role over its group."""
-    return CriticGroup(
-        group,
+def make_critic(config: Config, worker_set: SupervisedSet) -> CriticRole:
+    """The critic's role over its worker set."""
+    return CriticRole(
+        worker_set,
         rule=derived.critic_rule(config),
         mini_batch_size=derived.critic_mini_batch_size(config),
         epochs=derived.critic_epochs(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_rl.cluster.processes.worker_sets import WorkerGroup
+from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.roles.reward_model_role import prepare
 from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
@@ -30,7 +30,7 @@ class ModelRewards:
 
             self._judge = JudgeSetup.from_config(config.reward.judge)
 
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
+    def beside(self, rules: Rewarder | None, scorers: WorkerSet | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run."""
         models: list[ModelReward] = []
         if self._setup is not None:

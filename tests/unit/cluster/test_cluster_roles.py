@@ -1,4 +1,4 @@
-"""Dealing a batch to ranks and putting their answers together again, over a group that runs in this process."""
+"""Dealing a batch to ranks and putting their answers together again, over a worker set that runs in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.roles.actor_role import ActorGroup, ReferenceGroup
+from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole
 from grpo_rl.cluster.roles.micro_batches import combine_stats, gather, micro_batches, plan
 from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
@@ -36,7 +36,7 @@ def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None 
 
 
 class Ranks:
-    """What ActorGroup needs of a worker group; it remembers what each rank was asked."""
+    """What ActorRole needs of a worker set; it remembers what each rank was asked."""
 
     def __init__(self, size: int, answer: Any = None) -> None:
         self.size = size
@@ -57,11 +57,11 @@ def echo(batches: Sequence[Batch | None], *_: Any) -> list[torch.Tensor | None]:
     return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
 
 
-def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorGroup:
+def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorRole:
     rule = MicroBatchRule(None, 2)
     settings = ActorConfig(**config)
     objective = Objective.from_config(settings)
-    return ActorGroup(ranks, settings, train_rule=rule, forward_rule=rule, always_old=always_old, objective=objective)
+    return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, always_old=always_old, objective=objective)
 
 
 def empty_stats(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
@@ -105,7 +105,7 @@ def test_the_reference_fills_both_columns_for_the_full_kl():
         hidden = [None if part is None else part[:, None].expand(-1, 5) for part in echo(batches)]
         return {"logprobs_T": echo(batches), "hidden_TD": hidden}
 
-    out = ReferenceGroup(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
+    out = ReferenceRole(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
     assert torch.equal(out.ref_logprobs_T, -batch.rollout_logprobs_T)
     assert torch.equal(out.ref_hidden_TD, -batch.rollout_logprobs_T[:, None].expand(-1, 5))
 
@@ -325,7 +325,7 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
         sent.extend(step.entropy_coeff for step in steps)
         return [{"sum/entropy": next(entropies) * 4}]
 
-    def make() -> ActorGroup:
+    def make() -> ActorRole:
         return actor(WithFiles(1, answer), adaptive_entropy=settings, entropy_coeff=0.05)
 
     sent: list[float | None] = []

@@ -1,4 +1,4 @@
-"""The critic's role over a group that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
+"""The critic's role over a worker set that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.roles.critic_role import CriticGroup, critic_spec
+from grpo_rl.cluster.roles.critic_role import CriticRole, critic_spec
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import CheckpointError
@@ -18,7 +18,7 @@ from grpo_rl.workers.specs import OptimizerStep, PolicySpec
 
 
 class Ranks:
-    """What CriticGroup needs of a worker group; it remembers what each rank was asked."""
+    """What CriticRole needs of a worker set; it remembers what each rank was asked."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -57,8 +57,8 @@ def make_batch(**columns: torch.Tensor) -> Batch:
     )
 
 
-def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticGroup:
-    return CriticGroup(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
+def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticRole:
+    return CriticRole(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
 
 
 def test_values_of_all_ranks_come_back_in_the_batchs_order():
