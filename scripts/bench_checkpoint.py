@@ -79,7 +79,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     group: Any = InProcess(worker)
     group.is_restarted = False
     rule = MicroBatchRule(None, 8)
-    actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, always_old=False, objective=Objective())
+    actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, old_logprobs="none", objective=Objective())
     metrics = DurableMetrics(run_dir / "metrics.jsonl", print)
     output: Any = SimpleNamespace(
         run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batch
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import OldLogprobs
 
 _OWN = "actor.json"
 """Where a checkpoint has what the actor's controller remembers."""
@@ -38,9 +41,8 @@ class ActorRole:
         *,
         train_rule: MicroBatchRule,
         forward_rule: MicroBatchRule,
-        always_old: bool,
+        old_logprobs: OldLogprobs,
         objective: Objective,
-        old_from_engine: bool = False,
         tokenizer: Any = None,
         splits: bool = False,
     ) -> None:
@@ -49,10 +51,8 @@ class ActorRole:
         self.objective = objective
         self.train_cut = Cut(worker_set, train_rule, splits)
         self.forward_cut = Cut(worker_set, forward_rule, splits)
-        self.always_old = always_old
-        """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
-        self.old_from_engine = old_from_engine
-        """Take the engine's log-probs as the old ones (algorithm.rollout_correction.bypass_mode)."""
+        self.old_from: OldLogprobs = old_logprobs
+        """Which process computes old log-probs, as the plan decided."""
         self.tokenizer = tokenizer
         """Written beside every exported model, if there is one."""
         settings = config.adaptive_entropy
@@ -65,14 +65,14 @@ class ActorRole:
         """The batch of this step, once the ranks have it."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `old_logprobs_T` where a later update, or the reward, reads them.
+        """Return the batch with `old_logprobs_T`, where something reads them.
 
-        With one update per batch the policy has not moved: the update's own forward pass gives them.
+        Where the plan has none there is one update per batch, and the policy has not moved: the ratio is exactly 1.
         """
-        if self.old_from_engine:
-            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        if self.updates_per_batch(batch) == 1 and not self.always_old:
+        if self.old_from == "none":
             return batch
+        if self.old_from == "engine":
+            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
 
     def update(self, batch: Batch) -> Metrics:
@@ -96,11 +96,6 @@ class ActorRole:
             if any(step_counts.num_tokens for step_counts in counts) and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
-
-    def updates_per_batch(self, batch: Batch) -> int:
-        """Return the number of optimizer steps on one batch."""
-        num_groups = int(batch.group_N.unique().numel())
-        return self.config.ppo_epochs * -(-num_groups // self.config.ppo_mini_batch_size)
 
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""

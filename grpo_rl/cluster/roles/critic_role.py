@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,12 +13,13 @@ from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, train
-from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
+
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import Plan
 
 FOLDER = "critic"
 """Where a checkpoint has the critic's part."""
@@ -102,23 +103,23 @@ def _fit(values_T: Tensor, returns_T: Tensor) -> Metrics:
     }
 
 
-def make_critic(config: Config, worker_set: SupervisedSet) -> CriticRole:
-    """Return the critic's role over its worker set."""
+def make_critic(plan: Plan, worker_set: SupervisedSet) -> CriticRole:
+    """Return the critic's role over its processes."""
     return CriticRole(
         worker_set,
-        rule=derived.critic_rule(config),
-        mini_batch_size=derived.critic_mini_batch_size(config),
-        epochs=derived.critic_epochs(config),
-        splits=config.trainer.on_out_of_memory == "split",
+        rule=plan.passes.critic,
+        mini_batch_size=plan.sizes.critic_mini_batch_size,
+        epochs=plan.sizes.critic_epochs,
+        splits=plan.passes.splits,
     )
 
 
-def critic_spec(config: Config, actor: PolicySpec, total_steps: int) -> CriticSpec:
-    """Return the settings of every critic rank; the model is the actor's unless the configuration names another."""
-    critic = config.critic
+def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
+    """Return what every critic rank is built from; the model is the actor's unless the plan names another."""
+    critic, own = plan.config.critic, plan.critic_model
     model = replace(actor.model, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing)
-    if derived.critic_has_own_model(config):
-        model = replace(model, path=critic.model.path, override_config={})
+    if own is not None:
+        model = replace(model, path=own, override_config={})
     return CriticSpec(
         model=replace(
             actor,
@@ -126,11 +127,11 @@ def critic_spec(config: Config, actor: PolicySpec, total_steps: int) -> CriticSp
             dtype=critic.fsdp.dtype,
             reshard_after_forward=critic.fsdp.reshard_after_forward,
             train=True,
-            path_key="critic.model.path" if derived.critic_has_own_model(config) else actor.path_key,
+            path_key=actor.path_key if own is None else "critic.model.path",
         ),
         optim=critic.optim,
-        total_optimizer_steps=total_steps * derived.critic_updates_per_step(config),
-        seed=config.trainer.seed,
+        total_optimizer_steps=plan.sizes.critic_updates,
+        seed=plan.config.trainer.seed,
         cliprange_value=critic.cliprange_value,
         param_offload=critic.fsdp.param_offload,
         optimizer_offload=critic.fsdp.optimizer_offload,

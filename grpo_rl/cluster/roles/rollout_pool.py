@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from grpo_rl.cluster.processes.shared_memory_tracker import track_apart
+from grpo_rl.cluster.processes.worker_host import track_apart
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole

@@ -20,6 +20,7 @@ from grpo_rl.cluster.roles.reference_role import ReferenceRole
 from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
+from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
@@ -64,11 +65,11 @@ def echo(share: Batch, micro_batches: Sequence[Rows], *_: Any) -> torch.Tensor:
     return torch.cat([-share.select(list(rows)).rollout_logprobs_T for rows in micro_batches])
 
 
-def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorRole:
+def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> ActorRole:
     rule = MicroBatchRule(None, 2)
     settings = ActorConfig(**config)
     objective = Objective.from_config(settings)
-    return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, always_old=always_old, objective=objective)
+    return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, old_logprobs=old_logprobs, objective=objective)
 
 
 def empty_stats(share: Batch, update: Update) -> list[dict[str, float]]:
@@ -134,19 +135,16 @@ def test_the_reference_fills_both_columns_for_the_full_kl():
 # ---- old log-probs ----------------------------------------------------------------------------------
 
 
-def test_old_logprobs_are_left_out_where_one_update_makes_the_ratio_one():
+def test_old_logprobs_are_left_out_where_the_plan_has_none():
     ranks = Ranks(2, echo)
     batch = make_batch([(1, 2), (1, 2)], groups=[0, 1])
-    assert actor(ranks, ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
+    assert actor(ranks, "none", ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
     assert ranks.asked == []
 
 
-@pytest.mark.parametrize(
-    "settings", [{"ppo_mini_batch_size": 1}, {"ppo_mini_batch_size": 2, "ppo_epochs": 2}, {"always_old": True}]
-)
-def test_old_logprobs_are_computed_where_something_reads_them(settings):
+def test_old_logprobs_are_computed_where_the_plan_says_so():
     batch = make_batch([(1, 2), (2, 1)], groups=[0, 1])
-    out = actor(Ranks(2, echo), **settings).old_logprobs(batch)
+    out = actor(Ranks(2, echo), "actor", ppo_mini_batch_size=2).old_logprobs(batch)
     assert torch.equal(out.old_logprobs_T, -batch.rollout_logprobs_T)
 
 
@@ -273,8 +271,7 @@ def test_rejected_tokens_leave_every_count():
 
 def test_with_bypass_the_engines_logprobs_are_the_old_ones():
     ranks = Ranks(1, echo)
-    group = actor(ranks, ppo_mini_batch_size=1)
-    group.old_from_engine = True
+    group = actor(ranks, "engine", ppo_mini_batch_size=1)
     assert torch.equal(group.old_logprobs(INTERLEAVED).old_logprobs_T, INTERLEAVED.rollout_logprobs_T)
     assert ranks.asked == []
 
@@ -379,7 +376,7 @@ def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_
         return empty_stats(share, *rest) if isinstance(rest[0], Update) else echo(share, *rest)
 
     ranks = Ranks(2, answer)
-    group = actor(ranks, always_old=True, ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+    group = actor(ranks, old_logprobs="actor", ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
     batch = group.old_logprobs(INTERLEAVED)
     batch = with_advantages(batch).keep(batch.rollout_logprobs_T % 3 != 0)
     group.update(batch)
