@@ -1,4 +1,4 @@
-"""What flows through a training step: prompts, rollouts, and the batch that is trained on."""
+"""The values that flow through a training step: prompts, rollouts, and the batch that is trained on."""
 
 from __future__ import annotations
 
@@ -155,7 +155,10 @@ class Batch:
     rewards_N: Tensor
     rollout_logprobs_T: Tensor
     positions_T: Tensor = None  # type: ignore[assignment]
-    """Positions of the trained tokens in `token_ids_S`, ascending. Left out together with `trained_lengths_N`: all of every response."""
+    """Positions of the trained tokens in `token_ids_S`, ascending.
+
+    Left out together with `trained_lengths_N`: all of every response.
+    """
     trained_lengths_N: Tensor = None  # type: ignore[assignment]
     """The number of trained tokens of each rollout."""
     old_logprobs_T: Tensor | None = None
@@ -174,7 +177,7 @@ class Batch:
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
-    """The number of reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
+    """The number of reasoning steps of each rollout, only for estimators that read them."""
     step_ends_K: Tensor | None = None
     """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = None

@@ -1,4 +1,4 @@
-"""A batch dealt to the ranks of a worker set: sent once per step, asked in micro-batches, and the answers gathered again.
+"""A batch dealt to the ranks of a worker set: sent once per step, worked on in micro-batches, and gathered again.
 
 The rollouts are assigned to ranks once. Each rank's share goes into Ray's object store, and every call of the step (old
 log-probs, values, the update, a second try after a failure) only refers to it: which rows of the share make which
@@ -162,7 +162,10 @@ def per_token(cut: Cut, method: str, dealt: Dealt) -> Tensor:
 
 
 def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
-    """Return the rollouts of whole prompt groups, `num_groups` of them each, for one pass per seed; None keeps the prompts' order."""
+    """Return mini-batches of `num_groups` whole prompt groups, as rollouts: a pass over all groups for each seed.
+
+    A seed shuffles the groups of its pass; None keeps the prompts' order.
+    """
     groups = batch.group_N.unique()
     chosen: list[list[int]] = []
     for seed in seeds:
