@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -197,8 +198,18 @@ class Batch:
             raise ValueError("positions_T and trained_lengths_N come together")
         if self.positions_T is None:
             self.trained_lengths_N = self.response_lengths_N
-            starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
-            self.positions_T = _consecutive(starts_N, self.response_lengths_N)
+            self.positions_T = self._response_positions()
+
+    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Tensor]]]:
+        """Pickle the columns that are there; positions that are whole responses follow from the lengths."""
+        columns = {column.name: getattr(self, column.name) for column in dataclasses.fields(self)}
+        if torch.equal(self.positions_T, self._response_positions()):
+            columns["positions_T"] = columns["trained_lengths_N"] = None
+        return _batch_of, ({name: value for name, value in columns.items() if value is not None},)
+
+    def _response_positions(self) -> Tensor:
+        starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
+        return _consecutive(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -264,6 +275,10 @@ class Batch:
         if self.support_counts_T is not None:
             columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
         return columns
+
+
+def _batch_of(columns: dict[str, Tensor]) -> Batch:
+    return Batch(**columns)
 
 
 def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:

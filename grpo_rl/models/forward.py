@@ -57,10 +57,10 @@ class Sequences:
         if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
             raise ValueError("a trained token has no token of its own sequence before it that could predict it")
         return Sequences(
-            token_ids_S=token_ids_S.to(device),
+            token_ids_S=token_ids_S.to(device, torch.long),
             packing=Packing.of(lengths_N, device),
             predict_T=(positions_T - 1).to(device),
-            target_T=token_ids_S[positions_T].to(device),
+            target_T=token_ids_S[positions_T].to(device, torch.long),
             support_counts_T=support_counts_T,
             support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -160,3 +161,13 @@ def test_every_kept_token_still_names_itself_in_every_column(lengths, random):
 def test_positions_without_their_lengths_are_refused():
     with pytest.raises(ValueError, match="come together"):
         make_batch([(1, 1)]).replace(positions_T=None)
+
+
+def test_a_batch_travels_with_its_columns_and_positions_only_where_they_say_something():
+    whole, some = make_batch([(2, 1), (1, 40)]), several_turns()
+    for batch in (whole, some):
+        back = pickle.loads(pickle.dumps(batch))
+        for column in dataclasses.fields(Batch):
+            before, after = getattr(batch, column.name), getattr(back, column.name)
+            assert (before is None and after is None) or torch.equal(before, after), column.name
+    assert b"positions_T" in pickle.dumps(some) and b"positions_T" not in pickle.dumps(whole)

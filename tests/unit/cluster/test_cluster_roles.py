@@ -399,3 +399,17 @@ def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
     [steps] = run_update(batch, ppo_mini_batch_size=5)
     trained = torch.cat([part.trained_lengths_N for part in gathered(steps, 0)])
     assert int(trained.min()) > 0 and len(trained) == int((batch.trained_lengths_N > 0).sum()) < 15
+
+
+@pytest.mark.parametrize("rule", [MicroBatchRule(None, 1), MicroBatchRule(None, 4), MicroBatchRule(30, None)])
+def test_rollouts_that_stay_together_share_a_micro_batch_whatever_the_rule(rule):
+    units = [n // 3 for n in range(15)]
+    ranks = Ranks(2, empty_stats)
+    dealt = deal(ranks, INTERLEAVED, units=units)
+    assert sorted(dealt.lengths(range(15))) == sorted(
+        int(INTERLEAVED.sequence_lengths_N[3 * unit : 3 * unit + 3].sum()) for unit in range(5)
+    )
+    planned = dealt.micro_batches(range(15), rule)
+    together = [{share[row] for row in rows} for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank]
+    for unit in range(5):
+        assert sum({3 * unit, 3 * unit + 1, 3 * unit + 2} <= rows for rows in together) == 1
