@@ -17,10 +17,11 @@ from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole, actor_factory, reference_factory, rollout_factory
+from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
+from grpo_rl.cluster.roles.reference_role import ReferenceRole, reference_factory
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.plan.decisions import Plan, RoleName, RolePlan
 from grpo_rl.rollout.engine import EngineSpec
