@@ -191,7 +191,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
-    from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+    from grpo_rl.trainer.schedule import Context, Output, Roles
+    from grpo_rl.trainer.sync import SyncSchedule
 
     model, data = folder / "model", folder / "prompts.jsonl"
     composed = compose(
@@ -222,9 +223,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
         roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic)
-        trainer = SyncTrainer(
-            config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), total_steps=steps
-        )
+        context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
+        schedule = SyncSchedule(context)
         slot = cluster.actor_pool().slots()
         spec = EngineSpec.from_config(config, "cpu", model_path=str(model), cores=machine.num_cpus)
         bare_engine = cluster.group("bare_engine", slot, spec.threads)
@@ -243,8 +243,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         rows, captured = [], capture(rollout)
         for step in range(steps + 1):
             started = time.perf_counter()
-            trainer.step += 1
-            metrics = trainer.train_step()
+            context.step += 1
+            metrics = schedule.step()
             metrics["whole"] = time.perf_counter() - started
             batch = [(r.prompt.token_ids, r.response_ids, 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
             prompts = [prompt for prompt, _, _ in batch[::8]]
