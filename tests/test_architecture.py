@@ -45,7 +45,7 @@ NEIGHBOURS = {
     # What a role says it has written.
     ("protocols", "checkpoint"),
 }
-LONGEST_FILE = 300
+LONGEST_FILE = 500
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm/"),

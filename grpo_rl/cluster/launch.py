@@ -108,38 +108,39 @@ def train(launch: Launch, stack: ExitStack) -> None:
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
-    inputs = read_inputs(config, run_dir, console, stack)
+    inputs = read_inputs(plan, run_dir, console, stack)
+    plan = inputs.plan
     await_ray(connection, console)
     gc.enable()  # everything is imported
     folder = inputs.model_folder
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
         name = config.actor_rollout_ref.model.path
         folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
-    cluster = Cluster(config, plan.machine, folder, run_dir.logs, console, launch.status.count_restart)
+    cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
-    actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
+    started = start_roles(cluster, plan, inputs.tokenizer)
     launch.status.update(workers=cluster.pids())
-    connection.watch_nodes(raylets(cluster.slots()))
-    rewarder = inputs.models.beside(inputs.rules, scorers)
+    connection.watch_nodes(raylets(cluster.places()))
+    rewarder = inputs.models.beside(inputs.rules, started.scorers)
     stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
     stack.callback(sinks.close)
 
     context = Context(
         config,
-        Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
+        Roles(started.actor, started.rollout, rewarder, started.reference, started.critic, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
-        inputs.total_steps,
+        plan.sizes.total_steps or 0,
     )
     training = Run(context, schedule_of(config))
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    if actor is not None and config.trainer.export_at_end and not config.trainer.val_only:
+    if started.actor is not None and config.trainer.export_at_end and plan.trains:
         with console.progress("exporting the policy"):
-            actor.export(run_dir.model)
+            started.actor.export(run_dir.model)
     if training.step > 0:
         with console.progress("drawing the curves"):
             plot_curves(run_dir)

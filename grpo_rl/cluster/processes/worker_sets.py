@@ -1,4 +1,4 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure."""
+"""Worker sets: the processes of one role, called together, with a deadline and a clear cause for every failure."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Worker:
         ray.kill(self.actor)
 
 
-class WorkerGroup:
+class WorkerSet:
     """All processes of a role, in rank order."""
 
     def __init__(
@@ -138,7 +138,7 @@ class WorkerGroup:
         return self.locate(self.workers, timeout_s)
 
     def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
-        """`where`, for some of the group's processes."""
+        """`where`, for some of the processes."""
         places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
         for worker, (address, pid, _) in zip(workers, places, strict=True):
             worker.address, worker.pid = address, pid
@@ -158,7 +158,7 @@ class WorkerGroup:
         return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
 
     def shutdown(self) -> None:
-        """End all processes of the group."""
+        """End all processes of the set."""
         for worker in self.workers:
             worker.kill()
 
@@ -178,7 +178,7 @@ def wait_all(
 ) -> list[Any]:
     """The results of `refs`, one per worker, in order.
 
-    The first failure ends the wait: in a group that works in step, the others would only hang.
+    The first failure ends the wait: in a set that works in step, the others would only hang.
 
     Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
     ClusterError also at the deadline, naming who did not answer.
