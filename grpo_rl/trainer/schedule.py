@@ -10,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool
 from grpo_rl.telemetry.console import Console
-from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.progress import StepProgress
 from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Metrics, Rollout, Sampling
+
+if TYPE_CHECKING:
+    # The plan looks up the schedule, and need not wait for TensorBoard.
+    from grpo_rl.telemetry.metrics.sinks import Sinks
 
 Role = TypeVar("Role")
 VALIDATION = -1
