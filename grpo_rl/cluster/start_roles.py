@@ -194,7 +194,7 @@ def start_roles(
     for group, *_ in ranked:
         group.built()
 
-    pool = _make_pool(cluster, engines, actors, engine_spec, tokenizer)
+    pool = _make_pool(cluster, engines, actors, engine_spec)
     actor = make_actor(config, actors, objective, tokenizer)
     reference = None
     if references is not None:
@@ -203,9 +203,7 @@ def start_roles(
     return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
 
 
-def _make_pool(
-    cluster: Cluster, engines: SupervisedGroup, actors: SupervisedGroup, spec: EngineSpec, tokenizer: Any
-) -> ReplicaPool:
+def _make_pool(cluster: Cluster, engines: SupervisedGroup, actors: SupervisedGroup, spec: EngineSpec) -> ReplicaPool:
     """The rollout role over its engines, which take their weights from the actors."""
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
@@ -221,7 +219,7 @@ def _make_pool(
         verify_checksum=rollout.checkpoint_engine.verify_checksum,
         step_timeout_s=cluster.config.trainer.step_timeout_s,
     )
-    return ReplicaPool(replicas, transfer, decoder(tokenizer), options)
+    return ReplicaPool(replicas, transfer, options)
 
 
 def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tokenizer: Any) -> ActorGroup:

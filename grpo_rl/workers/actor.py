@@ -18,8 +18,8 @@ from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
-from grpo_rl.rollout.weights.senders import make_sender
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.saving import Saving
 from grpo_rl.workers.sharded_policy import (

@@ -109,7 +109,7 @@ class Ground:
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S)
         transfer = Transfer("object_store", actors, group, 1)
-        return ReplicaPool(Replicas(group, build, supervisor), transfer, str, options)
+        return ReplicaPool(Replicas(group, build, supervisor), transfer, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:
