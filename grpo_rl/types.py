@@ -296,14 +296,16 @@ class Batch:
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        token_index = self.token_index(index_K)
-        columns = self._token_columns(token_index)
-        for name in _columns_with("_N", "_NP"):
-            columns[name] = _at(getattr(self, name), index_K)
-        columns["token_ids_S"] = self.token_ids_S[segment_index(self.sequence_lengths_N, index_K)]
+        columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
+        lengths = {"_S": self.sequence_lengths_N, "_T": self.trained_lengths_N, "_TD": self.trained_lengths_N}
         if self.num_steps_N is not None:
-            step_index = segment_index(self.num_steps_N, index_K)
-            columns |= {name: _at(getattr(self, name), step_index) for name in _columns_with("_K")}
+            lengths["_K"] = self.num_steps_N
+        if self.support_counts_T is not None:
+            lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
+        for suffix, lengths_N in lengths.items():
+            begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K].tolist(), lengths_N[index_K].tolist()
+            for name in _columns_with(suffix):
+                columns[name] = _pieces(getattr(self, name), begin_K, size_K)
         # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
         starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
         moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
@@ -317,11 +319,13 @@ class Batch:
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
-        kept_before = torch.cat([torch.zeros(1, dtype=torch.long), keep_T.long().cumsum(0)])
-        ends_N = self.trained_lengths_N.cumsum(0)
+        token_index = keep_T.nonzero()[:, 0]
+        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
+        if self.support_counts_T is not None:
+            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
         return self.replace(
-            **self._token_columns(keep_T.nonzero()[:, 0]),
-            trained_lengths_N=kept_before[ends_N] - kept_before[ends_N - self.trained_lengths_N],
+            **columns,
+            trained_lengths_N=_segment_sums(keep_T, self.trained_lengths_N),
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,
@@ -334,13 +338,6 @@ class Batch:
     def token_index(self, index_K: Tensor | list[int]) -> Tensor:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
         return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
-
-    def _token_columns(self, token_index: Tensor) -> dict[str, Any]:
-        """Return the columns over trained tokens, at these of them."""
-        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
-        if self.support_counts_T is not None:
-            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
-        return columns
 
 
 def _batch_of(columns: dict[str, Tensor]) -> Batch:
@@ -357,6 +354,20 @@ def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     """Return start, start + 1, ... of each segment, one segment after the other."""
     within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
     return torch.repeat_interleave(starts_N, lengths_N) + within
+
+
+def _pieces(column: Tensor | None, begin_K: list[int], size_K: list[int]) -> Tensor | None:
+    """Return pieces of a column one after the other. They are copied whole: an index for every token would cost more."""
+    if column is None or not begin_K:
+        return None if column is None else column[:0]
+    return torch.cat([column.narrow(0, begin, size) for begin, size in zip(begin_K, size_K, strict=True)])
+
+
+def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
+    """Return the sum of each segment of a column of integers."""
+    before = torch.cat([torch.zeros(1, dtype=torch.long), x_T.long().cumsum(0)])
+    ends_N = lengths_N.cumsum(0)
+    return before[ends_N] - before[ends_N - lengths_N]
 
 
 def _columns_with(*suffixes: str) -> list[str]:
