@@ -9,7 +9,7 @@ import threading
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 5.0
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def why_unreachable() -> str | None:
@@ -19,7 +19,7 @@ def why_unreachable() -> str | None:
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in _PROXIES):
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):
         return None
     hub = urlsplit(constants.ENDPOINT)
     host, port = str(hub.hostname), hub.port or (80 if hub.scheme == "http" else 443)
