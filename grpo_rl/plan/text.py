@@ -13,12 +13,11 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.options import options_of
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.derived import MicroBatchRule, gen_batch_size
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
 from grpo_rl.rewards.combined import describe_models, describe_roles
-from grpo_rl.trainer import selection
 from grpo_rl.trainer.advantage import estimator_options
 
 WIDTH = 100
@@ -137,7 +136,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {sizes.rollouts_per_step:,} rollouts{greedy}, "
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
-    yield from selection.describe(config)
+    yield from _selection(config)
     yield (
         "update",
         f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -154,6 +153,33 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
     yield "ratio", _ratio(plan)
+
+
+def _selection(config: Config) -> Rows:
+    """Which of the groups are trained, and how prompts are drawn and retire."""
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable and groups.refill:
+        yield (
+            "keep",
+            f"groups whose {groups.metric} differs, refilled by {gen_batch_size(config)} prompts at a time to "
+            f"{data.train_batch_size} groups, {groups.max_num_gen_batches} batches at most; epochs pass faster",
+        )
+    elif groups.enable:
+        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
+    if data.retire_above is not None:
+        yield (
+            "retire",
+            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
+            "from the next epoch on",
+        )
+    if data.train_weights:
+        total = sum(data.train_weights)
+        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
+        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
+    if data.curriculum == "difficulty":
+        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
+    elif data.curriculum == "pass_rate":
+        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 
 def _ratio(plan: Plan) -> str:

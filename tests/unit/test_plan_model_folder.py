@@ -78,8 +78,9 @@ def write(folder: Path, **settings: Any) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def transformers_is_loaded() -> Iterator[None]:
     """Its import takes seconds on a busy machine, once for a process: the time of the checks is measured without it."""
-    import grpo_rl.models.load
     from transformers import AutoConfig, Qwen3Config
+
+    import grpo_rl.models.load
 
     assert AutoConfig and Qwen3Config and grpo_rl.models.load
     yield
@@ -106,7 +107,11 @@ def test_a_longer_context_of_the_engine_than_the_model_has_is_refused_by_its_own
 
 
 def test_an_embedded_model_has_positions_too() -> None:
-    words = ("data.max_prompt_length=2000", "data.max_response_length=49", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096")
+    words = (
+        "data.max_prompt_length=2000",
+        "data.max_response_length=49",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    )
     assert "max_position_embeddings=2048" in problem_of("builtin:arithmetic", *words)
 
 
