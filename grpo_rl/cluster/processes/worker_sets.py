@@ -12,7 +12,7 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.termination import end_process
+from grpo_rl.cluster.processes.termination import end_workers, kill_process
 from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
@@ -78,7 +78,7 @@ class Worker:
         return Worker(self.name, self.place, self.log_file)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
-        """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
+        """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def describe(self, error: Exception) -> str:
@@ -106,7 +106,7 @@ class Worker:
             self.verdict = verdict
         # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
         if self.pid is not None and self.address is not None:
-            end_process(self.pid, self.address)
+            kill_process(self.pid, self.address)
         ray.kill(self.actor)
 
 
@@ -159,8 +159,7 @@ class WorkerSet:
 
     def shutdown(self) -> None:
         """End all processes of the set."""
-        for worker in self.workers:
-            worker.kill()
+        end_workers(self.workers)
 
 
 def headline(text: str, *, at_end: bool) -> str:

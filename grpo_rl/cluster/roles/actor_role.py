@@ -14,7 +14,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
-from grpo_rl.cluster.processes.shared_memory_tracker import track_apart
+from grpo_rl.cluster.processes.worker_host import track_apart
 from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
