@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
-
-
-class Timer:
-    """Wall-clock seconds of named phases; `announce` is told the name of each as it begins."""
-
-    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
-        self.announce = announce
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        if self.announce is not None:
-            self.announce(phase)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
-
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def metrics(self) -> Metrics:
-        """`timing_s/<phase>` of every phase."""
-        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:

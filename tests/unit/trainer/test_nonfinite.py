@@ -10,7 +10,7 @@ from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import DivergedError
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.nonfinite import NonFiniteUpdates
+from grpo_rl.trainer.run import NonFiniteUpdates
 from grpo_rl.types import Counts, Prompt, Rollout
 from grpo_rl.workers.sharded_policy import step_optimizer
 
