@@ -74,6 +74,18 @@ def test_the_page_can_be_drawn_for_a_machine_that_is_not_there() -> None:
     assert "8 GPUs, 64 CPU cores" in page and "8 ranks, FSDP2 over NCCL" in page and "memory, estimated, per GPU" in page
 
 
+def test_only_the_roles_that_the_schedule_drives_start(tmp_path: Path) -> None:
+    file = tmp_path / "offline.py"
+    file.write_text(
+        "from grpo_rl.trainer.sync import SyncSchedule\n\n\n"
+        "class Offline(SyncSchedule):\n    roles = frozenset({'actor', 'reference'})\n"
+    )
+    plan = plan_of(f"trainer.schedule={file}:Offline", machine=EIGHT_GPUS)
+    assert started(plan) == ["actor", "reference"] and plan.engine is None
+    assert not plan.reward.rules and [need.role for need in plan.memory] == ["actor", "reference"]
+    assert not any(line.startswith("  rollout") for line in plan.render().splitlines())
+
+
 # ---- passes and sizes ----------------------------------------------------------------------------------
 
 
