@@ -134,7 +134,7 @@ def test_the_rows_that_the_data_turned_out_to_have_decide_the_steps() -> None:
 
 
 def test_the_objective_is_part_of_the_plan() -> None:
-    assert plan_of(f"{A}.clip_ratio_high=0.3").objective.clip_high == 0.3
+    assert "1.3" in plan_of(f"{A}.clip_ratio_high=0.3").objective.formula()
 
 
 # ---- validation only -----------------------------------------------------------------------------------
