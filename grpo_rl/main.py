@@ -15,7 +15,7 @@ from grpo_rl import faults
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.recipes import known_recipes
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
 
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
@@ -120,8 +120,9 @@ def _explain(error: GrpoRlError | Preempted) -> None:
     if not isinstance(error, ConfigError):
         kind = "stopped" if isinstance(error, Preempted) else "error"
         print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
-        # A worker's last words are in its log; the traceback of this process in its own.
-        for line in [*log_lines(error), *getattr(error, "__notes__", [])]:
+        # A worker's last words are in its log; the traceback of this process in its own. Bad rows are listed here.
+        details = [line.strip() for line in str(error).splitlines()[1:]] if isinstance(error, DataError) else log_lines(error)
+        for line in [*details, *getattr(error, "__notes__", [])]:
             print(redact(f"  {line}"), file=sys.stderr)
         return
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
