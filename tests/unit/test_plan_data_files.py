@@ -40,7 +40,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def plan_of(path: Path | str, *words: str, batch_size: int = 8) -> Plan:
-    base = [f"data.train_files={path}", "actor_rollout_ref.model.path=builtin:arithmetic", f"data.train_batch_size={batch_size}"]
+    base = [
+        f"data.train_files={path}",
+        "actor_rollout_ref.model.path=builtin:arithmetic",
+        f"data.train_batch_size={batch_size}",
+    ]
     started = time.perf_counter()
     try:
         return make_plan(compose([*base, "actor_rollout_ref.actor.ppo_mini_batch_size=8", *words]), CPU)
