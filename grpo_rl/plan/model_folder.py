@@ -75,7 +75,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
             settings = _builtin_settings(model.path)
         except ConfigError:
             return None  # reported by itself
-        return settings | dict(model.override_config)
+        return _overridden(settings, model.override_config) if model.override_config else settings
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         settings = _read_config(folder)
@@ -89,6 +89,18 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
     return dict(loaded.to_dict())
+
+
+def _overridden(settings: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """An embedded model's settings with the override. Raises ConfigError for a field that its family does not have."""
+    from transformers import AutoConfig
+
+    from grpo_rl.models.load import override_field
+
+    config = AutoConfig.for_model(settings["model_type"], head_dim=settings["head_dim"])
+    for key, value in override.items():
+        override_field(config, key, value)
+    return settings | override
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
