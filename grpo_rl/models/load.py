@@ -43,7 +43,7 @@ def load_config(
         what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     for key, value in (override or {}).items():
-        _override(config, key, value)
+        override_field(config, key, value)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1.0, 1):
             raise ConfigError(f"{where}: models with {key} are not supported yet")
@@ -70,7 +70,8 @@ def _names_own_code(config_file: Path) -> bool:
     return config_file.is_file() and "auto_map" in json.loads(config_file.read_text())
 
 
-def _override(config: Any, key: str, value: Any) -> None:
+def override_field(config: Any, key: str, value: Any) -> None:
+    """Set one field of a transformers config. Raises ConfigError for a field that it does not have, or of the wrong type."""
     where = f"actor_rollout_ref.model.override_config.{key}"
     if callable(getattr(config, key, len)) or isinstance(getattr(type(config), key, None), property):
         raise ConfigError(f"{where}: {type(config).__name__} has no such field")
