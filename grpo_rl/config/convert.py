@@ -188,7 +188,7 @@ def _float(value: Any) -> float:
 
 
 def _check_range(bounds: Range | None, number: float) -> None:
-    if bounds is None:
+    if bounds is None or (bounds.zero and number == 0):
         return
     inside = (
         (bounds.ge is None or number >= bounds.ge)
@@ -197,7 +197,8 @@ def _check_range(bounds: Range | None, number: float) -> None:
         and (bounds.lt is None or number < bounds.lt)
     )
     if not inside:
-        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}")
+        reason = f" ({bounds.reason})" if bounds.reason else ""
+        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}{reason}")
 
 
 def show(value: Any) -> str:

@@ -11,13 +11,13 @@ from functools import cache
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema import tree
-from grpo_rl.config.schema.fields import annotations_of, kind_of
+from grpo_rl.config.schema.fields import annotations_of, describe_range, kind_of, leaves
 from grpo_rl.config.schema.tree import Config
 
 _INTRODUCTION = """\
 # Configuration
 
-Generated from `grpo_rl/config/schema*.py` by `python -m grpo_rl.config.reference_page > docs/configuration.md`.
+Generated from `grpo_rl/config/schema/*.py` by `python -m grpo_rl.config.reference_page > docs/configuration.md`.
 
 A key is set on the command line (`trainer.save_freq=10`) or in a recipe, which is a YAML file with the same
 keys (`recipe=arithmetic/grpo`, or `recipe=path/to/my.yaml`). Later ones win: defaults, `conf/config.yaml`, the
@@ -34,7 +34,22 @@ no meaning here are refused with what to use instead, or accepted with the one v
 def reference() -> str:
     """The page as Markdown: a table per group, one row per key with its values, default and meaning."""
     tables = [_table(prefix, section) for prefix, section in _groups(Config, "") if _own_keys(section)]
-    return "\n".join([_INTRODUCTION, *tables])
+    return "\n".join([_INTRODUCTION, *tables, _reasons()])
+
+
+def _reasons() -> str:
+    """Each pair of bounds with the reason for it and the names of the keys that have it, as a table."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for key, leaf in leaves().items():
+        bounds = (leaf.kind.item or leaf.kind).range
+        if bounds is not None:
+            keys.setdefault((describe_range(bounds), bounds.reason), []).append(key.rpartition(".")[2])
+    rows = [
+        f"| {bounds} | {reason} | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} |"
+        for (bounds, reason), names in keys.items()
+    ]
+    title = "## Why numbers have these bounds\n"
+    return "\n".join([title, "| Bounds | Reason | Keys |", "|---|---|---|", *rows]) + "\n"
 
 
 def _groups(section: type, prefix: str) -> Iterator[tuple[str, type]]:

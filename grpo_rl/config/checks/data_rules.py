@@ -95,8 +95,6 @@ def _mixture(data: DataConfig) -> Iterator[str]:
         yield f"{shown}: a class of your own is one source; mix inside it, or leave out data.custom_cls"
     elif len(weights) != len(data.train_files):
         yield f"{shown}: {len(weights)} weights for {len(data.train_files)} entries of data.train_files; one for each"
-    if not all(0 < weight < float("inf") for weight in weights):
-        yield f"{shown}: each must be above 0 and finite; leave out the source that has 0"
     if data.train_max_samples > 0:
         yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
     if data.curriculum == "pass_rate":

@@ -9,6 +9,8 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 
 _NEAR = 100_000
+_MOST_ROLLOUTS = 2**24
+"""Above it the responses of one step alone (a few kB each) fill the memory of any machine."""
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
@@ -29,6 +31,12 @@ def problems_without_machine(config: Config) -> Iterator[str]:
 
 def _batches(config: Config) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    rollouts = derived.rollouts_per_step(config)
+    if rollouts > _MOST_ROLLOUTS:
+        yield (
+            f"data.train_batch_size={batch}: with actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} a step has "
+            f"{rollouts} responses, which the controller holds at once; at most {_MOST_ROLLOUTS}"
+        )
     if mini > batch:
         yield (
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: larger than the batch it is taken from, "

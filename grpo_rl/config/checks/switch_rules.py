@@ -60,7 +60,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+    if len(optim.betas) != 2:
         yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
         yield (

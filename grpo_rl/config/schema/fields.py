@@ -47,15 +47,15 @@ class Leaf:
 
 
 def describe_range(bounds: Range | None) -> str:
-    """`>= 1 and < 2`; empty where nothing is bounded. Infinity as a bound only says `finite`, which goes without saying."""
+    """Return the bounds as `>= 1 and < 2`, empty where there are none."""
     if bounds is None:
         return ""
     parts = []
     for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         bound = getattr(bounds, name)
-        if bound is not None and abs(bound) != float("inf"):
-            parts.append(f"{sign} {bound:g}")
-    return " and ".join(parts)
+        if bound is not None:
+            parts.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
+    return ("0, or " if bounds.zero else "") + " and ".join(parts)
 
 
 def kind_of(annotation: Any) -> Kind:

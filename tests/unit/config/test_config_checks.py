@@ -32,7 +32,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"data.seed": 5, "data.shuffle": False}, CPU, "data.seed=5", "data.shuffle=true"),
     ({"data.train_files": ["task:arithmetic", "hf:openai/gsm8k"]}, CPU, "data.train_files=hf:openai/gsm8k", "split=train"),
     ({"data.train_weights": [0.5, 0.5]}, CPU, "data.train_weights=[0.5,0.5]", "2 weights for 1 entries"),
-    ({"data.train_weights": [0.0]}, CPU, "data.train_weights=[0]", "above 0"),
     ({"data.train_weights": [1.0], "data.train_max_samples": 64}, CPU, "data.train_weights=[1]", "train_max_samples"),
     ({"data.train_weights": [1.0], "data.curriculum": "pass_rate"}, CPU, "data.train_weights=[1]", "dynamic_weights"),
     ({"data.train_weights": [1.0], "data.dynamic_weights": True}, CPU, "data.dynamic_weights=true", "two sources"),
@@ -131,8 +130,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({f"{A}.data_loader_seed": 1}, CPU, f"{A}.data_loader_seed=1", "shuffle=true"),
     # optimizer
     ({f"{A}.optim.betas": [0.9]}, CPU, f"{A}.optim.betas=[0.9]", "two numbers"),
-    ({f"{A}.optim.betas": [0.9, 1.0]}, CPU, f"{A}.optim.betas=[0.9,1.0]", "< 1"),
-    ({f"{A}.optim.betas": [-0.1, 0.9]}, CPU, f"{A}.optim.betas", ">= 0"),
     ({f"{A}.optim.min_lr_ratio": 0.1}, CPU, f"{A}.optim.min_lr_ratio=0.1", "lr_scheduler_type=linear or cosine"),
     (
         {f"{A}.optim.lr_warmup_steps": 5, f"{A}.optim.lr_warmup_steps_ratio": 0.1},
@@ -251,7 +248,7 @@ def test_everything_wrong_is_reported_together() -> None:
     keys = {
         "trainer.save_freq": 0,
         f"{R}.max_model_len": 1,
-        f"{A}.optim.betas": [1],
+        f"{A}.optim.betas": [0.5],
         "data.train_files": ["none.csv"],
         f"{V}.n": 2,
     }
