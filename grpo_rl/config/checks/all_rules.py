@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from grpo_rl.config.checks import (
     algorithm_rules,
     data_rules,
+    engine_arguments,
     input_rules,
     name_rules,
     reward_rules,
@@ -31,6 +32,7 @@ def check(config: Config, machine: Machine) -> list[str]:
         *size_rules.problems(config, machine),
         *switch_rules.problems(config),
         *security_rules.problems(config),
+        *engine_arguments.problems(config),
         *algorithm_rules.problems(config),
         *name_rules.problems(config),
         *reward_rules.problems(config, machine),
@@ -56,6 +58,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         *size_rules.problems_without_machine(config),
         *switch_rules.problems(config),
         *security_rules.problems(config),
+        *engine_arguments.problems(config),
         *algorithm_rules.problems(config),
         *name_rules.problems(config),
     ]
