@@ -10,12 +10,13 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import layers, overrides, recipes, secrets
+from grpo_rl.config import layers, overrides, recipes, relative_paths, secrets
 from grpo_rl.config.checks import all_rules, security_rules
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.schema.fields import free_mapping, leaves
@@ -37,6 +38,8 @@ class Composed:
     """Nothing was named, so the embedded model learns the embedded task."""
     overrides: tuple[str, ...]
     """What was typed, secrets hidden."""
+    notes: tuple[str, ...] = ()
+    """What was given and has no meaning here: one line each, for the plan."""
 
     def yaml(self) -> str:
         """`resolved` as a YAML file that can be given again as `recipe=FILE`."""
@@ -57,7 +60,8 @@ def compose(argv: Sequence[str]) -> Composed:
     recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
     if recipe_is_default:
         recipe_name = recipes.DEFAULT_RECIPE
-    recipe = layers.of_recipe(recipe_name, problems) if recipe_name is not None else ()
+    notes = list(line.notes)
+    recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else ()
     composed = layers.compose(recipe, line.overrides, problems)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
@@ -75,6 +79,7 @@ def compose(argv: Sequence[str]) -> Composed:
         recipe=recipe_name,
         recipe_is_default=recipe_is_default,
         overrides=tuple(_hide_secret(word) for word in argv),
+        notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
 
 
@@ -159,7 +164,8 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
     assert isinstance(shareable, dict)
-    return shareable
+    # The file is a recipe in another folder, and has to mean the same there.
+    return relative_paths.from_folder(shareable, Path.cwd())
 
 
 def _escaped(value: Any) -> Any:

@@ -58,7 +58,7 @@ def value_problem(key: str, value: Any) -> str | None:
 def unknown_key(key: str, where: str = "") -> str:
     """The line for a key that is not in the schema, with the nearest ones."""
     near = nearest(key)
-    if near == [key]:
+    if near == (key,):
         hint = "Dots do not nest in a YAML file: write each part on its own, indented line."
     elif near:
         hint = f"Did you mean {' or '.join(near)}?"

@@ -21,6 +21,10 @@ from grpo_rl.config.verl import verl_answers
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 _LONGEST_KEY = 200
+_MOST_WORDS = 1000
+_MOST_CHARACTERS = 1_000_000
+MOST_PROBLEMS = 200
+"""Problems that are looked for; with so many, the rest follows from the first."""
 _AMBIGUOUS = re.compile(r"[+-]?(0\d[\d_]*|\d[\d_]*_[\d_]*)")
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _RESOLVERS = ("oc.env", "oc.select")
@@ -38,12 +42,24 @@ class CommandLine:
     cleared: list[str] = field(default_factory=list)
     """Free mappings that were assigned `{}`, which in Hydra adds nothing and clears nothing."""
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Words that are taken and have no meaning here, a line for each."""
 
 
 def read(words: list[str]) -> CommandLine:
-    """The command line taken apart. Never raises for what a user typed: see `problems`."""
+    """Return the command line taken apart. Never raises for what a user typed: see `problems`."""
     line = CommandLine()
+    size = sum(map(len, words))
+    if len(words) > _MOST_WORDS or size > _MOST_CHARACTERS:
+        line.problems.append(
+            f"the command line has {len(words)} settings and {size} characters: at most {_MOST_WORDS} and {_MOST_CHARACTERS}; "
+            "write them into a file and name it, as recipe=my.yaml"
+        )
+        return line
     for word in words:
+        if len(line.problems) >= MOST_PROBLEMS:
+            line.problems.append(f"and more: after {MOST_PROBLEMS} problems the other words were not looked at")
+            break
         match = _WORD.fullmatch(word)
         assert match is not None
         sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
@@ -121,6 +137,7 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
         answers = verl_answers.refusals(key, content)
         if answers is not None:
             line.problems += answers
+            line.notes += verl_answers.notes(key, content)
         elif above:
             line.problems.append(f"{key}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:

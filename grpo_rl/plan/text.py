@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
@@ -42,7 +43,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         "one training step": _step(config, plan),
         "objective": _objective(config, plan),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(config, plan, size),
-        "notes": _notes(config, plan),
+        "notes": chain(_notes(config, plan), (("", note) for note in composed.notes)),
     }
     lines = []
     for title, rows in sections.items():

@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from grpo_rl.config.schema.tree import Config, Range
@@ -123,24 +124,41 @@ def free_mapping(key: str) -> str | None:
     return None
 
 
+_NEAR = 0.75
 _LONGEST_GUESS = 200
 """Comparing is quadratic in the length, and nobody meant a key of 10,000 characters."""
 
 
-def nearest(key: str, limit: int = 3) -> list[str]:
-    """Keys that somebody who typed `key` may have meant, the likeliest first."""
+@lru_cache(maxsize=1024)
+def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
+    """Return the keys that somebody who typed `key` may have meant, the likeliest first."""
     key = key[:_LONGEST_GUESS]
     last = key.rpartition(".")[2]
-    alike = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in leaves()}
     same_name = [name for name in leaves() if name.rpartition(".")[2] == last]
     if same_name:
-        return sorted(same_name, key=lambda name: -alike[name])[:limit]
+        alike = _alike(key, same_name, 0.0)
+        return tuple(sorted(same_name, key=lambda name: -alike[name])[:limit])
+    alike = _alike(key, leaves(), _NEAR)
     # A right name in the wrong group is as near as a misspelt name in the right one.
+    by_name = _alike(last, {name.rpartition(".")[2] for name in leaves()}, _NEAR)
     for name in leaves():
-        alike[name] = max(alike[name], difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio())
+        alike[name] = max(alike.get(name, 0.0), by_name.get(name.rpartition(".")[2], 0.0))
     best = max(alike.values())
-    near = [name for name, score in alike.items() if score >= max(0.75, best - 0.05)]
-    return sorted(near, key=lambda name: -alike[name])[:limit]
+    near = [name for name, score in alike.items() if score >= max(_NEAR, best - 0.05)]
+    return tuple(sorted(near, key=lambda name: -alike[name])[:limit])
+
+
+def _alike(text: str, names: Iterable[str], least: float) -> dict[str, float]:
+    """Return how alike `text` and each name are, from 0 to 1; names that are less than `least` are left out."""
+    # The matcher prepares its second text once; its two quick ratios are upper bounds that spare most comparisons.
+    matcher = difflib.SequenceMatcher(None)
+    matcher.set_seq2(text)
+    found = {}
+    for name in names:
+        matcher.set_seq1(name)
+        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least and (score := matcher.ratio()) >= least:
+            found[name] = score
+    return found
 
 
 def siblings(key: str) -> list[str]:
