@@ -14,7 +14,6 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.options import check_options, options_of, own_options
-from grpo_rl.config import derived
 from grpo_rl.config.checks import algorithm_rules
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
@@ -41,19 +40,6 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
     if data.retire_above is not None:
         yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)
-
-
-def needs_critic(config: Config) -> bool:
-    """Whether the estimator reads a critic's values."""
-    return needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).values
-
-
-def recomputes_old_logprobs(config: Config) -> bool:
-    """Whether the actor has to compute old log-probs: also where the loss chooses tokens by them, or rollouts are corrected."""
-    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    if correction.bypass_mode:
-        return False
-    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection or correction.active
 
 
 def objective_of(config: Config) -> Objective:
