@@ -31,7 +31,7 @@ def problems_without_machine(config: Config) -> Iterator[str]:
 
 def _batches(config: Config) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    rollouts = derived.rollouts_per_step(config)
+    rollouts = batch * config.actor_rollout_ref.rollout.n
     if rollouts > _MOST_ROLLOUTS:
         yield (
             f"data.train_batch_size={batch}: with actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} a step has "

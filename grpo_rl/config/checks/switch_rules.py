@@ -90,6 +90,7 @@ def _validation(config: Config) -> Iterator[str]:
             yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
         if trainer.val_only:
             yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+        return
     values, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
     if values.top_k == 0:
         yield f"{key}.top_k=0: would leave no token; -1 takes all"
@@ -135,6 +136,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         **data_rules.switches(config),
+        **_engine_switches(config),
         **_run_switches(config),
         "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
@@ -163,6 +165,17 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
+    }
+
+
+def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """The same for sampling: what only vLLM has, and what only validation reads."""
+    r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
+    of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
+    of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
+    return {
+        **{f"{r}.{name}": (rollout.name != "hf", f"is of {r}.name=vllm, and it is hf") for name in of_vllm},
+        **{key: (bool(config.data.val_files), "needs data.val_files: only validation reads it") for key in of_validation},
     }
 
 

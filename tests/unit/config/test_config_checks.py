@@ -15,6 +15,7 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.derived import Machine
 
 V = f"{R}.val_kwargs"
+VAL = {"data.val_files": ["task:arithmetic"]}
 ONE_GPU = Machine(num_gpus=1, num_cpus=8, device="cuda")
 NO_GPU_FOUND = Machine(num_gpus=0, num_cpus=8, device="cuda")
 CLUSTER = Machine(num_gpus=0, num_cpus=8, device="cuda", cluster=True)
@@ -138,11 +139,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "no effect",
     ),
     # validation
-    ({f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
-    ({f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
-    ({f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
-    ({f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
-    ({f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
+    ({**VAL, f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
+    ({**VAL, f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
+    ({**VAL, f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
+    ({**VAL, f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
+    ({**VAL, f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
     ({f"{R}.top_k": 0}, CPU, f"{R}.top_k=0", "-1"),
     ({f"{R}.top_p": 0.8}, CPU, f"{R}.top_p=0.8", "top_k"),
     ({f"{R}.min_p": 0.1}, CPU, f"{R}.min_p=0.1", "top_k"),
@@ -154,7 +155,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{R}.fp32_lm_head=true",
         "rollout.name=vllm",
     ),
-    ({f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
+    ({**VAL, f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
     ({"trainer.test_freq": 5}, CPU, "trainer.test_freq=5", "data.val_files"),
     ({"trainer.test_freq": 0}, CPU, "trainer.test_freq=0", "-1"),
     ({"trainer.val_only": True}, CPU, "trainer.val_only=true", "data.val_files"),
@@ -250,6 +251,7 @@ def test_everything_wrong_is_reported_together() -> None:
         f"{R}.max_model_len": 1,
         f"{A}.optim.betas": [0.5],
         "data.train_files": ["none.csv"],
+        **VAL,
         f"{V}.n": 2,
     }
     starts = ["data.train_files=none.csv", f"{R}.max_model_len=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
@@ -288,7 +290,7 @@ RUNS: list[tuple[dict[str, Any], Machine]] = [
     ({"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}, CPU),
     ({f"{A}.use_kl_loss": False, f"{A}.kl_loss_coef": 0.0, "algorithm.kl_ctrl.kl_coef": 0.0}, CPU),
     ({f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}, CPU),
-    ({f"{V}.do_sample": True, f"{V}.temperature": 1.0, f"{V}.top_p": 0.7, f"{V}.n": 4}, CPU),
+    ({**VAL, f"{V}.do_sample": True, f"{V}.temperature": 1.0, f"{V}.top_p": 0.7, f"{V}.n": 4}, CPU),
     ({f"{R}.top_p": 0.8, f"{R}.min_p": 0.05, f"{R}.top_k": 50}, CPU),
     ({f"{R}.top_p": 0.8, f"{R}.name": "hf"}, CPU),
     ({f"{R}.fp32_lm_head": True, f"{R}.dtype": "bfloat16"}, CPU),

@@ -10,7 +10,7 @@ from config_tools import CPU, A, R
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections
 from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, notes, refusals
-from grpo_rl.plan.decisions import make_plan
+from grpo_rl.plan.make import make_plan
 
 GRPO_COMMAND = """
 algorithm.adv_estimator=grpo

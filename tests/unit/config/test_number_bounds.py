@@ -15,7 +15,7 @@ from grpo_rl.config.reference_page import reference
 from grpo_rl.config.schema.fields import Leaf, leaves
 from grpo_rl.config.schema.kinds import Range
 from grpo_rl.errors import ConfigError
-from grpo_rl.plan.decisions import make_plan
+from grpo_rl.plan.make import make_plan
 
 NUMBERS = {key: leaf for key, leaf in leaves().items() if (leaf.kind.item or leaf.kind).base in (int, float)}
 EXTREMES = (0, -1, 1e-320, 1e-300, 1e300, 1e308, 1e12, 10**11, 10**12, 2**31, math.inf, -math.inf, math.nan)
