@@ -1,4 +1,4 @@
-"""The layers that Hydra lays over each other: the schema's defaults, `conf/config.yaml`, a recipe with those it builds on, words."""
+"""The layers that Hydra lays over each other: defaults, `conf/config.yaml`, a recipe after those it builds on, the command line."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from grpo_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A recipe as Hydra is given it."""
+    """A recipe in the form that Hydra takes."""
 
     option: str
     text: str
-    """The node as text: what tells two layers apart."""
+    """The node as text, by which layers are compared."""
     node: dict[str, Any] = field(compare=False)
 
 
@@ -54,7 +54,7 @@ def of_recipe(name: str, problems: list[str], notes: list[str]) -> tuple[Layer, 
 
 
 def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str]) -> DictConfig:
-    """What Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
+    """Return what Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
     folder = recipes.folder("conf").absolute()
     try:
         composed = copy.deepcopy(_below_the_words(str(folder), (folder / "config.yaml").read_text(encoding="utf-8"), layers))
@@ -68,7 +68,7 @@ def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list
 
 @lru_cache(maxsize=32)
 def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictConfig:
-    """Defaults, `config.yaml` (its `text`) and the recipe: a tenth of a second of Hydra's, so once for the same ones."""
+    """Return defaults, `config.yaml` (its `text`) and the recipe, composed. Hydra takes a tenth of a second, so equal ones are kept."""
     store = ConfigStore.instance()
     store.store("schema", _plain_defaults())
     for layer in layers:
@@ -79,7 +79,7 @@ def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictC
 
 
 def _apply(word: Override, composed: DictConfig) -> None:
-    """What Hydra makes of `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
+    """Change `composed` as Hydra does for `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
     key = word.key_or_group
     if word.is_delete():
         if OmegaConf.select(composed, key, throw_on_missing=False) is None:
@@ -124,6 +124,6 @@ def _plain_defaults() -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """Return the first line of an exception's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -24,13 +24,13 @@ from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 OWN_FILE = "own_file"
-"""Name under which Hydra knows a recipe that lies outside recipes/."""
+"""The name under which Hydra knows a recipe that lies outside recipes/."""
 
 _PARENT = "/recipe/"
 _LARGEST = 100_000
-"""Entries of a recipe, aliases unfolded."""
+"""The most entries of a recipe, aliases unfolded."""
 _LARGEST_FILE = 1_000_000
-"""Bytes; a full configuration has 15,000."""
+"""The most bytes of a recipe; a full configuration has 15,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Recipe:
     """A recipe as it was read: its keys, and the recipes that it builds on (listed under `defaults`)."""
 
     name: str
-    """As the user names it."""
+    """The name that the user gave."""
     option: str
-    """As Hydra names it, below the group `recipe`."""
+    """The name in Hydra's group `recipe`."""
     content: dict[str, Any]
     parents: tuple[str, ...] = ()
     folder: Path | None = None
     """Where relative paths in a file of the user's start; None for recipes of the package, whose paths are the user's to fill."""
 
     def node(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What Hydra is given: `content` with the list of parents before it."""
+        """Return the node for Hydra: `content` with the list of parents before it."""
         if not self.parents:
             return dict(content)
         return {"defaults": [*(_PARENT + parent for parent in self.parents), "_self_"], **content}
@@ -63,13 +63,13 @@ def folder(name: str) -> Path:
 
 
 def known_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     root = folder("recipes")
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
 
 
 def read(name: str) -> Recipe:
-    """The recipe called `name` (`arithmetic/grpo`), or the file at that path (`./my.yaml`).
+    """Return the recipe called `name` (`arithmetic/grpo`), or the file at that path (`./my.yaml`).
 
     Raises ConfigError with the list of recipes for an unknown name, and for a file that is no YAML mapping.
     """
@@ -145,7 +145,7 @@ def _place(error: Exception) -> str:
 
 
 def _may_be_meant(key: str) -> bool:
-    """Whether a recipe's outermost key is one of the configuration or of verl, or looks like a misspelt one."""
+    """Return whether a recipe's outermost key is one of the configuration or of verl, or looks like a misspelt one."""
     known = {"defaults", *(name.partition(".")[0] for name in (*sections(), *ANSWERS))}
     outer = key.partition(".")[0]
     return outer in known or bool(difflib.get_close_matches(outer[:100], known, n=1, cutoff=0.7))

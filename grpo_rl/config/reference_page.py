@@ -39,13 +39,13 @@ people set it by habit (sizes of passes that do not exist), named in the plan.
 
 
 def reference() -> str:
-    """The page as Markdown: a table per group, one row per key with its values, default and meaning."""
+    """Return the page as Markdown: a table per group, one row per key with its values, default and meaning."""
     tables = [_table(prefix, section) for prefix, section in _groups(Config, "") if _own_keys(section)]
     return "\n".join([_INTRODUCTION, *tables, _reasons()])
 
 
 def _reasons() -> str:
-    """Each pair of bounds with the reason for it and the names of the keys that have it, as a table."""
+    """Return each pair of bounds with the reason for it and the names of the keys that have it, as a table."""
     keys: dict[tuple[str, str], list[str]] = {}
     for key, leaf in leaves().items():
         bounds = (leaf.kind.item or leaf.kind).range
@@ -60,7 +60,7 @@ def _reasons() -> str:
 
 
 def _groups(section: type, prefix: str) -> Iterator[tuple[str, type]]:
-    """Each group of keys with its dotted prefix, outer ones first."""
+    """Yield each group of keys with its dotted prefix, outer ones first."""
     yield prefix, section
     for name, annotation in annotations_of(section).items():
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
@@ -85,7 +85,7 @@ def _table(prefix: str, section: type) -> str:
 
 @cache
 def meanings() -> dict[str, dict[str, str]]:
-    """The doc string under each field, by class and field, on one line."""
+    """Return the doc string under each field, by class and field, on one line."""
     found: dict[str, dict[str, str]] = {}
     modules = {sys.modules[vars(tree)[name].__module__] for name in tree.__all__ if name.endswith("Config")}
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]

@@ -14,7 +14,7 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow
 
 
 def problems(config: Config) -> Iterator[str]:
-    """What is wrong in `data`."""
+    """Yield what is wrong in `data`."""
     data = config.data
     if not data.train_files and not config.trainer.val_only:
         yield (
@@ -109,7 +109,7 @@ def _curriculum(data: DataConfig) -> Iterator[str]:
 
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Keys of the data that need another setting: whether it is there, and what to say where it is not."""
+    """Return the keys of the data that need another setting: whether it is there, and the reason to give where it is not."""
     data = config.data
     by_rate = data.curriculum == "pass_rate" or data.dynamic_weights
     passes = data.retire_above is not None or by_rate

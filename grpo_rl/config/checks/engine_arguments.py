@@ -228,7 +228,7 @@ def _hf_argument(name: str, value: Any) -> Iterator[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value is no mapping (vLLM makes whole configurations, which may name code, of those)."""
+    """Return whether the value is no mapping (vLLM makes whole configurations, which may name code, of those)."""
     if isinstance(value, list):
         return all(_is_plain(entry) for entry in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -15,7 +15,7 @@ _RESUMABLE = ("model", "optimizer", "extra")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Contradictions, and every setting without an effect."""
+    """Yield contradictions, and every setting without an effect."""
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
@@ -121,7 +121,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
-    """Keys that need another setting: whether it is there, and what to say where it is not."""
+    """Return the keys that need another setting: whether it is there, and the reason to give where it is not."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     algorithm = config.algorithm
     adaptive = algorithm.kl_ctrl.type == "adaptive"
@@ -164,12 +164,13 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        f"{r}.hf.batched": (rollout.name == "hf", f"is of the transformers engine, and {r}.name={rollout.name}"),
         f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
     }
 
 
 def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """The same for sampling: what only vLLM has, and what only validation reads."""
+    """Return the same for sampling: what only vLLM has, and what only validation reads."""
     r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
     of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
@@ -180,7 +181,7 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
 
 
 def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """The same for rewards, the run and Ray."""
+    """Return the same for rewards, the run and Ray."""
     trainer = config.trainer
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
@@ -228,7 +229,7 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def value_of(config: Config, key: str) -> object:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)

@@ -27,7 +27,7 @@ class Kind:
     item: Kind | None = None
 
     def describe(self) -> str:
-        """The rule as a person says it: `a whole number >= 1, or null`."""
+        """Return the rule in words: `a whole number >= 1, or null`."""
         if self.choices:
             text = "one of " + ", ".join(self.choices)
         elif self.item is not None:
@@ -60,7 +60,7 @@ def describe_range(bounds: Range | None) -> str:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The Kind that a field's annotation stands for."""
+    """Return the Kind that a field's annotation stands for."""
     if get_origin(annotation) in (typing.Union, types.UnionType):
         inner = [part for part in get_args(annotation) if part is not type(None)]
         assert len(inner) == 1, f"a key takes one type or null: {annotation}"
@@ -81,14 +81,14 @@ def kind_of(annotation: Any) -> Kind:
 
 @cache
 def annotations_of(section: type) -> dict[str, Any]:
-    """The section's fields and their annotations, in the order in which they are written."""
+    """Return the section's fields and their annotations, in the order in which they are written."""
     hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of the schema by its full dotted name."""
+    """Return every key of the schema by its full dotted name."""
     return {leaf.key: leaf for leaf in _leaves(Config, Config(), "")}
 
 
@@ -106,7 +106,7 @@ def _leaves(section: type, defaults: Any, prefix: str) -> list[Leaf]:
 
 @cache
 def sections() -> frozenset[str]:
-    """The dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
+    """Return the dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
     names = set()
     for key in leaves():
         parts = key.split(".")[:-1]
@@ -115,7 +115,7 @@ def sections() -> frozenset[str]:
 
 
 def free_mapping(key: str) -> str | None:
-    """The key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    """Return the key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         leaf = leaves().get(".".join(parts[:depth]))
@@ -126,7 +126,7 @@ def free_mapping(key: str) -> str | None:
 
 _NEAR = 0.75
 _LONGEST_GUESS = 200
-"""Comparing is quadratic in the length, and nobody meant a key of 10,000 characters."""
+"""The characters of a key that are compared: comparing is quadratic in the length."""
 
 
 @lru_cache(maxsize=1024)
@@ -162,7 +162,7 @@ def _alike(text: str, names: Iterable[str], least: float) -> dict[str, float]:
 
 
 def siblings(key: str) -> list[str]:
-    """Names of all keys directly in the group that `key` would lie in; none where there is no such group."""
+    """Return the names of all keys directly in the group that `key` would lie in; none where there is no such group."""
     group = key.rpartition(".")[0]
     names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
     return list(dict.fromkeys(names))

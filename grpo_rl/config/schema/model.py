@@ -222,13 +222,20 @@ class WeightSyncConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HfEngineConfig:
+    batched: bool = True
+    """false: each response is sampled in forward passes of its own, many times slower, and is the same to the last bit
+    whichever replica samples it beside whichever others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutConfig:
     name: str = "vllm"
-    """Engine: vllm, or hf (transformers generate; slow, for debugging)."""
+    """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and where vLLM is missing)."""
     n: Responses = 8
     """Responses per prompt: the group of GRPO."""
     temperature: Temperature = 1.0
-    """Of sampling; the trainer's log-probs are taken at the same temperature."""
+    """Temperature of sampling; the trainer's log-probs are taken at the same one."""
     top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens with at least this probability; the trainer's log-probs are of the same set."""
     top_k: TopK = -1
@@ -275,6 +282,7 @@ class RolloutConfig:
     """Most tokens per such pass; null: as actor.ppo_max_token_len_per_gpu."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    hf: HfEngineConfig = field(default_factory=HfEngineConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of speed and memory for the engine's constructor, by engine name: {vllm: {block_size: 32}}. What another key owns, and what loads code, is refused."""
 

@@ -91,7 +91,7 @@ class JudgeConfig:
     max_tokens: Length = 512
     """Longest answer."""
     temperature: TemperatureOrGreedy = 0.0
-    """Of its answers."""
+    """Sampling temperature of its answers; 0 is greedy."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, e.g. {response_format: {type: json_object}}."""
     max_concurrency: Requests = 16

@@ -16,7 +16,7 @@ from grpo_rl.config.verl.keys import ANSWERS, Answer
 
 
 def answer_for(key: str) -> Answer | None:
-    """The answer for `key` or for the nearest group that it lies in; None where nothing is known of it."""
+    """Return the answer for `key` or for the nearest group that it lies in; None where verl has no such key."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         answer = ANSWERS.get(".".join(parts[:length]))
@@ -27,7 +27,7 @@ def answer_for(key: str) -> Answer | None:
 
 
 def refusals(key: str, value: Any, where: str = "") -> list[str] | None:
-    """Why verl's `key` cannot have `value` here: one line per refused key, none if it is right.
+    """Return why verl's `key` cannot have `value` here: one line per refused key, none if it is right.
 
     `value` may be a mapping of keys below `key`. None means that verl has no such key either.
     """
@@ -69,7 +69,7 @@ def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _same(value: Any, right: Any) -> bool:
-    """Equality in any spelling: True and "true", 1 and 1.0 and "1"; but True is not 1."""
+    """Return whether two values are equal in any spelling: True and "true", 1 and 1.0 and "1"; but True is not 1."""
     if isinstance(right, bool) or isinstance(value, bool):
         return str(value).lower() == str(right).lower()
     if isinstance(right, int | float):
