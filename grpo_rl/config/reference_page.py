@@ -25,15 +25,16 @@ recipe, the command line. `~trainer.save_freq` goes back to the default, `${trai
 of another key, `${oc.env:NAME}` that of an environment variable (which is not written into the run's folder).
 A recipe builds on another with `defaults: [/recipe/arithmetic/grpo]`.
 
-A relative path on the command line starts at the current folder. In a recipe file that you name (`recipe=./my.yaml`)
-paths of data, models, rewards, losses and templates start at the file's own folder, so that the file means the same from
-anywhere; `trainer.default_local_dir`, where runs are made, starts at the current folder everywhere. In the package's own
-recipes paths such as `data/gsm8k/train.parquet` start at the current folder. The `config.yaml` of a run has absolute ones.
+A relative path on the command line starts at the current folder. In a recipe file that you name
+(`recipe=./my.yaml`) paths of data, models, rewards, losses and templates start at the file's own folder, so that it
+means the same from anywhere; `trainer.default_local_dir`, where runs are made, starts at the current folder always.
+In the package's own recipes paths such as `data/gsm8k/train.parquet` start at the current folder. The `config.yaml`
+of a run has absolute ones.
 
 Keys and meanings are verl's. A key that is not here is refused, with the nearest ones. A key of verl's that has no
-meaning here is refused with what to use instead where it changes what is learned; where it bears on speed, memory or
-logs only, it is taken, and the plan has a line for it. A setting that another one switches off is refused, or, where
-people set it by habit (sizes of passes that do not exist), named in the plan.
+meaning here is refused with what to use instead where it changes what is learned; where it bears on speed, memory
+or logs only, it is taken, and the plan has a line for it. A setting that another one switches off is refused, or,
+where people set it by habit (sizes of passes that do not exist), named in the plan.
 `--cfg` prints the whole configuration, `trainer.dry_run=true` what a run would do.
 """
 
