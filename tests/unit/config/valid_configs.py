@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from config_tools import A, R, values_of
+from config_tools import CPU, A, R, values_of
 from hypothesis import strategies as st
 
 from grpo_rl.config.checks.algorithm_table import ESTIMATORS
@@ -20,6 +20,7 @@ _FREE = (
     "data.filter_overlong_prompts", "data.truncation", "algorithm.mask_truncated",
     "actor_rollout_ref.model.enable_gradient_checkpointing", "actor_rollout_ref.model.lm_head_chunk_tokens",
 )  # fmt: skip
+_OF_VLLM = (f"{R}.enable_prefix_caching",)
 _NO_GROUP = sorted(
     name for name, facts in ESTIMATORS.items() if not set(facts["needs"]) & {"group", "values", "steps", "parts"}
 )
@@ -45,12 +46,16 @@ def valid_settings(draw: st.DrawFn) -> dict[str, Any]:
         "data.max_response_length": response,
         "algorithm.adv_estimator": draw(st.sampled_from(_NO_GROUP if n == 1 else _NO_GROUP + _GROUP)),
     }
-    for key in draw(st.lists(st.sampled_from(_FREE), unique=True, max_size=8)):
+    free = [key for key in _FREE if keys[f"{R}.name"] == "vllm" or key not in _OF_VLLM]
+    for key in draw(st.lists(st.sampled_from(free), unique=True, max_size=8)):
         keys[key] = draw(values_of(leaves()[key].kind))
     if draw(st.booleans()):
         keys[f"{A}.ppo_micro_batch_size_per_gpu"] = draw(st.integers(1, 64))
     else:
         keys[f"{A}.ppo_max_token_len_per_gpu"] = prompt + response + draw(st.integers(0, 9999))
+    if draw(st.booleans()):
+        # More threads than the machine has cores are refused.
+        keys[f"{R}.cpu_threads"] = draw(st.integers(0, CPU.num_cpus))
     kl = draw(st.sampled_from(["none", "loss", "reward"]))
     keys[f"{A}.use_kl_loss"] = kl == "loss"
     if kl == "reward":
