@@ -16,10 +16,8 @@ from grpo_rl.data.rows import Example, difficulty_of, example
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.custom import custom_source
 from grpo_rl.data.sources.fingerprint import fingerprint_of
-from grpo_rl.data.sources.load_report import LoadReport
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.numeric_columns import read_numbers
-from grpo_rl.data.sources.source import BadRow, Joined, Source
+from grpo_rl.data.sources.source import BadRow, Joined, Source, read_numbers
 from grpo_rl.errors import DataError
 from grpo_rl.types import Prompt
 
@@ -27,6 +25,39 @@ CHECKED_OF_MANY = 1000
 """Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
 KEPT_PROMPTS = 4096
 """Prompts kept ready after they were drawn."""
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What became of the rows, of those checked at the start and of those drawn since."""
+
+    num_rows: int
+    """Rows in the files, after max_samples."""
+    num_checked: int = 0
+    """Rows read, rendered and tokenized before the start."""
+    num_dropped: int = 0
+    """Rows left out because their prompt is longer than max_prompt_length."""
+    num_truncated: int = 0
+    """Rows whose prompt was cut to max_prompt_length."""
+    num_bad: int = 0
+    """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
+    longest_prompt: int = 0
+    """Tokens of the longest prompt as read."""
+
+    def __str__(self) -> str:
+        if self.num_checked < self.num_rows:
+            text = f"{self.num_rows} rows, {self.num_checked} of them checked and the others when they are drawn; "
+            text += f"longest checked prompt {self.longest_prompt} tokens"
+        else:
+            num_kept = self.num_rows - self.num_dropped - self.num_bad
+            text = f"{num_kept} prompts, longest as read {self.longest_prompt} tokens"
+        if self.num_dropped:
+            text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
+        if self.num_truncated:
+            text += f", {self.num_truncated} prompts cut"
+        if self.num_bad:
+            text += f", bad rows left out: {self.num_bad}"
+        return text
 
 
 @dataclass(frozen=True, slots=True)

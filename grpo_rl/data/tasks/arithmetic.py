@@ -6,8 +6,7 @@ import random
 import re
 from typing import Literal, NamedTuple
 
-from grpo_rl.data.tasks.lazy import Row
-from grpo_rl.data.tasks.splits import split_of_text
+from grpo_rl.data.tasks.made_rows import Row, split_of_text
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64

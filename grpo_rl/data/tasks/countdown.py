@@ -6,8 +6,7 @@ import random
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from grpo_rl.data.tasks.lazy import LazyRows, Row
-from grpo_rl.data.tasks.splits import split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
 
 Template = Literal["tags", "short"]

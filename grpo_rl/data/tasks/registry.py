@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.lazy import Row
+from grpo_rl.data.tasks.made_rows import Row
 from grpo_rl.data.tasks.options import split_spec
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows

@@ -18,10 +18,10 @@ FORMULA = re.compile(
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and where it never closes.
+def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
+    """Return what stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and where it never closes.
 
-    `\\boxed 7` without braces holds what follows up to a space, a `$` or the end of the line.
+    `\\boxed 7` without braces holds what follows up to one of the characters in `bare_end`.
     """
     start, command = max((text.rfind(command), command) for command in BOXES)
     if start < 0:
@@ -30,8 +30,8 @@ def last_boxed(text: str) -> str | None:
     rest = text[begin:]
     body = rest.lstrip()
     if not body.startswith("{"):
-        end = re.search(r"[\s$]", body)
-        bare = body[: end.start()] if end else body
+        end = re.search(f"[{re.escape(bare_end)}]", body)
+        bare = body[: end.start()].strip() if end else body.strip()
         return bare if body is not rest and bare else None
     depth = 0
     for match in BRACE.finditer(body):

@@ -23,7 +23,6 @@ from typing import Any
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.sandbox import inside
 from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
-from grpo_rl.rewards.sandbox.unavailable import SandboxUnavailable, unavailable
 
 NOBODY = 65534
 START_S = 20.0
@@ -275,3 +274,37 @@ def check_available() -> None:
     if not outcome.succeeded or outcome.stdout != b"42\n":
         said = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
         raise SandboxUnavailable(unavailable(f"run a first program: {said}"))
+
+
+# ---- machines without a sandbox ----------------------------------------------------------------------
+
+
+class SandboxUnavailable(RewardError):
+    """This machine has no sandbox: which step failed, and what to do."""
+
+
+SWITCHES = (
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"),
+)
+"""Settings that forbid namespaces: file under /proc/sys, forbidding value, remedy."""
+
+
+def unavailable(step: str, settings: Path = Path("/proc/sys")) -> str:
+    """The message for a step that failed, with the remedy for the setting of the kernel that forbids it, where one does."""
+    remedies = [remedy for name, value, remedy in SWITCHES if _setting(settings / name) == value] or [
+        "in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "(Kubernetes: seccompProfile Unconfined), or with --cap-add SYS_ADMIN"
+    ]
+    return (
+        f"no sandbox for code on this machine, and code of a model is never run without one. Failed: {step}. "
+        f"To do: {'; '.join(remedies)}; or use a remote sandbox with reward.function_kwargs.code.sandbox_url"
+    )
+
+
+def _setting(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
