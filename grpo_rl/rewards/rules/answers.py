@@ -10,10 +10,7 @@ OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
 """Characters at the end of a response in which an answer without a box or tags is looked for."""
-FORMULA = re.compile(
-    r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]",
-    re.DOTALL,
-)
+FORMULA = r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]"
 """A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -80,7 +77,7 @@ def after_phrase(text: str) -> str | None:
         return None
     # The answer may stand on a line after the phrase: `Answer:`, an empty line, then `$$`, the number, and `$$`.
     rest = tail[end:].lstrip(" \t\r\n:*")
-    marked = FORMULA.match(rest)
+    marked = re.match(FORMULA, rest, re.DOTALL)
     inside = next((group for group in marked.groups() if group is not None), None) if marked else None
     if inside is not None and not (rest[1] != "$" and ". " in inside and inside[:1].isdigit()):
         return inside
