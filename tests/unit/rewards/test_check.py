@@ -176,3 +176,13 @@ def test_a_countdown_is_solved_with_each_number_once():
 
 def test_a_percentile_is_the_smallest_value_that_enough_do_not_exceed():
     assert [percentile([4, 1, 3, 2], share) for share in (0.5, 0.75, 0.99)] == [2, 3, 4]
+
+
+def test_a_failure_in_a_users_own_function_names_its_file_and_line(check, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def helper(text):\n    return text.nothing\n\ndef compute_score(data_source, solution_str, **rest):\n    return helper(solution_str)\n"
+    )
+    code, shown = check(str(own), [row(response="four")])
+    assert code == 2
+    assert f"AttributeError: 'str' object has no attribute 'nothing' ({own}, line 2, in helper)" in shown
