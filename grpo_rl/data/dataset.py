@@ -112,7 +112,7 @@ class PromptDataset:
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def usable(self, row_index: int) -> bool:
-        """Whether row `row_index` can be trained on; the same at any time, as the row alone decides.
+        """Return whether row `row_index` can be trained on; the same at any time, as the row alone decides.
 
         Raises DataError for a bad row under data.on_bad_row=error, and for a long prompt that is neither filtered nor cut.
         """
@@ -132,9 +132,9 @@ class PromptDataset:
             return False
 
     def difficulty(self, note: Callable[[int], None] | None = None) -> np.ndarray:
-        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
+        """Return what `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
 
-        The first call reads this column of all rows, and tells `note` how many are done.
+        The first call reads this column of all rows, and calls `note` with how many are done.
         """
         if self._difficulty is None:
             rows = np.arange(len(self)) if self._rows is None else self._rows
@@ -143,7 +143,7 @@ class PromptDataset:
         return self._difficulty
 
     def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:
-        """Read, render and tokenize all rows, or a sample of them; all that is wrong with these is told at once.
+        """Read, render and tokenize all rows, or a sample of them; all that is wrong with these is reported at once.
 
         Raises DataError for bad rows under data.on_bad_row=error, for prompts that are too long and neither dropped nor
         cut, and where no row is left.
@@ -234,7 +234,7 @@ class PromptDataset:
         return self._kept[index]
 
     def _fit(self, too_long: list[tuple[int, int]]) -> set[int]:
-        """Which of the rows with too long prompts are left out."""
+        """Return which of the rows with too long prompts are left out."""
         if too_long and self.config.filter_overlong_prompts:
             self.report.num_dropped = len(too_long)
             return {index for index, _ in too_long}

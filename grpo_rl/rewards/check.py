@@ -91,7 +91,7 @@ class Trial:
         self.log = OutputLog(None)
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """What the function gives for these rows: one, or all of those that a function of lists is called with.
+        """Return what the function gives for these rows: one, or all of those that a function of lists is called with.
 
         Raises RewardError where no process starts.
         """

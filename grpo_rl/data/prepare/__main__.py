@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """The file written, and what was written in words."""
+    """Write the file, and return in words what was written."""
     original = FORMATS[arguments.format]
     target = Path(arguments.to).expanduser() / f"{arguments.split}{SUFFIXES[arguments.type]}"
     if target.exists() and not arguments.overwrite:

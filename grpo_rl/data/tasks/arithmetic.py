@@ -111,7 +111,7 @@ def level(problem: Problem) -> int:
 
 
 def without_carries(problem: Problem) -> int:
-    """The answer of somebody who forgets every carry and borrow: 473+58 is 421, 47+68 is 105. A product is right.
+    """Return the answer without any carry or borrow: 473+58 is 421, 47+68 is 105. A product is right.
 
     The last column is written out in full, as one does on paper.
     """

@@ -23,7 +23,7 @@ PROMPTS = {
     ),
     "short": "{numbers} -> {target}",
 }
-"""Wording of the prompt: `tags` for a model that knows English, `short` (such as `3 25 7 -> 46`) for a small one."""
+"""Wording of the prompt: `tags` for a model that was trained on English, `short` (such as `3 25 7 -> 46`) for a small one."""
 
 
 class Solved(NamedTuple):

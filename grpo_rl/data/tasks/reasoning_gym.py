@@ -34,7 +34,7 @@ class GymSpec:
     """The package's own, as text."""
     num_rows: int
     seed: int
-    """Of the package: drawn from the user's, so that seeds 0 and 1 do not share all rows but one."""
+    """The package's seed, drawn from the user's so that seeds 0 and 1 do not share all rows but one."""
     split: str
     answer_tags: bool
 

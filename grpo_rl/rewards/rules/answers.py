@@ -39,14 +39,14 @@ def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
 
 
 def last_tagged(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """What stands between the last closing tag and the opening one before it; None where they are not there."""
+    """Return what stands between the last closing tag and the opening one before it; None where they are not there."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, max(0, end))
     return text[start + len(opening) : end] if 0 <= start < end else None
 
 
 def after_thought(text: str) -> str:
-    """What follows the last `</think>`; nothing where a thought was begun and never ended; all of a text without thoughts."""
+    """Return what follows the last `</think>`: nothing where a thought never ended, all of a text without thoughts."""
     end = text.rfind(CLOSE_THINK)
     if end >= 0:
         return text[end + len(CLOSE_THINK) :]
@@ -54,7 +54,7 @@ def after_thought(text: str) -> str:
 
 
 def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """What the last pair of tags holds, pairs read from the left: what the last match of `opening(.*?)closing` would be."""
+    """Return what the last pair of tags holds, pairs read from the left: the last match of `opening(.*?)closing`."""
     found, place = None, 0
     while True:
         start = text.find(opening, place)

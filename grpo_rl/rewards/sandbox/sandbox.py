@@ -137,7 +137,7 @@ class Sandbox:
         self.close()
 
     def run(self, case: Case, time_s: float | None = None) -> Outcome:
-        """What the source does with the case, within `time_s` (the limit's, or less).
+        """Return what the source does with the case, within `time_s` (the limit's, or less).
 
         Raises RewardError when the sandbox itself fails: that is no verdict on the source.
         """
@@ -230,7 +230,7 @@ def interpreter() -> str:
 
 
 def _mounts() -> dict[str, list[tuple[str, str]]]:
-    """What of this machine is visible inside: (what, where) of the interpreter's libraries, and the links between them."""
+    """Return the parts of this machine that are visible inside: (what, where) of the interpreter's libraries and links."""
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
     own = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
@@ -247,7 +247,7 @@ def _mounts() -> dict[str, list[tuple[str, str]]]:
 def _map_ids(pid: int) -> bool:
     """Give the launcher's user namespace its ids; True when it has two, so that a candidate has another than the keeper.
 
-    Whoever may, which is root, maps itself and nobody; anyone else maps itself, to be called nobody inside.
+    Root, which may, maps itself and the user `nobody`; any other user maps itself, under the name `nobody` inside.
     """
     folder = Path(f"/proc/{pid}")
     uid, gid = os.geteuid(), os.getegid()
