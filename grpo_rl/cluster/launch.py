@@ -56,7 +56,8 @@ def run(composed: Composed, plan: Plan) -> int:
             # A GPU's driver does not survive a fork.
             copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
             ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
-            session = connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied)
+            log = run_dir.logs / "ray.log"
+            session = connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log)
             connection = stack.enter_context(session)
             # Ray takes seconds to start, in processes of its own, and so do these imports.
             from grpo_rl.cluster.wiring import train

@@ -80,8 +80,6 @@ def is_tracker(pid: int) -> bool:
 def main(arguments: list[str]) -> None:
     """`TOKEN FOLDER PID`: wait until the pipe on standard input closes or process PID is gone, then clean."""
     token, folder, controller = arguments[0], Path(arguments[1]), int(arguments[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     while os.getppid() == controller:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 1):

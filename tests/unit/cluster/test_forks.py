@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.processes import fork_request, forks
+from grpo_rl.cluster.processes import fork_client, forks
 from grpo_rl.cluster.processes.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER, engine_environment
@@ -68,7 +68,8 @@ def serve(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def ask(folder: Path, *words: str, before: Any = None, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-S", "-E", fork_request.__file__, str(folder / forks.SOCKET), str(folder / "script.py"), *words]
+    client = [fork_client.__file__, str(folder / forks.SOCKET), str(os.getpid())]
+    command = [sys.executable, "-S", "-E", *client, str(folder / "script.py"), *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         command,
@@ -195,7 +196,7 @@ def test_only_workers_whose_variables_are_read_late_or_are_everybodys_are_copied
     assert runtime_env({}) == {}, "nothing to copy"
     serve("ready_early")
     command = runtime_env({"OMP_NUM_THREADS": "2", "GRPO_FAULT": "driver.step:kill9", **ENVIRONMENT})["py_executable"]
-    assert command.split()[-1] == str(tmp_path / forks.SOCKET)
+    assert command.split()[-2:] == [str(tmp_path / forks.SOCKET), str(os.getpid())]
     assert runtime_env(engine_environment(EngineSpec("m", 10, name="hf"))) == {"py_executable": command}
     assert runtime_env(engine_environment(EngineSpec("m", 10, name="vllm"))) == {}
     assert runtime_env({"CUDA_VISIBLE_DEVICES": "0"}) == {}
