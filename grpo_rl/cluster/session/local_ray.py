@@ -93,9 +93,9 @@ def errors_logged(log: Path) -> Iterator[None]:
 
     before = worker.print_to_stdstream
 
-    def write(batch: Any, ignore_prefix: bool = False) -> None:
+    def write(data: Any, ignore_prefix: bool) -> None:
         with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(f"({batch.get('pid')}) {line}\n" for line in batch["lines"])
+            file.writelines(f"({data.get('pid')}) {line}\n" for line in data["lines"])
 
     worker.print_to_stdstream = write
     try:
