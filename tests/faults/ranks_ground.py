@@ -130,7 +130,7 @@ def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]
     spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
     with _worker_set(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, worker_set):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
-        actor = ActorRole(worker_set, config, **rules, always_old=True, objective=objective, splits=True)
+        actor = ActorRole(worker_set, config, **rules, old_logprobs="actor", objective=objective, splits=True)
         yield Scene(ground, actor, actor.train_cut, _saved(actor, folders))
 
 

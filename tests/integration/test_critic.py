@@ -47,10 +47,7 @@ def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recomput
 
 def with_returns(seed: int) -> Batch:
     batch = make_batch(seed)
-    return batch.replace(
-        returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T),
-        keep_T=batch.rollout_logprobs_T > -2.5,
-    )
+    return batch.replace(returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T))
 
 
 def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
@@ -59,7 +56,7 @@ def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], l
     for batch in batches:
         batch = worker_set.values(batch)
         values.append(batch.values_T)
-        metrics.append(worker_set.update(batch))
+        metrics.append(worker_set.update(batch.keep(batch.rollout_logprobs_T > -2.5)))
     return values, metrics
 
 

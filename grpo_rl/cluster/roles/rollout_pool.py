@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from grpo_rl.cluster.processes.worker_host import track_apart
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole
@@ -233,3 +234,12 @@ def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
         return None
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def rollout_factory(spec: Any) -> Any:
+    """Return a RolloutWorker, imported in the process that will run it."""
+    from grpo_rl.workers.rollout import RolloutWorker
+
+    if spec.tensor_parallel_size > 1:
+        track_apart()
+    return RolloutWorker(spec)

@@ -26,12 +26,21 @@ class Transfer:
     weights are the same to the bit: the transfer goes on with the bucket that each engine lacks.
     """
 
-    def __init__(self, backend: WeightBackend, actors: SupervisedSet, engines: WorkerSet, devices_per_engine: int) -> None:
+    def __init__(
+        self, backend: WeightBackend, actors: SupervisedSet | None, engines: WorkerSet, devices_per_engine: int
+    ) -> None:
+        """`actors` is None in a run whose engines keep the weights of the model's folder: then nothing can be transferred."""
         self.backend = backend
-        self.actors = actors
+        self._actors = actors
         self.call_timeout_s = engines.call_timeout_s
         if backend == "nccl":
             self._connect(engines, devices_per_engine)
+
+    @property
+    def actors(self) -> SupervisedSet:
+        """The processes that send."""
+        assert self._actors is not None, "nothing is transferred without an actor"
+        return self._actors
 
     @property
     def can_lose_engines(self) -> bool:
