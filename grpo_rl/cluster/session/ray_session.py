@@ -121,7 +121,7 @@ class Connection(threading.Thread):
         self._error: BaseException | None = None
         self._patched = ExitStack()
         self._is_ours = False
-        """Ray has started here, or let us in: a Ray that somebody else had in this process is left to them."""
+        """Ray was started or connected here: one that was there before in this process is left as it is."""
         self._tried, self._closed = threading.Event(), threading.Event()
 
     @property
@@ -137,7 +137,7 @@ class Connection(threading.Thread):
     def run(self) -> None:
         try:
             self._connect()
-        except BaseException as error:  # raised again by who waits
+        except BaseException as error:  # raised again by `connected`
             self._error = error
         finally:
             self._tried.set()
@@ -163,7 +163,7 @@ class Connection(threading.Thread):
             self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, self._warn, liveness.NODE_PATIENCE_S))
 
     def close(self) -> None:
-        """Leave Ray, whatever came of it."""
+        """Disconnect from Ray, and end a local one, whether or not it had started."""
         self._tried.wait(START_S)
         for each in self._watches:
             each.close()
@@ -262,9 +262,9 @@ def watched(record: Path | None = None) -> Iterator[Path]:
 
 
 def clean_earlier(record: Path) -> list[int]:
-    """Processes that the run which left `record` had left too, ended now with its temporary folder.
+    """End the processes that an earlier run, which left `record`, had left too, and remove its temporary folder; return their ids.
 
-    To be called by who holds the lock of the run's folder, so that the earlier run's controller is gone.
+    To be called with the lock of the run's folder held, so that the earlier run's controller is gone.
     """
     try:
         found = json.loads(record.read_text())
