@@ -11,20 +11,47 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, float]
+Versions = tuple[tuple[int, int], ...]
+"""Weight versions of a response's tokens, run-length encoded: (version, number of tokens), in the tokens' order.
+
+A response that lived through no weight update has one entry, one without tokens has none.
+"""
 FinishReason = Literal["stop", "length", "abort"]
 GREEDY = -1
 """The sample index of a greedy response that others are compared with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class _ComparesArrays:
+    """Equality of dataclasses that hold numpy arrays: of the same class, and equal in every field.
+
+    The `__eq__` that dataclasses generate compares tuples of fields, and an array in a tuple has no truth value.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+def _as_array(record: object, name: str, dtype: type[np.int32] | type[np.float32]) -> None:
+    """Make a field an array of this type: any sequence of numbers may be given, an array of the type is not copied."""
+    object.__setattr__(record, name, np.asarray(getattr(record, name), dtype=dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt(_ComparesArrays):
     """One row of the data, rendered and tokenized.
 
     `uid` names this occurrence of the row in the run; groups are formed by it and never by the text.
     """
 
     uid: str
-    token_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int32 [tokens]; any sequence of integers may be given."""
     text: str
     """The prompt as the model sees it, chat template applied."""
     data_source: str
@@ -32,6 +59,9 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, str], ...] | None = None
     """The chat messages that `text` was rendered from; None where the row has a plain string."""
+
+    def __post_init__(self) -> None:
+        _as_array(self, "token_ids", np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +86,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Support:
+class Support(_ComparesArrays):
     """The tokens that top-k, top-p and min-p left to sample from, for each token of a response: the sampling mask."""
 
     counts: np.ndarray
@@ -65,40 +95,54 @@ class Support:
     """int32 [counts.sum()]: their ids, in any order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True, slots=True, eq=False)
+class Request(_ComparesArrays):
     """One response to sample: the unit that is dispatched to a rollout replica."""
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: np.ndarray
+    """int32 [tokens]; any sequence of integers may be given."""
     sampling: Sampling
 
+    def __post_init__(self) -> None:
+        _as_array(self, "prompt_ids", np.int32)
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What an engine returns for a Request."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(_ComparesArrays):
+    """What an engine returns for a Request. Any sequence of numbers may be given for an array."""
 
     request_id: str
-    response_ids: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included when it was sampled."""
-    logprobs: tuple[float, ...]
-    """The engine's log-probability of each sampled token, after temperature."""
+    response_ids: np.ndarray
+    """int32 [tokens]: the sampled tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: np.ndarray
+    """float32 [tokens]: the engine's log-probability of each sampled token, after temperature."""
     finish_reason: FinishReason
-    weight_version: int
+    versions: Versions
+    """Which weights each token was sampled with."""
     support: Support | None = None
     """What each token was sampled from, where the request's sampling returns it."""
+    text: str = ""
+    """The response decoded without special tokens. Engines leave it empty; the process around the engine fills it in."""
+
+    def __post_init__(self) -> None:
+        _as_array(self, "response_ids", np.int32)
+        _as_array(self, "logprobs", np.float32)
 
 
-@dataclass(slots=True)
-class Rollout:
-    """A sampled response with everything known about it."""
+@dataclass(slots=True, eq=False)
+class Rollout(_ComparesArrays):
+    """A sampled response with everything known about it. Any sequence of numbers may be given for an array."""
 
     prompt: Prompt
     sample_index: int
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    response_ids: np.ndarray
+    """int32 [tokens]"""
+    rollout_logprobs: np.ndarray
+    """float32 [tokens]"""
     finish_reason: FinishReason
-    weight_version: int
+    versions: Versions
+    """Which weights each token was sampled with."""
     text: str = ""
     """The response decoded without special tokens: what a reward function sees."""
     reward: float | None = None
@@ -114,6 +158,28 @@ class Rollout:
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
+
+    def __post_init__(self) -> None:
+        _as_array(self, "response_ids", np.int32)
+        _as_array(self, "rollout_logprobs", np.float32)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest weights that a token was sampled with; None for a response without tokens."""
+        return min((version for version, _ in self.versions), default=None)
+
+    def same_response(self, other: Rollout) -> bool:
+        """Whether both have the same response tokens."""
+        return np.array_equal(self.response_ids, other.response_ids)
+
+
+def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
+    """The run-length versions with `num_tokens` more tokens of `version` at the end."""
+    if num_tokens < 1:
+        return versions
+    if versions and versions[-1][0] == version:
+        return (*versions[:-1], (version, versions[-1][1] + num_tokens))
+    return (*versions, (version, num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     for worker_set, *_ in ranked:
         worker_set.built()
     return StartedRoles(
-        rollout=_make_pool(cluster, engines, actors, engine_spec, tokenizer),
+        rollout=_make_pool(cluster, engines, actors, engine_spec),
         actor=None if actors is None else make_actor(plan, actors, tokenizer),
         reference=None if references is None else make_reference(plan, references),
         critic=None if critics is None else make_critic(plan, critics),
@@ -183,9 +183,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     )
 
 
-def _make_pool(
-    cluster: Cluster, engines: SupervisedSet, actors: SupervisedSet | None, spec: EngineSpec, tokenizer: Any
-) -> ReplicaPool:
+def _make_pool(cluster: Cluster, engines: SupervisedSet, actors: SupervisedSet | None, spec: EngineSpec) -> ReplicaPool:
     """The rollout role over its engines, which take their weights from the actors, where there are some."""
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
@@ -200,7 +198,7 @@ def _make_pool(
         verify_checksum=spec.verify_checksum,
         step_timeout_s=cluster.config.trainer.step_timeout_s,
     )
-    return ReplicaPool(replicas, transfer, decoder(tokenizer), options)
+    return ReplicaPool(replicas, transfer, options)
 
 
 def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRole:

@@ -14,8 +14,8 @@ from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
-from grpo_rl.rollout.weights.senders import make_sender
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.sharded_policy import build_policy, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows

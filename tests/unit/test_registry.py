@@ -130,7 +130,7 @@ def test_the_table_of_names_says_what_the_registries_hold() -> None:
     from grpo_rl.algos.options import options_of
     from grpo_rl.config.checks import algorithm_table as table
     from grpo_rl.data.tasks.registry import TASKS
-    from grpo_rl.rollout.engine import ENGINES
+    from grpo_rl.rollout.engines import ENGINES
 
     estimators = {name: (ADVANTAGES.get(name), facts) for name, facts in table.ESTIMATORS.items()}
     assert set(estimators) == set(ADVANTAGES) and set(table.LOSS_BOUNDS) == set(POLICY_LOSSES)

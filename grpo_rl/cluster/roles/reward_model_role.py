@@ -85,7 +85,7 @@ class RewardModelRole:
         with self._changed:
             key = (rollout.prompt.uid, rollout.sample_index)
             pending = self._jobs.get(key)
-            if pending is None or pending.rollout.response_ids != rollout.response_ids:
+            if pending is None or not pending.rollout.same_response(rollout):
                 job = self._jobs[key] = _Job(rollout)
                 self._queue.append(job)
                 self._queued_tokens += len(rollout.prompt.token_ids) + len(rollout.response_ids)

@@ -19,7 +19,7 @@ BAD, GOOD = {"actor/nonfinite": 0.5}, {"actor/nonfinite": 0.0}
 
 def rollouts() -> list[Rollout]:
     prompt = Prompt("u1", (1,), "1+1=", "arithmetic", "2")
-    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", 0, text="2") for sample in range(2)]
+    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((0, 2),), text="2") for sample in range(2)]
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from grpo_rl.types import Batch, Prompt, Rollout
 
 def rollout(length: int, reward: float) -> Rollout:
     prompt = Prompt("a", (1,), "a", "test")
-    return Rollout(prompt, 0, (2,) * length, (-1.0,) * length, "stop", 0, reward=reward, reward_parts={"mine": reward})
+    return Rollout(
+        prompt, 0, (2,) * length, (-1.0,) * length, "stop", ((0, length),), reward=reward, reward_parts={"mine": reward}
+    )
 
 
 def make_batch(d: list[float], lengths: list[int], truncated: list[bool] | None = None, old: bool = True) -> Batch:
