@@ -117,6 +117,13 @@ def test_what_ray_reports_by_itself_is_in_its_log_and_not_on_the_screen(
     with ray_session(RayInitConfig(), 1, log=log):
         import ray
 
+        class Victim:
+            def pid(self) -> int:
+                return os.getpid()
+
+            def work(self) -> None:
+                time.sleep(600)
+
         victim = ray.remote(Victim).remote()
         pid = ray.get(victim.pid.remote(), timeout=60)
         busy = victim.work.remote()
@@ -128,14 +135,6 @@ def test_what_ray_reports_by_itself_is_in_its_log_and_not_on_the_screen(
             time.sleep(0.05)  # polling: a file
     assert "died" in log.read_text()
     assert "died" not in "".join(capfd.readouterr())
-
-
-class Victim:
-    def pid(self) -> int:
-        return os.getpid()
-
-    def work(self) -> None:
-        time.sleep(600)
 
 
 def test_a_cluster_that_answers_strangers_is_refused_unless_allowed() -> None:
