@@ -151,7 +151,7 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _settle_threads() -> None:
-    """Have torch use as many threads as OpenMP was told to, which it has not read in a copied process (`forks`)."""
+    """Have torch use OMP_NUM_THREADS threads: it has not read the variable in a copied process (`forks`)."""
     number = os.environ.get("OMP_NUM_THREADS")
     if number and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(number))

@@ -70,7 +70,7 @@ class Worker:
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
         told = faults.told()
-        if told is not None:  # the worker's conditions name what only the controller knows, such as the step
+        if told is not None:  # the worker's conditions name what only the controller has, such as the step
             return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
@@ -90,7 +90,7 @@ class Worker:
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        words = headline(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
+        words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
         return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
@@ -167,7 +167,7 @@ class WorkerSet:
         end_workers(self.workers)
 
 
-def headline(text: str, *, at_end: bool) -> str:
+def cause_line(text: str, *, at_end: bool) -> str:
     """Return the line of an error's text that describes it, without colours: the first, or the last of a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return lines[-1 if at_end else 0].strip() if lines else ""

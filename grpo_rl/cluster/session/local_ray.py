@@ -25,8 +25,8 @@ TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 def own_token() -> Iterator[None]:
     """Give this process and those below it a token for a local Ray, unless the user has named one or wants none.
 
-    Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to whoever may enter that folder:
-    with it, any other user of the machine could have Ray run code. A variable can be read by this user's processes only.
+    Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all who may enter that folder:
+    with it, another user of the machine could have Ray run code. A variable can be read by this user's processes only.
     """
     if any(name in os.environ for name in TOKEN_VARIABLES) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         yield

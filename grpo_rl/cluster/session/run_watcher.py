@@ -1,7 +1,7 @@
 """Ends what a run leaves behind: run beside it, as a process of its own that needs nothing but Python.
 
 Every process that a run starts inherits the environment variable GRPO_SESSION with the run's own random token, so
-that they can be told from everybody else's, whatever session or parent they have. When the controller ends, in
+that they are found among all others, whatever session or parent they have. When the controller ends, in
 whichever way, its end of a pipe closes: then all processes with the token are killed, and the temporary folder goes.
 """
 
