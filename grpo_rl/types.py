@@ -184,29 +184,46 @@ def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Global denominators of one optimizer step, the same on every rank and in every micro-batch."""
+    """The global denominators of one optimizer step, the same on every rank and in every micro-batch."""
 
     num_tokens: int
     num_sequences: int
     num_groups: int
+
+    @staticmethod
+    def of(trained_lengths_N: Tensor, group_N: Tensor) -> Counts:
+        """Return the counts of these rollouts. Those without a trained token, and their groups, are not counted."""
+        alive_N = trained_lengths_N > 0
+        return Counts(
+            num_tokens=int(trained_lengths_N.sum()),
+            num_sequences=int(alive_N.sum()),
+            num_groups=int(group_N[alive_N].unique().numel()),
+        )
 
 
 @dataclass(slots=True)
 class Batch:
     """Rollouts as columns over flat axes: no padding, so no masks.
 
-    `token_ids_S` holds prompt and response of each rollout back to back; per-token columns `_T` cover
-    the response tokens only (the trained ones), in the same order; columns `_K` run over reasoning steps, a
-    column `_M` holds `support_counts_T` entries for each trained token. Columns that a run does not need stay None.
+    `token_ids_S` holds prompt and response of each rollout back to back. `positions_T` says which of these tokens are
+    trained: those that the policy sampled. In a rollout of one turn they are the response; in one of several turns, tool
+    output and other context lie between them, which the model reads and nothing trains. Columns `_T` cover the trained
+    tokens only, in that order; columns `_K` run over reasoning steps; a column `_M` holds `support_counts_T` entries for
+    each trained token. Columns that a run does not need stay None.
     """
 
     prompt_lengths_N: Tensor
     response_lengths_N: Tensor
+    """The number of tokens after each prompt, trained or not."""
     group_N: Tensor
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
     token_ids_S: Tensor
     rewards_N: Tensor
     rollout_logprobs_T: Tensor
+    positions_T: Tensor = None  # type: ignore[assignment]
+    """Positions of the trained tokens in `token_ids_S`, ascending. Left out together with `trained_lengths_N`: all of every response."""
+    trained_lengths_N: Tensor = None  # type: ignore[assignment]
+    """The number of trained tokens of each rollout."""
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     support_counts_T: Tensor | None = None
@@ -223,9 +240,9 @@ class Batch:
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
-    """Reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
+    """The number of reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
     step_ends_K: Tensor | None = None
-    """Index of each step's last token within its response."""
+    """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
@@ -233,12 +250,18 @@ class Batch:
     """Responses that were cut off at the longest length."""
     weights_T: Tensor | None = None
     """Weights of the policy loss, where the rollouts are corrected."""
-    keep_T: Tensor | None = None
-    """Tokens that are trained, where not all are; the others leave every denominator."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
+
+    def __post_init__(self) -> None:
+        if (self.positions_T is None) != (self.trained_lengths_N is None):
+            raise ValueError("positions_T and trained_lengths_N come together")
+        if self.positions_T is None:
+            self.trained_lengths_N = self.response_lengths_N
+            starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
+            self.positions_T = _consecutive(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -253,46 +276,75 @@ class Batch:
         return self.prompt_lengths_N + self.response_lengths_N
 
     def counts(self) -> Counts:
-        """Denominators for all the averaging modes. Rollouts without a trained token are not counted."""
-        alive_N = self.response_lengths_N > 0
-        return Counts(
-            num_tokens=int(self.response_lengths_N.sum()),
-            num_sequences=int(alive_N.sum()),
-            num_groups=int(self.group_N[alive_N].unique().numel()),
-        )
+        """Return the denominators for all the averaging modes."""
+        return Counts.of(self.trained_lengths_N, self.group_N)
 
     def select(self, index_K: Tensor | list[int]) -> Batch:
-        """The rollouts at `index_K`, in that order, with all their columns."""
+        """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        token_index = _segments_index(self.response_lengths_N, index_K)
-        columns: dict[str, Any] = {}
-        for column in dataclasses.fields(self):
-            value = getattr(self, column.name)
-            if value is None:
-                columns[column.name] = None
-            elif column.name.endswith(("_N", "_NP")):
-                columns[column.name] = value[index_K]
-            elif column.name.endswith("_S"):
-                columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]
-            elif column.name.endswith("_K"):
-                assert self.num_steps_N is not None
-                columns[column.name] = value[_segments_index(self.num_steps_N, index_K)]
-            elif column.name.endswith("_M"):
-                assert self.support_counts_T is not None
-                columns[column.name] = value[_segments_index(self.support_counts_T, token_index)]
-            else:
-                columns[column.name] = value[token_index]
+        token_index = self.token_index(index_K)
+        columns = self._token_columns(token_index)
+        for name in _columns_with("_N", "_NP"):
+            columns[name] = _at(getattr(self, name), index_K)
+        columns["token_ids_S"] = self.token_ids_S[segment_index(self.sequence_lengths_N, index_K)]
+        if self.num_steps_N is not None:
+            step_index = segment_index(self.num_steps_N, index_K)
+            columns |= {name: _at(getattr(self, name), step_index) for name in _columns_with("_K")}
+        # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
+        starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
+        moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
+        columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         return Batch(**columns)
 
+    def keep(self, keep_T: Tensor) -> Batch:
+        """Return the batch that trains the tokens of `keep_T` only, a bool for each token that is trained now.
+
+        The rollouts and their tokens stay as they are, and so does the numbering of groups; the tokens that are left
+        out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
+        tokens that may be gone.
+        """
+        kept_before = torch.cat([torch.zeros(1, dtype=torch.long), keep_T.long().cumsum(0)])
+        ends_N = self.trained_lengths_N.cumsum(0)
+        return self.replace(
+            **self._token_columns(keep_T.nonzero()[:, 0]),
+            trained_lengths_N=kept_before[ends_N] - kept_before[ends_N - self.trained_lengths_N],
+            num_steps_N=None,
+            step_ends_K=None,
+            step_rewards_K=None,
+        )
+
     def replace(self, **columns: Tensor | None) -> Batch:
-        """The same batch with some columns exchanged."""
+        """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
+    def token_index(self, index_K: Tensor | list[int]) -> Tensor:
+        """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
+        return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
 
-def _segments_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
-    """Flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
+    def _token_columns(self, token_index: Tensor) -> dict[str, Any]:
+        """Return the columns over trained tokens, at these of them."""
+        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
+        if self.support_counts_T is not None:
+            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
+        return columns
+
+
+def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
+    """Return the flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
     starts_N = lengths_N.cumsum(0) - lengths_N
-    lengths_K = lengths_N[index_K]
-    total = int(lengths_K.sum())
-    within = torch.arange(total) - torch.repeat_interleave(lengths_K.cumsum(0) - lengths_K, lengths_K)
-    return torch.repeat_interleave(starts_N[index_K], lengths_K) + within
+    return _consecutive(starts_N[index_K], lengths_N[index_K])
+
+
+def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Return start, start + 1, ... of each segment, one segment after the other."""
+    within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
+    return torch.repeat_interleave(starts_N, lengths_N) + within
+
+
+def _columns_with(*suffixes: str) -> list[str]:
+    """Return the names of the batch's columns over the axes of these suffixes."""
+    return [column.name for column in dataclasses.fields(Batch) if column.name.endswith(suffixes)]
+
+
+def _at(column: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if column is None else column[index]

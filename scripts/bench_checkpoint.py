@@ -36,7 +36,7 @@ LOOKS = 6
 
 
 class InProcess:
-    """A worker group of one rank, in this process."""
+    """A worker set of one rank, in this process."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -70,7 +70,7 @@ def make_worker(model: Path) -> Any:
 def make_saving(worker: Any, run_dir: Path) -> Any:
     """The saves of a run with this one rank, which keeps two checkpoints."""
     from grpo_rl.algos.objective import Objective
-    from grpo_rl.cluster.roles.actor_role import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorRole
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.config.schema.tree import ActorConfig, Config, TrainerConfig
     from grpo_rl.telemetry.metrics.durable import DurableMetrics
@@ -79,7 +79,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     group: Any = InProcess(worker)
     group.is_restarted = False
     rule = MicroBatchRule(None, 8)
-    actor = ActorGroup(group, ActorConfig(), train_rule=rule, forward_rule=rule, always_old=False, objective=Objective())
+    actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, old_logprobs="none", objective=Objective())
     metrics = DurableMetrics(run_dir / "metrics.jsonl", print)
     output: Any = SimpleNamespace(
         run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),
@@ -92,13 +92,12 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     return Saving(Config(trainer=TrainerConfig(max_actor_ckpt_to_keep=2)), roles, output)
 
 
-def make_step(num: int) -> Any:
+def make_step(num: int) -> tuple[Any, Any]:
     """The work of one optimizer step on `num` responses, four of each prompt."""
     import torch
 
-    from grpo_rl.algos.aggregate import count
     from grpo_rl.types import Batch
-    from grpo_rl.workers.specs import OptimizerStep
+    from grpo_rl.workers.specs import OptimizerStep, Update
 
     lengths_N = torch.full((num,), RESPONSE_TOKENS)
     group_N = torch.arange(num) // 4
@@ -111,7 +110,7 @@ def make_step(num: int) -> Any:
         rollout_logprobs_T=torch.full((num * RESPONSE_TOKENS,), -7.6),
         advantages_T=torch.randn(num * RESPONSE_TOKENS),
     )
-    return OptimizerStep(count(lengths_N, group_N), (batch,))
+    return batch, Update({}, None, (OptimizerStep(batch.counts(), (tuple(range(num)),)),))
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -150,7 +149,7 @@ class Blocks:
         wait = timed(lambda: self.saving.begin(self.number, {"step": self.number}))
         began, looks, ended = time.perf_counter(), 0.0, self.length + 1
         for number in range(1, self.length + 1):
-            self.worker.update([self.step])
+            self.worker.update(*self.step)
             looks += sum(timed(self.saving.poll) for _ in range(LOOKS))
             if number < ended and not self.saving.goes_on:
                 ended = number
@@ -166,7 +165,7 @@ class Blocks:
 
     def _one_step(self) -> float:
         def whole() -> None:
-            self.worker.update([self.step])
+            self.worker.update(*self.step)
             for _ in range(LOOKS):
                 self.saving.poll()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.options import options_of
 from grpo_rl.data.tasks.registry import TASKS
@@ -53,7 +52,7 @@ def _estimator(function: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _bounds(function: Any) -> tuple[str, ...]:
-    return tuple(name for name in ("clip_low", "clip_high", "clip_c") if name in formula_of(function))
+    return tuple(name for name in ("clip_low", "clip_high", "clip_c") if name in options_of(function))
 
 
 def _literal(value: Any) -> str:

@@ -22,6 +22,7 @@ FLOORS = {
     "gym": 0,
     "hub": 0,
     "faults": 0,
+    "child_processes": 0,
     "config": 0,
     "protocols": 1,
     "algos": 1,
@@ -45,7 +46,7 @@ NEIGHBOURS = {
     # What a role says it has written.
     ("protocols", "checkpoint"),
 }
-LONGEST_FILE = 300
+LONGEST_FILE = 500
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm/"),
@@ -235,6 +236,7 @@ ENDLESS_WAITS = {
         "rewards/runtime/messages.py",
         "_exactly",
     ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
+    ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
@@ -350,7 +352,15 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    controller = "import grpo_rl.cluster.launch, grpo_rl.cluster.wiring"
+    started = (
+        "cluster.launch",
+        "cluster.inputs",
+        "cluster.warm_start",
+        "cluster.start_roles",
+        "trainer.run",
+        "trainer.schedules",
+    )
+    controller = "import transformers.utils.logging, " + ", ".join(f"grpo_rl.{module}" for module in started)
     # The last three take seconds, and only workers need them.
     heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]

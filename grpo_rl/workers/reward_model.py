@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp
-from grpo_rl.models.score_head import ScoreModel, load_score_config, load_scorer, scored_sequences
-from grpo_rl.workers.sharded_policy import compute_dtype, join_group
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.workers.sharded_policy import compute_dtype, join_set
 from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
 
 
 class RewardModelWorker:
-    """One rank of the reward model's group."""
+    """One rank of the reward model's worker set."""
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.spec = spec
-        self.device = join_group(rank)
+        self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
         if spec.param_offload:
             self.model.to("cpu")
@@ -42,7 +42,7 @@ class RewardModelWorker:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device) -> ScoreModel:
-    """The model, sharded over the group; only rank 0 reads the weights."""
+    """The model, sharded over the worker set; only rank 0 reads the weights."""
     alone = rank.world_size == 1
     model = _load(spec, on_meta=not alone)
     model.eval()

@@ -38,8 +38,8 @@ class Scene:
         """A pool that holds the actor's weights; there is one per factory."""
         if factory not in self._pools:
             for other in self._pools.values():  # the slots are for one pool
-                other.replicas.group.shutdown()
-            self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.group)}
+                other.replicas.worker_set.shutdown()
+            self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.worker_set)}
         pool = self._pools[factory]
         pool.options = type(pool.options)(4, False, False, START_S, max_staleness)
         pool.sync_weights(self.actor)

@@ -10,9 +10,10 @@ from typing import Any
 
 import ray
 
+from grpo_rl.cluster.processes.worker_host import track_apart
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.roles.actor_role import ActorGroup
+from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
@@ -57,7 +58,7 @@ class ReplicaPool:
         self.options = options
         self.version = 0
         """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
-        self._actor: ActorGroup | None = None
+        self._actor: ActorRole | None = None
         self._asleep = False
         self._wanted: dict[str, tuple[Prompt, int]] = {}
         """The rollouts that were asked for and have not been handed over, by request id."""
@@ -70,7 +71,7 @@ class ReplicaPool:
 
     # ---- weights -------------------------------------------------------------------------------------
 
-    def sync_weights(self, actor: ActorGroup) -> Metrics:
+    def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves when they are already there.
 
         Unfinished requests go on with the new weights where the engines can take weights between two steps; other
@@ -130,7 +131,7 @@ class ReplicaPool:
             self.transfer.check(actor, alive, left)
             alive = [worker for worker in alive if worker not in lost]
         versions = call("finish_weight_update", self.options.keep_cache)
-        actor.group.call("end_weight_sync")
+        actor.worker_set.call("end_weight_sync")
         if wake:
             call("wake_up", "kv_cache")
         for worker, live in versions.items():
@@ -333,3 +334,12 @@ def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
         return None
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def rollout_factory(spec: Any) -> Any:
+    """Return a RolloutWorker, imported in the process that will run it."""
+    from grpo_rl.workers.rollout import RolloutWorker
+
+    if spec.tensor_parallel_size > 1:
+        track_apart()
+    return RolloutWorker(spec)
