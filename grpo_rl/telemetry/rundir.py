@@ -118,9 +118,11 @@ class RunDir:
             if folder is None:
                 continue
             with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-                before = _flat(yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8")))
-                return _differences(before, _flat(yaml.safe_load(resolved_yaml)))
-        return []
+                before = yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8"))
+                break
+        else:
+            return []
+        return _differences(_flat(before), _flat(yaml.safe_load(resolved_yaml)))
 
     def start_fresh(self) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
@@ -167,13 +169,11 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    missing = object()
-    keys = [key for key in {**before, **now} if before.get(key, missing) != now.get(key, missing)]
-    values = {id(missing): "not set"}
-    return [
-        f"{key}: {' -> '.join(values.get(id(value), _one_line(value)) for value in (before.get(key, missing), now.get(key, missing)))}"
-        for key in keys
-    ]
+    def shown(values: dict[str, Any], key: str) -> str:
+        return _one_line(values[key]) if key in values else "not set"
+
+    both = [(shown(before, key), shown(now, key), key) for key in {**before, **now}]
+    return [f"{key}: {old} -> {new}" for old, new, key in both if old != new]
 
 
 def _one_line(value: Any) -> str:

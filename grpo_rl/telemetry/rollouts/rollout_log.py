@@ -84,13 +84,13 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
-    """(step, file) of the first and of the last step in `folder`; None when there are fewer than two."""
+    """Return (step, file) of the first and of the last step in `folder`, which may be the same; None when there is none."""
     files = step_files(folder)
-    return (files[0], files[-1]) if len(files) >= 2 else None
+    return (files[0], files[-1]) if files else None
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) of every step in `folder`, ascending; none where there is no such folder."""
+    """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
