@@ -7,13 +7,12 @@ from typing import Any
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.options import options_of
 from grpo_rl.data.tasks.registry import TASKS
 from grpo_rl.models.builtin import BUILTINS
 from grpo_rl.rewards.compose import REWARDS
-from grpo_rl.rollout.engine import ENGINES
+from grpo_rl.rollout.engines import ENGINES
 
 FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/checks/algorithm_table.py"
 _HEAD = '''"""What the registries hold, as plain data: a misspelt name is refused before torch is loaded.
@@ -53,7 +52,7 @@ def _estimator(function: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _bounds(function: Any) -> tuple[str, ...]:
-    return tuple(name for name in ("clip_low", "clip_high", "clip_c") if name in formula_of(function))
+    return tuple(name for name in ("clip_low", "clip_high", "clip_c") if name in options_of(function))
 
 
 def _literal(value: Any) -> str:

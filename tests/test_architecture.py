@@ -22,6 +22,7 @@ FLOORS = {
     "gym": 0,
     "hub": 0,
     "faults": 0,
+    "child_processes": 0,
     "config": 0,
     "protocols": 1,
     "algos": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,17 +11,13 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
 from grpo_rl.algos.options import check_options, options_of, own_options, takes
-from grpo_rl.algos.segments import Segments
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts
-
-_DEFAULTS = ActorConfig()
 
 Options = tuple[tuple[str, Any], ...]
 """Options as pairs of name and value: a frozen value, unlike a dict."""
@@ -31,15 +28,11 @@ class Objective:
     """What one optimizer step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
 
     A plain value: it can be pickled, compared and printed. Built directly it has no entropy and no KL term
-    unless they are asked for; the clip bounds default to the configuration's. Unknown names and options raise
-    ConfigError.
+    unless they are asked for. Unknown names and options raise ConfigError.
     """
 
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
-    clip_low: float = _DEFAULTS.clip_ratio
-    clip_high: float = _DEFAULTS.clip_ratio
-    clip_c: float = _DEFAULTS.clip_ratio_c
     entropy_coeff: float = 0.0
     adaptive_entropy: bool = False
     """The caller steers the entropy coefficient from step to step, and passes it with every call."""
@@ -64,31 +57,37 @@ class Objective:
 
     @classmethod
     def from_config(cls, actor: ActorConfig, max_response_length: int | None = None) -> Objective:
-        """The objective that `actor_rollout_ref.actor` describes.
+        """Return the objective that `actor_rollout_ref.actor` describes.
 
         `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
         """
-        options = ((field.name, getattr(actor.policy_loss, field.name)) for field in fields(actor.policy_loss))
+        loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+        low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+        high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        bounds = {"clip_low": low, "clip_high": high, "clip_c": actor.clip_ratio_c}
+        options = own_options(loss, bounds)
+        for field in fields(actor.policy_loss):
+            value = getattr(actor.policy_loss, field.name)
+            if field.name != "loss_mode" and value is not None:
+                options[field.name] = value
         scale = actor.loss_scale_factor
         if scale is None and takes(AGGREGATIONS.get(actor.loss_agg_mode), "loss_scale_factor"):
             scale = max_response_length
         return cls(
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
-            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-            clip_c=actor.clip_ratio_c,
             entropy_coeff=actor.entropy_coeff,
             adaptive_entropy=actor.adaptive_entropy.enable,
             # A term with weight 0 is no term: nothing then asks for the reference.
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss and actor.kl_loss_coef > 0 else None,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            loss_options=tuple((name, value) for name, value in options if name != "loss_mode" and value is not None),
+            loss_options=tuple(options.items()),
             agg_options=() if scale is None else (("loss_scale_factor", float(scale)),),
         )
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether the caller has to supply `entropy_T`."""
         return self.entropy_coeff != 0.0 or self.adaptive_entropy
 
     @property
@@ -111,106 +110,62 @@ class Objective:
         """Whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts in a whole mini-batch."""
         return takes(AGGREGATIONS.get(self.loss_agg_mode), "group_tokens_N")
 
-    def select(
-        self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, keep_T: Tensor | None = None
-    ) -> Tensor:
-        """The tokens of a mini-batch that the loss treats otherwise, all of them kept ones. Only where `needs_selection`."""
+    def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
+        """Return which trained tokens of a whole mini-batch the loss treats otherwise. Only where `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
         assert selection is not None, f"{self.loss_mode} treats all tokens alike"
-        options = own_options(selection, dict(self.loss_options))
-        if keep_T is None:
-            return selection(advantages_T, old_logprobs_T, generator, **options)
-        chosen = selection(advantages_T[keep_T], old_logprobs_T[keep_T], generator, **options)
-        return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
+        return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
 
     def __call__(
-        self,
-        *,
-        policy_logprobs_T: Tensor,
-        advantages_T: Tensor,
-        lengths_N: Tensor,
-        counts: Counts,
-        old_logprobs_T: Tensor | None = None,
-        ref_logprobs_T: Tensor | None = None,
-        entropy_T: Tensor | None = None,
-        full_kl_T: Tensor | None = None,
-        weights_T: Tensor | None = None,
-        keep_T: Tensor | None = None,
-        selected_T: Tensor | None = None,
-        group_tokens_N: Tensor | None = None,
-        entropy_coeff: float | None = None,
+        self, inputs: LossInput, counts: Counts, *, entropy_coeff: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the global loss, and its share of the statistics.
+        """Return this micro-batch's share of the global loss, and its share of the statistics.
 
-        The sum of the shares over all micro-batches and ranks is the loss; nobody divides again. Where ranks
-        average their gradients, the loss has to be multiplied by their number first. Without
-        `old_logprobs_T` the sampling policy is taken to be the current one: the ratio is exactly 1.
-        `weights_T` multiply the policy loss alone, as constants. Only the tokens of `keep_T` are trained; `counts`
-        and `group_tokens_N` are then those of kept tokens too (`correction.kept_lengths`).
+        The sum of the shares over all micro-batches and ranks is the loss; nothing divides again. Where ranks
+        average their gradients, the loss has to be multiplied by their number first. `counts` are those of the trained
+        tokens of the whole mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
 
         Statistics are 0-d float64 tensors, named by how to combine them: `sum/x` is a sum over tokens (add,
         then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
         """
-        if keep_T is not None:
-            columns = {"policy_logprobs_T": policy_logprobs_T, "advantages_T": advantages_T, "old_logprobs_T": old_logprobs_T}
-            columns |= {"ref_logprobs_T": ref_logprobs_T, "entropy_T": entropy_T, "full_kl_T": full_kl_T}
-            columns |= {"weights_T": weights_T, "selected_T": selected_T}
-            kept = {name: None if column_T is None else column_T[keep_T] for name, column_T in columns.items()}
-            lengths_N = kept_lengths(keep_T, lengths_N.to(keep_T.device))
-            return self(**kept, lengths_N=lengths_N, counts=counts, group_tokens_N=group_tokens_N, entropy_coeff=entropy_coeff)  # type: ignore[arg-type]
-        segments = Segments(lengths_N.to(policy_logprobs_T.device))
-        old_T = policy_logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
-
-        def average(x_T: Tensor) -> Tensor:
-            return self._average(x_T, segments, counts, group_tokens_N)
-
-        loss_T, token_stats = self._policy_loss(policy_logprobs_T, old_T, advantages_T, segments, selected_T)
-        loss = average(loss_T if weights_T is None else loss_T * weights_T.detach().double())
+        loss_T, token_stats = self._policy_loss(inputs)
+        weights_T = inputs.weights_T
+        loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
         stats = {"share/pg_loss": loss.detach(), **_combine(token_stats)}
 
-        if entropy_T is not None:
-            stats["sum/entropy"] = entropy_T.detach().double().sum()
+        if inputs.entropy_T is not None:
+            stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()
         if self.needs_entropy:
-            assert entropy_T is not None, "entropy_coeff is not 0: the objective needs entropy_T"
-            entropy = average(entropy_T)
+            entropy = self._average(inputs.column("entropy_T"), inputs, counts)
             loss = loss - self._entropy_coeff(entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
         if self.needs_ref:
-            kl = average(self._kl(policy_logprobs_T, old_T, ref_logprobs_T, full_kl_T))
+            kl = self._average(self._kl(inputs), inputs, counts)
             loss = loss + self.kl_loss_coef * kl
             stats["share/kl_loss"] = kl.detach()
         stats["share/loss"] = loss.detach()
         return loss, stats
 
     def _entropy_coeff(self, steered: float | None) -> float:
-        """The weight of the bonus: the caller's where it is steered, else the configured one."""
+        """Return the weight of the bonus: the caller's where it is steered, else the configured one."""
         assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
         return self.entropy_coeff if steered is None else steered
 
-    def _policy_loss(
-        self, policy_T: Tensor, old_T: Tensor, advantages_T: Tensor, segments: Segments, selected_T: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(self, inputs: LossInput) -> TokenLoss:
         loss = POLICY_LOSSES.get(self.loss_mode)
-        keywords: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
-        keywords |= own_options(loss, dict(self.loss_options))
-        if self.needs_selection:
-            assert selected_T is not None, f"{self.loss_mode} needs selected_T"
-            keywords["selected_T"] = selected_T
-        return loss(policy_T, old_T, advantages_T, segments, **keywords)
+        return loss(inputs, **own_options(loss, dict(self.loss_options)))
 
-    def _average(self, x_T: Tensor, segments: Segments, counts: Counts, group_tokens_N: Tensor | None) -> Tensor:
+    def _average(self, x_T: Tensor, inputs: LossInput, counts: Counts) -> Tensor:
         keywords = dict(self.agg_options)
         if self.needs_group_tokens:
-            assert group_tokens_N is not None, f"{self.loss_agg_mode} needs group_tokens_N"
-            keywords["group_tokens_N"] = group_tokens_N.to(x_T.device)
-        return AGGREGATIONS.get(self.loss_agg_mode)(x_T, segments, counts, **keywords)
+            keywords["group_tokens_N"] = inputs.column("group_tokens_N")
+        return AGGREGATIONS.get(self.loss_agg_mode)(x_T, inputs.segments, counts, **keywords)
 
-    def _kl(self, policy_logprobs_T: Tensor, old_T: Tensor, ref_logprobs_T: Tensor | None, full_kl_T: Tensor | None) -> Tensor:
+    def _kl(self, inputs: LossInput) -> Tensor:
         if self.needs_full_kl:
-            assert full_kl_T is not None, "kl_loss_type=full: the objective needs full_kl_T"
-            return full_kl_T
-        assert self.kl_loss_type is not None and ref_logprobs_T is not None, "the KL term needs ref_logprobs_T"
-        return kl_estimate(policy_logprobs_T, ref_logprobs_T, self.kl_loss_type, old_T)
+            return inputs.column("full_kl_T")
+        assert self.kl_loss_type is not None
+        return kl_estimate(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), self.kl_loss_type, inputs.old_T())
 
     def formula(self) -> str:
         """The objective as plain text with its denominators, one term per line."""
@@ -233,14 +188,14 @@ class Objective:
 
     def _values(self) -> dict[str, Any]:
         """What the names in the policy loss's formula stand for."""
-        values: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}
+        values: dict[str, Any] = {}
         loss = POLICY_LOSSES.get(self.loss_mode)
         for function in (loss, selection_of(loss)):
             values |= options_of(function) if function is not None else {}
         return values | dict(self.loss_options)
 
 
-def _combine(token_stats: dict[str, Tensor]) -> dict[str, Tensor]:
+def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Statistics per token reduced over this micro-batch, each under the prefix that says how to go on."""
     combined = {}
     for name, value_T in token_stats.items():

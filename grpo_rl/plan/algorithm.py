@@ -13,7 +13,7 @@ from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.options import check_options, options_of, own_options
+from grpo_rl.algos.options import check_options, options_of
 from grpo_rl.config.checks import algorithm_rules
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
@@ -22,7 +22,6 @@ from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
 
 _A = "actor_rollout_ref.actor"
-_LOSS_ARGUMENTS = ("policy_logprobs_T", "old_logprobs_T", "advantages_T", "segments")
 _WITHOUT_RATIO = ("reinforce", "gpg")
 
 
@@ -56,9 +55,7 @@ def _check_objective(config: Config) -> None:
     except ConfigError:
         return  # reported by itself
     if actor.policy_loss.loss_mode not in POLICY_LOSSES:
-        keywords = dict.fromkeys(("clip_low", "clip_high", "clip_c", *(["selected_T"] if selection_of(loss) else [])))
-        keywords |= own_options(loss, dict(objective_of(config).loss_options))
-        POLICY_LOSSES.check_call(actor.policy_loss.loss_mode, *_LOSS_ARGUMENTS, **keywords)
+        POLICY_LOSSES.check_call(actor.policy_loss.loss_mode, "inputs")
     options = options_of(selection_of(loss) or loss) | dict(objective_of(config).loss_options)
     low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
     if low is not None and high is not None and low >= high:

@@ -87,7 +87,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm, model_folder
     from grpo_rl.rewards.combined import factors_of
-    from grpo_rl.rollout.engine import ENGINES, weight_backend
+    from grpo_rl.rollout.engine import weight_backend
+    from grpo_rl.rollout.engines import ENGINES
     from grpo_rl.trainer.schedules import schedule_of
 
     rollout = config.actor_rollout_ref.rollout

@@ -58,7 +58,7 @@ def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], ba
     if batch is None:
         return [None] * len(sampled)
     assert batch.advantages_T is not None
-    ends_N, lengths_N = batch.response_lengths_N.cumsum(0).tolist(), batch.response_lengths_N.tolist()
+    ends_N, lengths_N = batch.trained_lengths_N.cumsum(0).tolist(), batch.trained_lengths_N.tolist()
     # Outcome advantages are the same on every token of a response.
     last = [float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)]
     advantages = {(rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last, strict=True)}

@@ -57,8 +57,8 @@ class SyncSchedule:
                 batch = self.critic.values(batch)
         with timer("adv"):
             batch, advantage_metrics = self.advantage(batch)
-            batch, trained_metrics = self.trained_tokens(batch)
-        update_metrics = self._update(batch, timer)
+            trained, trained_metrics = self.trained_tokens(batch)
+        update_metrics = self._update(trained, timer)
         self._keep_rollouts(selected, batch)
         self.trained = selected.trained
         measured = batch_metrics(batch, timer) | advantage_metrics | trained_metrics | update_metrics

@@ -59,7 +59,9 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     from torch.distributed.device_mesh import init_device_mesh
 
     from grpo_rl.models import fsdp, load
-    from grpo_rl.models.forward import PolicyModel, Sequences
+    from grpo_rl.models.forward import PolicyModel
+    from grpo_rl.types import Batch
+    from grpo_rl.workers.sharded_policy import sequences_of
 
     prompts_N, responses_N = lengths()
     ids_S = torch.randint(0, VOCABULARY, (int((prompts_N + responses_N).sum()),), generator=torch.Generator().manual_seed(2))
@@ -67,7 +69,9 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     if sharded:
         fsdp.shard(policy, init_device_mesh("cuda", (1,)), compute_dtype=dtype, reshard_after_forward=True)
     with torch.no_grad():
-        return policy(Sequences.of(ids_S, prompts_N, responses_N, torch.device(device))).logprobs_T.float().cpu()
+        rows = torch.arange(len(prompts_N))
+        batch = Batch(prompts_N, responses_N, rows, ids_S, torch.zeros(len(rows)), torch.zeros(int(responses_N.sum())))
+        return policy(sequences_of(batch, torch.device(device))).logprobs_T.float().cpu()
 
 
 def test_float32_logprobs_on_the_gpu_are_those_of_the_cpu(model_folder: Path) -> None:
@@ -100,7 +104,9 @@ def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> N
 
 
 def test_the_objective_gives_the_same_loss_and_gradient_as_on_the_cpu() -> None:
+    from grpo_rl.algos.losses.contract import LossInput
     from grpo_rl.algos.objective import Objective
+    from grpo_rl.algos.segments import Segments
     from grpo_rl.types import Counts
 
     objective = Objective(loss_agg_mode="seq-mean-token-mean", kl_loss_type="low_var_kl", kl_loss_coef=0.1)
@@ -111,14 +117,9 @@ def test_the_objective_gives_the_same_loss_and_gradient_as_on_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         policy_T, old_T, ref_T, advantages_T = (column.detach().clone().to(device) for column in columns)
         policy_T.requires_grad_()
-        loss, _ = objective(
-            policy_logprobs_T=policy_T,
-            old_logprobs_T=old_T,
-            ref_logprobs_T=ref_T,
-            advantages_T=advantages_T,
-            lengths_N=lengths_N.to(device),
-            counts=Counts(num_tokens=11, num_sequences=3, num_groups=2),
-        )
+        segments = Segments(lengths_N.to(device))
+        inputs = LossInput(policy_T, advantages_T, segments, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+        loss, _ = objective(inputs, Counts(num_tokens=11, num_sequences=3, num_groups=2))
         loss.backward()
         assert policy_T.grad is not None
         results.append((loss.item(), policy_T.grad.cpu()))

@@ -116,14 +116,14 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
 def test_ones_own_function_that_cannot_be_called_as_it_will_be_is_refused_with_its_signature(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "def three(policy_logprobs_T, old_logprobs_T, advantages_T, *, clip_low, clip_high, clip_c): ...\n"
-        "def unclipped(policy_logprobs_T, old_logprobs_T, advantages_T, segments): ...\n"
-        "def good(policy_logprobs_T, old_logprobs_T, advantages_T, segments, **bounds): ...\n"
+        "def three(policy_logprobs_T, old_logprobs_T, advantages_T): ...\n"
+        "def needy(inputs, *, clip_low): ...\n"
+        "def good(inputs, *, size: float = 1.0): ...\n"
         "def two(inp, more): ...\n"
     )
-    for name, why in (("three", "too many positional arguments"), ("unclipped", "unexpected keyword argument 'clip_low'")):
+    for name, missing in (("three", "old_logprobs_T"), ("needy", "clip_low")):
         (problem,) = problems_of(f"{A}.policy_loss.loss_mode={file}:{name}")
-        assert why in problem and "segments, clip_low=..., clip_high=..., clip_c=..." in problem
+        assert f"missing a required argument: '{missing}'" in problem and "is called as (inputs)" in problem
     plan_of(f"{A}.policy_loss.loss_mode={file}:good")
     (problem,) = problems_of(f"{E}={file}:two")
     assert "takes (inp, more)" in problem and "missing a required argument: 'more'" in problem
@@ -249,7 +249,7 @@ def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([f"{P}.tau_pos=2"], f"{A}: policy loss 'vanilla' has no option tau_pos. It takes none"),
+        ([f"{P}.tau_pos=2"], f"{A}: policy loss 'vanilla' has no option tau_pos. It takes clip_low, clip_high, clip_c"),
         ([f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"], "has no option clip_cov_ratio. Did you mean kl_cov_ratio?"),
         ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below policy_loss.clip_cov_ub=5"),
         ([f"{A}.loss_scale_factor=33"], "loss_agg_mode 'token-mean' has no option loss_scale_factor"),

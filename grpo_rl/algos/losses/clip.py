@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, clipped, log_ratio, mean_log_ratio
-from grpo_rl.algos.segments import Segments
+from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, LossInput, TokenLoss, clipped
 
 
 @POLICY_LOSSES.register("vanilla")
-def vanilla(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def vanilla(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 3.0) -> TokenLoss:
     """PPO's clipped loss per token, with separate bounds and dual clip.
 
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -clip_c A where A < 0;
@@ -29,24 +18,14 @@ def vanilla(
     section 3.1; dual clip: Ye et al. (arXiv 1912.09729), "Dual-clip PPO". `pg_clipfrac` counts the tokens where the clip
     decides, `pg_clipfrac_lower` those where the dual clip does, `ppo_kl` is log π_old - log π.
     """
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
-    loss_T, stats = clipped(log_ratio_T, advantages_T, clip_low, clip_high)
-    negative_T, bound_T = advantages_T < 0, -clip_c * advantages_T.double()
+    loss_T, stats = clipped(inputs.log_ratio_T(), inputs.advantages_T, clip_low, clip_high)
+    negative_T, bound_T = inputs.advantages_T < 0, -clip_c * inputs.advantages_T.double()
     stats["pg_clipfrac_lower"] = (negative_T & (loss_T > bound_T)).detach().double()
-    return torch.where(negative_T, torch.minimum(loss_T, bound_T), loss_T), stats
+    return TokenLoss(torch.where(negative_T, torch.minimum(loss_T, bound_T), loss_T), stats)
 
 
 @POLICY_LOSSES.register("gspo")
-def gspo(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """GSPO's clipped loss: the sequence's ratio, clipped as a whole, on each of its tokens.
 
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
@@ -55,21 +34,12 @@ def gspo(
     GSPO (arXiv 2507.18071), section 4.1. Its clip range is far smaller than PPO's (3e-4 and 4e-4). The mean
     log-ratio is cut at 10, as in verl; there is no dual clip.
     """
-    log_ratio_N = mean_log_ratio(policy_logprobs_T, old_logprobs_T, segments)
-    return clipped(segments.broadcast(log_ratio_N), advantages_T, clip_low, clip_high)
+    log_ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N())
+    return TokenLoss(*clipped(log_ratio_T, inputs.advantages_T, clip_low, clip_high))
 
 
 @POLICY_LOSSES.register("gspo_token")
-def gspo_token(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo_token(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """GSPO's loss with a gradient through each token alone, for advantages that differ within a response.
 
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
@@ -78,23 +48,15 @@ def gspo_token(
     GSPO-token (arXiv 2507.18071), section 4.3; sg stops the gradient. Where a response's tokens share one
     advantage and one weight, value and gradient are those of `gspo`.
     """
-    log_ratio_N = mean_log_ratio(policy_logprobs_T, old_logprobs_T, segments)
-    through_T = policy_logprobs_T.double() - policy_logprobs_T.detach().double()
-    log_ratio_T = (segments.broadcast(log_ratio_N.detach()) + through_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
-    return clipped(log_ratio_T, advantages_T, clip_low, clip_high)
+    mean_T = inputs.segments.broadcast(inputs.mean_log_ratio_N().detach())
+    # Exactly 0 in value; it gives each token the gradient of its own log-prob.
+    through_T = inputs.policy_logprobs_T.double() - inputs.policy_logprobs_T.detach().double()
+    log_ratio_T = (mean_T + through_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
+    return TokenLoss(*clipped(log_ratio_T, inputs.advantages_T, clip_low, clip_high))
 
 
 @POLICY_LOSSES.register("geo_mean")
-def geo_mean(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def geo_mean(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """GMPO's loss: the geometric mean of the clipped ratios of a response, on each of its tokens.
 
     Formula: -mean(A) exp(mean over the response of l);
@@ -102,16 +64,18 @@ def geo_mean(
 
     GMPO (arXiv 2507.20673), section 3. The bounds hold for the log-ratio.
     """
-    advantages_T = advantages_T.double()
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
+    advantages_T, segments = inputs.advantages_T.double(), inputs.segments
+    log_ratio_T = inputs.log_ratio_T()
     # Only the side on which a larger step would still pay is bounded, as in PPO's pessimistic minimum.
-    upper_T = torch.where(advantages_T > 0, clip_high, torch.inf)
-    lower_T = torch.where(advantages_T < 0, -clip_low, -torch.inf)
+    # Filled as float64: torch.where of two Python numbers would round the bounds to float32.
+    upper_T = torch.full_like(advantages_T, torch.inf).masked_fill(advantages_T > 0, clip_high)
+    lower_T = torch.full_like(advantages_T, -torch.inf).masked_fill(advantages_T < 0, -clip_low)
     bounded_T = torch.minimum(torch.maximum(log_ratio_T, lower_T), upper_T)
     ratio_N = segments.mean(bounded_T).exp()
     loss_T = segments.broadcast(-segments.mean(advantages_T) * ratio_N)
-    return loss_T, {
+    stats = {
         "pg_clipfrac": (bounded_T != log_ratio_T).detach().double(),
         "ppo_kl": -log_ratio_T.detach(),
         "ratio_max": segments.broadcast(ratio_N).detach(),
     }
+    return TokenLoss(loss_T, stats)

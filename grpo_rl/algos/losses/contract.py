@@ -1,9 +1,11 @@
-"""How a policy loss is called, the table they are registered in, and what several of them share."""
+"""What a policy loss takes and returns, the table they are registered in, and what several of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,35 +22,77 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 """A response's mean log-ratio is cut above at this, as in verl."""
 
 
-class PolicyLoss(Protocol):
-    """How a policy loss is called.
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """The trained tokens of one micro-batch, flat and on one device: response n owns `segments.lengths_N[n]` of them.
 
-    Its own options are further keywords with defaults. A loss that treats some tokens otherwise (`selected_by`)
-    takes them as one more keyword without a default, `selected_T`.
+    The optional columns are there when the loss, its average or its KL term need them (`@needs`).
     """
 
-    def __call__(
-        self,
-        policy_logprobs_T: Tensor,
-        old_logprobs_T: Tensor,
-        advantages_T: Tensor,
-        segments: Segments,
-        *,
-        clip_low: float,
-        clip_high: float,
-        clip_c: float,
-        **options: Any,
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+    policy_logprobs_T: Tensor
+    """Log-probabilities of the sampled tokens under the policy that is trained, with gradient."""
+    advantages_T: Tensor
+    segments: Segments
+    old_logprobs_T: Tensor | None = None
+    """Those under the policy before the first update of the batch; None means that it is the present one: see `old_T`."""
+    ref_logprobs_T: Tensor | None = None
+    """Those under the frozen reference."""
+    rollout_logprobs_T: Tensor | None = None
+    """Those that the engine reported when it sampled."""
+    entropy_T: Tensor | None = None
+    """Entropy of the policy's distribution at each token, in nats, with gradient."""
+    full_kl_T: Tensor | None = None
+    """KL from the policy's whole distribution to the reference's at each token, with gradient."""
+    weights_T: Tensor | None = None
+    """Constant factors of the policy loss, which the objective applies after the loss."""
+    selected_T: Tensor | None = None
+    """The tokens that the loss treats otherwise, chosen once for a whole mini-batch: see `selected_by`."""
+    group_N: Tensor | None = None
+    """Equal numbers belong to one prompt."""
+    group_tokens_N: Tensor | None = None
+    """For each response, the trained tokens of its whole group in the mini-batch."""
 
+    def old_T(self) -> Tensor:
+        """Return the old log-probs; without any the policy's own without gradient, so that the ratio is exactly 1."""
+        return self.policy_logprobs_T.detach() if self.old_logprobs_T is None else self.old_logprobs_T
+
+    def log_ratio_T(self) -> Tensor:
+        """Return log π - log π_old of each token in float64, cut to ±MAX_LOG_RATIO."""
+        return (self.policy_logprobs_T.double() - self.old_T().double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def mean_log_ratio_N(self) -> Tensor:
+        """Return the mean log-ratio of each response in float64, cut above at MAX_SEQUENCE_LOG_RATIO."""
+        difference_T = self.policy_logprobs_T.double() - self.old_T().double()
+        return self.segments.mean(difference_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
+
+    def column(self, name: str) -> Tensor:
+        """Return the optional column `name`, which has to be there."""
+        value = getattr(self, name)
+        assert value is not None, f"the objective needs {name}"
+        return value
+
+
+class TokenLoss(NamedTuple):
+    """What a policy loss returns: the loss of each token, with gradient, and statistics of each token without.
+
+    A statistic whose name ends in `_max` is reported as the largest value, all others as the mean over trained tokens.
+    """
+
+    loss_T: Tensor
+    stats: Mapping[str, Tensor] = MappingProxyType({})
+
+
+PolicyLoss = Callable[..., TokenLoss]
+"""(inputs: LossInput, *, <own options with defaults>) -> TokenLoss"""
 
 Selection = Callable[..., Tensor]
 """(advantages_T, old_logprobs_T, generator, *, <own options with defaults>) -> selected_T, of booleans"""
 
-POLICY_LOSSES: Registry[Callable[..., tuple[Tensor, dict[str, Tensor]]]] = Registry("policy loss")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def selected_by(selection: Selection) -> Callable[[F], F]:
-    """Decorator: the loss takes `selected_T`, which `selection` chooses once for a whole mini-batch."""
+    """Return a decorator for a loss that reads `selected_T`, which `selection` chooses once for a whole mini-batch."""
 
     def note(function: F) -> F:
         function.selection = selection  # type: ignore[attr-defined]
@@ -58,17 +102,12 @@ def selected_by(selection: Selection) -> Callable[[F], F]:
 
 
 def selection_of(loss: Callable[..., Any]) -> Selection | None:
-    """What chooses the tokens that the loss treats otherwise; None where it treats all alike."""
+    """Return the function that chooses the tokens which the loss treats otherwise; None where it treats all alike."""
     return getattr(loss, "selection", None)
 
 
-def mean_log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor, segments: Segments) -> Tensor:
-    """Mean log-ratio of each response, cut above."""
-    return segments.mean(policy_logprobs_T.double() - old_logprobs_T.double()).clamp(max=MAX_SEQUENCE_LOG_RATIO)
-
-
 def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's pessimistic clipped loss and its statistics."""
+    """Return PPO's pessimistic clipped loss and its statistics."""
     advantages_T = advantages_T.double()
     ratio_T = log_ratio_T.exp()
     plain_T = -advantages_T * ratio_T
@@ -78,8 +117,3 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_hig
         "ppo_kl": -log_ratio_T.detach(),
         "ratio_max": ratio_T.detach(),
     }
-
-
-def log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """log π - log π_old of each token, cut on both sides."""
-    return (policy_logprobs_T.double() - old_logprobs_T.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

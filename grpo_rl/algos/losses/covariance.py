@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.losses.contract import POLICY_LOSSES, clipped, log_ratio, selected_by
-from grpo_rl.algos.segments import Segments
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, clipped, selected_by
 
 
 def covariances(advantages_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
@@ -58,17 +57,7 @@ def largest(
 
 @POLICY_LOSSES.register("clip_cov")
 @selected_by(between_bounds)
-def clip_cov(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    selected_T: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clip_cov(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """PPO's clipped loss, without the chosen tokens.
 
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with
@@ -76,24 +65,14 @@ def clip_cov(
 
     Clip-Cov (arXiv 2505.22617), section 4.2. There is no dual clip.
     """
-    loss_T, stats = clipped(log_ratio(policy_logprobs_T, old_logprobs_T), advantages_T, clip_low, clip_high)
-    return torch.where(selected_T, 0.0, loss_T), {**stats, "cov_selected": selected_T.double()}
+    selected_T = inputs.column("selected_T")
+    loss_T, stats = clipped(inputs.log_ratio_T(), inputs.advantages_T, clip_low, clip_high)
+    return TokenLoss(torch.where(selected_T, 0.0, loss_T), {**stats, "cov_selected": selected_T.double()})
 
 
 @POLICY_LOSSES.register("kl_cov")
 @selected_by(largest)
-def kl_cov(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    selected_T: Tensor,
-    ppo_kl_coef: float = 0.1,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_cov(inputs: LossInput, *, ppo_kl_coef: float = 0.1) -> TokenLoss:
     """The unclipped surrogate, with a penalty on moving the chosen tokens.
 
     Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old);
@@ -101,11 +80,8 @@ def kl_cov(
 
     KL-Cov (arXiv 2505.22617), section 4.2. The clip bounds have no part in it.
     """
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
+    selected_T, log_ratio_T = inputs.column("selected_T"), inputs.log_ratio_T()
     ratio_T = log_ratio_T.exp()
     penalty_T = torch.where(selected_T, ppo_kl_coef * log_ratio_T.abs(), 0.0)
-    return -advantages_T.double() * ratio_T + penalty_T, {
-        "cov_selected": selected_T.double(),
-        "ppo_kl": -log_ratio_T.detach(),
-        "ratio_max": ratio_T.detach(),
-    }
+    stats = {"cov_selected": selected_T.double(), "ppo_kl": -log_ratio_T.detach(), "ratio_max": ratio_T.detach()}
+    return TokenLoss(-inputs.advantages_T.double() * ratio_T + penalty_T, stats)

@@ -5,21 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.losses.contract import POLICY_LOSSES, log_ratio
-from grpo_rl.algos.segments import Segments
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
-def reinforce(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def reinforce(inputs: LossInput) -> TokenLoss:
     """The score-function loss per token. With A = 1 it is supervised cross-entropy.
 
     Formula: -A log π
@@ -27,21 +17,12 @@ def reinforce(
     Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546), whose own
     part is the advantage estimator of that name. It has no ratio, so nothing is clipped.
     """
-    loss_T = -advantages_T.double() * policy_logprobs_T.double()
-    return loss_T, {"ppo_kl": -log_ratio(policy_logprobs_T, old_logprobs_T).detach()}
+    loss_T = -inputs.advantages_T.double() * inputs.policy_logprobs_T.double()
+    return TokenLoss(loss_T, {"ppo_kl": -inputs.log_ratio_T().detach()})
 
 
 @POLICY_LOSSES.register("cispo")
-def cispo(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.
 
     Formula: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π; r = π / π_old
@@ -49,56 +30,33 @@ def cispo(
     CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 + clip_high,
     as in verl; TRL takes it as the bound itself.
     """
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T).detach()
+    log_ratio_T = inputs.log_ratio_T().detach()
     ratio_T = log_ratio_T.exp()
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss_T = -weight_T * advantages_T.double() * policy_logprobs_T.double()
-    return loss_T, {
-        "pg_clipfrac": (weight_T != ratio_T).double(),
-        "ppo_kl": -log_ratio_T,
-        "ratio_max": ratio_T,
-    }
+    loss_T = -weight_T * inputs.advantages_T.double() * inputs.policy_logprobs_T.double()
+    stats = {"pg_clipfrac": (weight_T != ratio_T).double(), "ppo_kl": -log_ratio_T, "ratio_max": ratio_T}
+    return TokenLoss(loss_T, stats)
 
 
 @POLICY_LOSSES.register("sapo")
-def sapo(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def sapo(inputs: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
 
     Formula: -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = tau_pos where A > 0, else tau_neg
 
     SAPO (arXiv 2511.20347). The clip bounds have no part in it.
     """
-    advantages_T = advantages_T.double()
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T)
+    advantages_T = inputs.advantages_T.double()
+    log_ratio_T = inputs.log_ratio_T()
     ratio_T = log_ratio_T.exp()
-    temperature_T = torch.where(advantages_T > 0, tau_pos, tau_neg).double()
+    # Filled as float64: torch.where of two Python numbers would round them to float32.
+    temperature_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     loss_T = -advantages_T * torch.sigmoid(temperature_T * (ratio_T - 1.0)) * 4.0 / temperature_T
-    return loss_T, {"ppo_kl": -log_ratio_T.detach(), "ratio_max": ratio_T.detach()}
+    return TokenLoss(loss_T, {"ppo_kl": -log_ratio_T.detach(), "ratio_max": ratio_T.detach()})
 
 
 @POLICY_LOSSES.register("dppo_tv")
-def dppo_tv(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    max_ratio: float = 20.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dppo_tv(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, max_ratio: float = 20.0) -> TokenLoss:
     """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
@@ -107,29 +65,12 @@ def dppo_tv(
     DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences
     of probabilities. `max_ratio` is its own: verl takes clip_ratio_c (3) for it.
     """
-    difference_T = policy_logprobs_T.detach().double().exp() - old_logprobs_T.double().exp()
-    return _divergence_masked(
-        policy_logprobs_T,
-        old_logprobs_T,
-        advantages_T,
-        too_likely_T=difference_T > clip_high,
-        too_unlikely_T=difference_T < -clip_low,
-        max_ratio=max_ratio,
-    )
+    difference_T = inputs.policy_logprobs_T.detach().double().exp() - inputs.old_T().double().exp()
+    return _divergence_masked(inputs, difference_T > clip_high, difference_T < -clip_low, max_ratio)
 
 
 @POLICY_LOSSES.register("dppo_kl")
-def dppo_kl(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    max_ratio: float = 20.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dppo_kl(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, max_ratio: float = 20.0) -> TokenLoss:
     """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
@@ -137,30 +78,15 @@ def dppo_kl(
 
     DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats.
     """
-    policy_T, old_T = policy_logprobs_T.detach().double(), old_logprobs_T.double()
+    policy_T, old_T = inputs.policy_logprobs_T.detach().double(), inputs.old_T().double()
     divergence_T = _binary_kl(old_T, policy_T)
-    return _divergence_masked(
-        policy_logprobs_T,
-        old_logprobs_T,
-        advantages_T,
-        too_likely_T=(divergence_T > clip_high) & (policy_T > old_T),
-        too_unlikely_T=(divergence_T > clip_low) & (policy_T < old_T),
-        max_ratio=max_ratio,
-    )
+    too_likely_T = (divergence_T > clip_high) & (policy_T > old_T)
+    too_unlikely_T = (divergence_T > clip_low) & (policy_T < old_T)
+    return _divergence_masked(inputs, too_likely_T, too_unlikely_T, max_ratio)
 
 
 @POLICY_LOSSES.register("dro")
-def dro(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-    dro_beta: float = 0.1,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dro(inputs: LossInput, *, dro_beta: float = 0.1) -> TokenLoss:
     """The score-function loss with a quadratic pull towards the policy that sampled.
 
     Formula: -A log π + dro_beta/2 (log π - log π_old)²
@@ -168,32 +94,26 @@ def dro(
     Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull is what
     bounds the step, so the log-ratio is not cut and nothing is clipped.
     """
-    difference_T = policy_logprobs_T.double() - old_logprobs_T.double()
-    loss_T = -advantages_T.double() * policy_logprobs_T.double() + 0.5 * dro_beta * difference_T.square()
-    return loss_T, {"ppo_kl": -difference_T.detach()}
+    policy_T = inputs.policy_logprobs_T.double()
+    difference_T = policy_T - inputs.old_T().double()
+    loss_T = -inputs.advantages_T.double() * policy_T + 0.5 * dro_beta * difference_T.square()
+    return TokenLoss(loss_T, {"ppo_kl": -difference_T.detach()})
 
 
-def _divergence_masked(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    *,
-    too_likely_T: Tensor,
-    too_unlikely_T: Tensor,
-    max_ratio: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _divergence_masked(inputs: LossInput, too_likely_T: Tensor, too_unlikely_T: Tensor, max_ratio: float) -> TokenLoss:
     """REINFORCE weighted by the bounded ratio, on the tokens that may still move in the direction that pays."""
-    advantages_T = advantages_T.double()
-    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T).detach()
+    advantages_T = inputs.advantages_T.double()
+    log_ratio_T = inputs.log_ratio_T().detach()
     ratio_T = log_ratio_T.exp()
     dropped_T = torch.where(advantages_T > 0, too_likely_T, too_unlikely_T)
     weight_T = torch.where(dropped_T, 0.0, ratio_T.clamp(max=max_ratio))
-    return -weight_T * advantages_T * policy_logprobs_T.double(), {
+    stats = {
         "pg_clipfrac": dropped_T.double(),
         "pg_clipfrac_lower": ((ratio_T > max_ratio) & ~dropped_T).double(),
         "ppo_kl": -log_ratio_T,
         "ratio_max": ratio_T,
     }
+    return TokenLoss(-weight_T * advantages_T * inputs.policy_logprobs_T.double(), stats)
 
 
 def _binary_kl(old_T: Tensor, policy_T: Tensor) -> Tensor:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
+FETCH_S = 3600.0
+"""How long a process waits for a stored value, in seconds."""
 
 
 class RemoteError(Exception):
@@ -36,7 +41,20 @@ class RemoteError(Exception):
         return self.message if self.user_error else f"{self.kind}: {self.message}"
 
 
-class Host:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them.
+
+    A plain reference would be deserialised anew in every call. A process that takes another's place fetches it again, so
+    calls that carry it can be repeated for as long as the controller holds it.
+    """
+
+    ref: Any
+    key: str
+    """Different for every value."""
+
+
+class WorkerHost:
     """Runs in a process of its own; `build` makes the worker there, `call` calls it.
 
     The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
@@ -50,6 +68,8 @@ class Host:
         remember_environment()
         remember(secret)
         self._worker: Any = None
+        self._fetched: tuple[str, Any] = ("", None)
+        """The `Stored` value that a call carried last."""
         self.name = name
         faults.arm()
         faults.tell(worker=name)
@@ -83,8 +103,22 @@ class Host:
             gc.enable()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker."""
-        return _guard(getattr(self._worker, method), args, kwargs)
+        """Call a method of the worker. Raises RemoteError."""
+
+        def run() -> Any:
+            return getattr(self._worker, method)(*map(self._value, args), **kwargs)
+
+        return _guard(run, (), {})
+
+    def _value(self, argument: Any) -> Any:
+        """Return what the argument stands for; the last stored value stays, until another takes its place."""
+        if not isinstance(argument, Stored):
+            return argument
+        if self._fetched[0] != argument.key:
+            # The old one goes first: two shares of a batch need not fit beside each other.
+            self._fetched = ("", None)
+            self._fetched = (argument.key, _get(argument.ref))
+        return self._fetched[1]
 
     def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
         """`call`, with what the controller tells the fault points (see `faults`)."""
@@ -95,6 +129,13 @@ class Host:
         """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
         value = self.call(method, *args)
         return value is not None, value
+
+
+def _get(ref: Any) -> Any:
+    import ray
+
+    # The call that carries the value has a deadline of its own, which comes first.
+    return ray.get(ref, timeout=FETCH_S)
 
 
 def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,3 +170,27 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
+
+
+_trackers: list[subprocess.Popen[bytes]] = []
+
+
+def track_apart() -> None:
+    """Start Python's tracker of shared memory for this process in a group of its own.
+
+    Ray ends the group of a worker that died, a second after it has asked: with the tracker in it, and children that take
+    longer to end, what they shared would stay in memory until the machine is started again.
+    """
+
+    def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+        words = [os.fsdecode(word) for word in arguments]
+        # Kept, or its destructor would warn of a child that still runs.
+        _trackers.append(subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0))
+        return _trackers[-1].pid
+
+    before = util.spawnv_passfds
+    util.spawnv_passfds = spawn  # type: ignore[assignment]
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = before

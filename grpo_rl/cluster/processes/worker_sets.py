@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.termination import end_process
-from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
+from grpo_rl.cluster.processes.termination import end_workers, kill_process
+from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
 from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
 
@@ -78,7 +79,7 @@ class Worker:
         return Worker(self.name, self.place, self.log_file)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
-        """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
+        """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def describe(self, error: Exception) -> str:
@@ -106,7 +107,7 @@ class Worker:
             self.verdict = verdict
         # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
         if self.pid is not None and self.address is not None:
-            end_process(self.pid, self.address)
+            kill_process(self.pid, self.address)
         ray.kill(self.actor)
 
 
@@ -148,6 +149,10 @@ class WorkerSet:
         """Start making the worker object in every process; one tuple of arguments per rank."""
         return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
 
+    def store(self, values: Sequence[Any]) -> list[Stored]:
+        """Put values that several calls carry into the object store; the result is passed in a value's place."""
+        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results by rank."""
         return self.call_each(method, [args] * len(self.workers))
@@ -159,8 +164,7 @@ class WorkerSet:
 
     def shutdown(self) -> None:
         """End all processes of the set."""
-        for worker in self.workers:
-            worker.kill()
+        end_workers(self.workers)
 
 
 def headline(text: str, *, at_end: bool) -> str:

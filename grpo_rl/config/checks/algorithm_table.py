@@ -21,7 +21,7 @@ ESTIMATORS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 LOSS_BOUNDS: dict[str, tuple[str, ...]] = {
     "cispo": ("clip_low", "clip_high"),
-    "clip_cov": ("clip_low", "clip_high", "clip_c"),
+    "clip_cov": ("clip_low", "clip_high"),
     "dppo_kl": ("clip_low", "clip_high"),
     "dppo_tv": ("clip_low", "clip_high"),
     "dro": (),

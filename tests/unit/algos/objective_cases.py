@@ -13,8 +13,10 @@ from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.kl import KL_ESTIMATORS
-from grpo_rl.algos.losses.registered import POLICY_LOSSES
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.options import own_options
+from grpo_rl.algos.segments import Segments
 from grpo_rl.types import Counts
 
 COMBINATIONS = list(itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS)))
@@ -25,10 +27,21 @@ SMOOTH = [(loss, agg, kl) for loss, agg, kl in TERMS if loss not in reference_lo
 FACTOR = 7.0
 
 
-def make(loss_mode: str, agg_mode: str, **settings: Any) -> Objective:
-    """An objective with the options that its average cannot do without."""
-    options = (("loss_scale_factor", FACTOR),) if agg_mode == "seq-mean-token-sum-norm" else ()
-    return Objective(loss_mode, agg_mode, agg_options=options, **settings)
+def own(loss_mode: str, **options: Any) -> dict[str, Any]:
+    """Those of the options that the loss takes."""
+    return own_options(POLICY_LOSSES.get(loss_mode), options)
+
+
+def make(loss_mode: str, agg_mode: str, *, clip_high: float = 0.2, **settings: Any) -> Objective:
+    """An objective with the options that its average cannot do without, and the bound where the loss has it."""
+    agg_options = (("loss_scale_factor", FACTOR),) if agg_mode == "seq-mean-token-sum-norm" else ()
+    loss_options = tuple(own(loss_mode, clip_high=clip_high).items())
+    return Objective(loss_mode, agg_mode, loss_options=loss_options, agg_options=agg_options, **settings)
+
+
+def inputs(policy_T: Tensor, advantages_T: Tensor, lengths: Any, **columns: Tensor | None) -> LossInput:
+    """The input of a loss, of responses with these lengths."""
+    return LossInput(policy_T, advantages_T, Segments(torch.as_tensor(lengths, dtype=torch.long)), **columns)
 
 
 def extras(objective: Objective, data: reference.Ragged) -> dict[str, Tensor]:
@@ -47,11 +60,10 @@ def run(
     """Loss, statistics, and gradient with respect to the policy's log-probs, with rewards as advantages."""
     policy_T = torch.tensor(data.policy, dtype=dtype, requires_grad=True)
     advantages = [r for r, length in zip(data.rewards, data.lengths, strict=True) for _ in range(length)]
-    loss, stats = objective(
-        policy_logprobs_T=policy_T,
-        advantages_T=torch.tensor(advantages, dtype=dtype),
-        lengths_N=torch.tensor(data.lengths, dtype=torch.long),
-        counts=counts,
+    columns = inputs(
+        policy_T,
+        torch.tensor(advantages, dtype=dtype),
+        data.lengths,
         old_logprobs_T=None if on_policy else torch.tensor(data.old, dtype=dtype),
         ref_logprobs_T=torch.tensor(data.ref, dtype=dtype),
         # Functions of the log-probs, so that their share of the gradient is seen too.
@@ -59,6 +71,7 @@ def run(
         full_kl_T=policy_T.exp() if objective.needs_full_kl else None,
         **extras(objective, data),
     )
+    loss, stats = objective(columns, counts)
     loss.backward()
     assert policy_T.grad is not None
     return loss.detach(), stats, policy_T.grad

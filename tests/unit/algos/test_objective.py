@@ -10,7 +10,7 @@ from typing import Any
 import algos_reference as reference
 import pytest
 import torch
-from objective_cases import run
+from objective_cases import inputs, run
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.aggregate import AGGREGATIONS
@@ -27,17 +27,17 @@ from grpo_rl.types import Counts
 
 def test_the_default_configuration_is_grpo_with_k3_in_the_loss() -> None:
     objective = Objective.from_config(ActorConfig())
-    assert objective == Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.001)
+    bounds = (("clip_low", 0.2), ("clip_high", 0.2), ("clip_c", 3.0))
+    assert objective == Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.001, loss_options=bounds)
     assert (objective.loss_mode, objective.loss_agg_mode) == ("vanilla", "token-mean")
-    assert (objective.clip_low, objective.clip_high, objective.clip_c) == (0.2, 0.2, 3.0)
     assert (objective.needs_ref, objective.needs_entropy, objective.needs_full_kl) == (True, False, False)
 
 
 def test_the_clip_ratio_holds_for_every_side_that_is_not_given() -> None:
     objective = Objective.from_config(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28))
-    assert (objective.clip_low, objective.clip_high) == (0.1, 0.28)
+    assert dict(objective.loss_options) == {"clip_low": 0.1, "clip_high": 0.28, "clip_c": 3.0}
     objective = Objective.from_config(ActorConfig(clip_ratio_low=0.3, clip_ratio_c=5.0))
-    assert (objective.clip_low, objective.clip_high, objective.clip_c) == (0.3, 0.2, 5.0)
+    assert dict(objective.loss_options) == {"clip_low": 0.3, "clip_high": 0.2, "clip_c": 5.0}
 
 
 def test_what_the_caller_has_to_supply_follows_from_the_terms() -> None:
@@ -46,12 +46,7 @@ def test_what_the_caller_has_to_supply_follows_from_the_terms() -> None:
     none = Objective.from_config(ActorConfig(use_kl_loss=False))
     assert (none.needs_ref, none.needs_entropy, none.needs_full_kl) == (False, False, False)
     with pytest.raises(AssertionError, match="ref_logprobs_T"):
-        Objective(kl_loss_type="k3")(
-            policy_logprobs_T=torch.zeros(1),
-            advantages_T=torch.zeros(1),
-            lengths_N=torch.tensor([1]),
-            counts=Counts(1, 1, 1),
-        )
+        Objective(kl_loss_type="k3")(inputs(torch.zeros(1), torch.zeros(1), [1]), Counts(1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -77,14 +72,15 @@ def test_an_objective_travels_between_processes() -> None:
 def test_all_three_terms_by_hand() -> None:
     # Two responses of 1 and 2 tokens; ratio 1, so the policy term is -A; k1 of each token is d.
     policy_T = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    loss, stats = Objective(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.5, kl_loss_type="k1", kl_loss_coef=0.25)(
-        policy_logprobs_T=policy_T,
-        advantages_T=torch.tensor([2.0, -1.0, -1.0]),
-        lengths_N=torch.tensor([1, 2]),
-        counts=Counts(num_tokens=3, num_sequences=2, num_groups=1),
+    objective = Objective(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.5, kl_loss_type="k1", kl_loss_coef=0.25)
+    columns = inputs(
+        policy_T,
+        torch.tensor([2.0, -1.0, -1.0]),
+        [1, 2],
         ref_logprobs_T=torch.tensor([-2.0, -2.0, -5.0]),
         entropy_T=torch.tensor([1.0, 0.5, 0.5]),
     )
+    loss, stats = objective(columns, Counts(num_tokens=3, num_sequences=2, num_groups=1))
     # pg (-2 + 1) / 2 = -0.5; H (1 + 0.5) / 2 = 0.75; KL (1 + (0 + 2) / 2) / 2 = 1
     assert {name: value.item() for name, value in stats.items()} == {
         "share/pg_loss": -0.5,
@@ -116,14 +112,8 @@ def test_options_reach_the_loss_the_choice_of_tokens_and_the_formula() -> None:
     advantages_T, logprobs_T = torch.tensor([2.0, 0.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -3.0, -4.0])
     assert every.select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, True, True]
     assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, False, False]
-    keep_T = torch.tensor([False, True, True, True])
-    # Of the three that are left, means -2/3 and -3: shares 2/3, 0 and 1/3.
-    assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator(), keep_T).tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    # Of the last three, means -2/3 and -3: shares 2/3, 0 and 1/3.
+    assert Objective("kl_cov").select(advantages_T[1:], logprobs_T[1:], torch.Generator()).tolist() == [True, False, False]
     assert pickle.loads(pickle.dumps(every)) == every and hash(every) == hash(pickle.loads(pickle.dumps(every)))
 
 
@@ -131,7 +121,10 @@ def test_options_reach_the_loss_the_choice_of_tokens_and_the_formula() -> None:
     ("settings", "message"),
     [
         ({"loss_mode": "sapo", "loss_options": (("tau_poss", 1.0),)}, "no option tau_poss. Did you mean tau_pos?"),
-        ({"loss_mode": "vanilla", "loss_options": (("clip_low", 1.0),)}, "vanilla' has no option clip_low. It takes none"),
+        (
+            {"loss_mode": "clip_cov", "loss_options": (("clip_c", 1.0),)},
+            "clip_cov' has no option clip_c. Did you mean clip_low?",
+        ),
         ({"loss_mode": "kl_cov", "loss_options": (("kl_cov_ratio", "a"),)}, "kl_cov_ratio='a' is not of the type"),
         ({"loss_mode": "kl_cov", "loss_options": (("ppo_kl_coef", True),)}, "ppo_kl_coef=True is not of the type"),
         ({"loss_agg_mode": "token-mean", "agg_options": (("loss_scale_factor", 1.0),)}, "has no option loss_scale_factor"),
@@ -146,11 +139,11 @@ def test_options_that_nothing_takes_are_refused_when_the_objective_is_built(sett
 def test_a_steered_entropy_coefficient_comes_with_every_call() -> None:
     objective = Objective(adaptive_entropy=True)
     assert objective.needs_entropy and objective.formula().splitlines()[0] == "loss = avg(pg) - (adaptive entropy_coeff)·avg(H)"
-    one = {"policy_logprobs_T": torch.zeros(1), "advantages_T": torch.zeros(1), "lengths_N": torch.tensor([1])}
-    loss, _ = objective(**one, counts=Counts(1, 1, 1), entropy_T=torch.tensor([2.0]), entropy_coeff=0.25)
+    one = inputs(torch.zeros(1), torch.zeros(1), [1], entropy_T=torch.tensor([2.0]))
+    loss, _ = objective(one, Counts(1, 1, 1), entropy_coeff=0.25)
     assert loss.item() == -0.5
     with pytest.raises(AssertionError, match="entropy_coeff"):
-        objective(**one, counts=Counts(1, 1, 1), entropy_T=torch.tensor([2.0]))
+        objective(one, Counts(1, 1, 1))
 
 
 # ---- the formula -----------------------------------------------------------------------------------

@@ -13,12 +13,10 @@ import torch
 from advantage_cases import complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import COMBINATIONS, FACTOR, SMOOTH, TERMS, combine, extras, make, run
+from objective_cases import COMBINATIONS, FACTOR, SMOOTH, TERMS, combine, extras, inputs, make, run
 from torch import Tensor
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
-from grpo_rl.algos.aggregate import count
-from grpo_rl.algos.correction import kept_lengths
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 
@@ -51,21 +49,16 @@ def test_gradients_of_every_combination_are_those_of_finite_differences(loss_mod
     data = reference.ragged(5, num_rollouts=5)
     objective = make(loss_mode, agg_mode, entropy_coeff=0.1, kl_loss_type=kl_type, kl_loss_coef=0.5)
     fixed = {
-        "advantages_T": torch.tensor(data.policy, dtype=torch.float64).sin(),
-        "lengths_N": torch.tensor(data.lengths),
         "old_logprobs_T": torch.tensor(data.old, dtype=torch.float64),
         "ref_logprobs_T": torch.tensor(data.ref, dtype=torch.float64),
         **extras(objective, data),
     }
 
+    advantages_T = torch.tensor(data.policy, dtype=torch.float64).sin()
+
     def loss(policy_T: Tensor) -> Tensor:
-        return objective(
-            policy_logprobs_T=policy_T,
-            counts=data.counts(),
-            entropy_T=policy_T.square(),
-            full_kl_T=policy_T.exp(),
-            **fixed,
-        )[0]
+        columns = {**fixed, "entropy_T": policy_T.square(), "full_kl_T": policy_T.exp()}
+        return objective(inputs(policy_T, advantages_T, data.lengths, **columns), data.counts())[0]
 
     assert torch.autograd.gradcheck(loss, torch.tensor(data.policy, dtype=torch.float64, requires_grad=True))
 
@@ -152,17 +145,11 @@ def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> 
     data = replace(data, rewards=same, parts=[[r, r] for r in same], steps=[[] for _ in same])
     advantages_T = ADVANTAGES.get(estimator)(complete(data)).advantages_T
     policy_T, old_T = torch.tensor(data.policy, requires_grad=True), torch.tensor(data.old)
-    columns = extras(objective, data)
+    columns: dict[str, Tensor | None] = {**extras(objective, data)}
     if objective.needs_selection:
         columns["selected_T"] = objective.select(advantages_T, old_T, torch.Generator())
-    loss, _ = objective(
-        policy_logprobs_T=policy_T,
-        advantages_T=advantages_T,
-        lengths_N=torch.tensor(data.lengths),
-        counts=data.counts(),
-        old_logprobs_T=None if on_policy else old_T,
-        **columns,
-    )
+    columns["old_logprobs_T"] = None if on_policy else old_T
+    loss, _ = objective(inputs(policy_T, advantages_T, data.lengths, **columns), data.counts())
     loss.backward()
     assert policy_T.grad is not None
     return loss.item() == 0 and bool((policy_T.grad == 0).all())
@@ -196,38 +183,7 @@ def test_tiny_micro_batches_give_finite_numbers(loss_mode: str, agg_mode: str, k
         assert loss == 0
 
 
-# ---- weights and rejected tokens ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
-def test_rejected_tokens_leave_the_loss_and_every_denominator(loss_mode: str, agg_mode: str) -> None:
-    """Training kept tokens alone is training a batch that never had the others."""
-    data = reference.ragged(8, num_rollouts=10)
-    keep = [i % 3 != 0 for i in range(len(data.policy))]
-    keep_T, lengths_N, group_N = torch.tensor(keep), torch.tensor(data.lengths), torch.tensor(data.group)
-    kept_N = kept_lengths(keep_T, lengths_N)
-    tokens = {name: [x for x, k in zip(getattr(data, name), keep, strict=True) if k] for name in reference.TOKEN_COLUMNS}
-    group_tokens = [sum(int(n) for n, h in zip(kept_N, data.group, strict=True) if h == g) for g in data.group]
-    thinned = replace(data, lengths=kept_N.tolist(), group_tokens=group_tokens, **tokens)
-    objective = make(loss_mode, agg_mode, kl_loss_type="k3", kl_loss_coef=0.5)
-    expected, expected_stats, expected_gradient_T = run(objective, thinned, thinned.counts())
-
-    policy_T = torch.tensor(data.policy, requires_grad=True)
-    columns = extras(objective, replace(data, group_tokens=group_tokens))
-    loss, stats = objective(
-        policy_logprobs_T=policy_T,
-        advantages_T=torch.tensor(data.rewards)[torch.repeat_interleave(lengths_N)],
-        lengths_N=lengths_N,
-        counts=count(kept_N, group_N),
-        old_logprobs_T=torch.tensor(data.old),
-        ref_logprobs_T=torch.tensor(data.ref),
-        keep_T=keep_T,
-        **columns,
-    )
-    loss.backward()
-    assert policy_T.grad is not None
-    assert torch.equal(loss.detach(), expected) and stats == expected_stats
-    assert torch.equal(policy_T.grad[keep_T], expected_gradient_T) and not policy_T.grad[~keep_T].any()
+# ---- weights ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
@@ -235,17 +191,14 @@ def test_weights_multiply_the_policy_loss_of_each_token_and_nothing_else(loss_mo
     data = reference.ragged(3)
     objective = make(loss_mode, "token-sum", kl_loss_type="k1", kl_loss_coef=1.0)
     fixed = {
-        "policy_logprobs_T": torch.tensor(data.policy, dtype=torch.float64),
-        "advantages_T": torch.tensor(data.values),
-        "lengths_N": torch.tensor(data.lengths),
-        "counts": data.counts(),
         "old_logprobs_T": torch.tensor(data.old, dtype=torch.float64),
         "ref_logprobs_T": torch.tensor(data.ref, dtype=torch.float64),
         **extras(objective, data),
     }
-    plain, plain_stats = objective(**fixed)
-    weighted, stats = objective(**fixed, weights_T=torch.full((len(data.policy),), 3.0))
+    first = inputs(torch.tensor(data.policy, dtype=torch.float64), torch.tensor(data.values), data.lengths, **fixed)
+    plain, plain_stats = objective(first, data.counts())
+    weighted, stats = objective(replace(first, weights_T=torch.full((len(data.policy),), 3.0)), data.counts())
     assert stats["share/kl_loss"] == plain_stats["share/kl_loss"]
     assert stats["share/pg_loss"].item() == pytest.approx(3 * plain_stats["share/pg_loss"].item(), rel=1e-12)
     weights_T = torch.rand(len(data.policy), requires_grad=True)
-    assert not objective(**fixed, weights_T=weights_T)[0].requires_grad and plain != weighted
+    assert not objective(replace(first, weights_T=weights_T), data.counts())[0].requires_grad and plain != weighted

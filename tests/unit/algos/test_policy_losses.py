@@ -11,19 +11,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective_cases import inputs, own
 
 from grpo_rl.algos.losses.covariance import between_bounds, covariances, largest
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
-from grpo_rl.algos.segments import Segments
 
 ALL = sorted(POLICY_LOSSES)
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0}
 
 
-def keywords(name: str, selected: list[bool]) -> dict[str, Any]:
-    """The keywords of a loss: the clip bounds, and the chosen tokens where it takes them."""
-    chosen = {} if selection_of(POLICY_LOSSES.get(name)) is None else {"selected_T": torch.tensor(selected)}
-    return {**CLIP, **chosen}
+def chosen_tokens(name: str, selected: list[bool]) -> dict[str, Any]:
+    """The chosen tokens where the loss takes them."""
+    return {} if selection_of(POLICY_LOSSES.get(name)) is None else {"selected_T": torch.tensor(selected)}
+
+
+def call(
+    name: str, policy_T: torch.Tensor, old_T: torch.Tensor, advantages_T: torch.Tensor, lengths: Any, **columns: Any
+) -> Any:
+    """The loss with those of the bounds that it takes."""
+    return POLICY_LOSSES.get(name)(
+        inputs(policy_T, advantages_T, lengths, old_logprobs_T=old_T, **columns), **own(name, **CLIP)
+    )
 
 
 def one_token(
@@ -32,8 +40,7 @@ def one_token(
     """Loss, gradient with respect to the log-prob, and statistics of a single token."""
     policy_T = torch.tensor([math.log(ratio) + old], dtype=torch.float64, requires_grad=True)
     old_T = torch.tensor([old], dtype=torch.float64)
-    segments = Segments(torch.tensor([1]))
-    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **keywords(name, [selected]))
+    loss_T, stats = call(name, policy_T, old_T, torch.tensor([advantage]), [1], **chosen_tokens(name, [selected]))
     loss_T.sum().backward()
     assert policy_T.grad is not None
     return loss_T.item(), policy_T.grad.item(), {key: value.item() for key, value in stats.items()}
@@ -66,7 +73,7 @@ def test_the_clipped_loss_by_hand(
 
 def test_the_ratio_keeps_its_digits_where_a_float32_difference_would_not() -> None:
     policy_T, old_T = torch.tensor([-0.1]), torch.tensor([-15.3])
-    _, stats = POLICY_LOSSES.get("vanilla")(policy_T, old_T, torch.ones(1), Segments(torch.tensor([1])), **CLIP)
+    _, stats = call("vanilla", policy_T, old_T, torch.ones(1), [1])
     assert stats["ratio_max"].item() == pytest.approx(math.exp(policy_T.item() - old_T.item()), rel=1e-12)
 
 
@@ -201,8 +208,7 @@ def two_responses(name: str, advantages: list[float]) -> tuple[list[float], list
     """Losses, gradients and statistics for ratios (1.4, 0.9) and (0.5)."""
     old_T = torch.tensor([-1.0, -2.0, -1.0], dtype=torch.float64)
     policy_T = (old_T + torch.tensor([1.4, 0.9, 0.5]).double().log()).requires_grad_()
-    segments = Segments(torch.tensor([2, 0, 1]))
-    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor(advantages), segments, **CLIP)
+    loss_T, stats = call(name, policy_T, old_T, torch.tensor(advantages), [2, 0, 1])
     loss_T.sum().backward()
     assert policy_T.grad is not None
     return loss_T.tolist(), policy_T.grad.tolist(), {key: value.tolist() for key, value in stats.items()}
@@ -235,8 +241,7 @@ def test_reinforce_with_advantage_one_is_cross_entropy() -> None:
     logits_TV = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     labels_T = torch.tensor([0, 3, 6, 2, 2])
     logprobs_T = logits_TV.log_softmax(-1).gather(1, labels_T[:, None])[:, 0]
-    segments = Segments(torch.tensor([5]))
-    loss_T, _ = POLICY_LOSSES.get("reinforce")(logprobs_T, logprobs_T, torch.ones(5), segments, **CLIP)
+    loss_T, _ = call("reinforce", logprobs_T, logprobs_T, torch.ones(5), [5])
     expected_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, reduction="none")
     torch.testing.assert_close(loss_T.float(), expected_T)
 
@@ -247,13 +252,8 @@ def test_reinforce_with_advantage_one_is_cross_entropy() -> None:
 def test_every_loss_agrees_with_the_plain_python_reference(name: str, extremes: bool, seed: int) -> None:
     data = reference.ragged(seed, num_rollouts=20, extremes=extremes)
     advantages = [data.rewards[i % len(data.rewards)] for i in range(len(data.policy))]
-    loss_T, stats = POLICY_LOSSES.get(name)(
-        reference.as_float32(data.policy),
-        reference.as_float32(data.old),
-        reference.as_float32(advantages),
-        Segments(torch.tensor(data.lengths)),
-        **keywords(name, reference_losses.selected(data)),
-    )
+    columns = (reference.as_float32(column) for column in (data.policy, data.old, advantages))
+    loss_T, stats = call(name, *columns, data.lengths, **chosen_tokens(name, reference_losses.selected(data)))
     expected = reference_losses.policy_loss(name, data, advantages, CLIP["clip_low"], CLIP["clip_high"], CLIP["clip_c"])
     assert loss_T.tolist() == pytest.approx(expected, rel=1e-6)
     assert all(len(value_T) == len(expected) and torch.isfinite(value_T).all() for value_T in stats.values())
@@ -266,9 +266,8 @@ def test_losses_and_gradients_are_finite_for_any_ratio(name: str, log_ratio: flo
     # The likelier of the two policies has the log-prob `certainty`, down to probability 1.
     old_T = torch.tensor([certainty - max(log_ratio, 0.0)])
     policy_T = torch.tensor([certainty + min(log_ratio, 0.0)], requires_grad=True)
-    segments = Segments(torch.tensor([1]))
-    chosen = keywords(name, [advantage > 0])
-    loss_T, stats = POLICY_LOSSES.get(name)(policy_T, old_T, torch.tensor([advantage]), segments, **chosen)
+    chosen = chosen_tokens(name, [advantage > 0])
+    loss_T, stats = call(name, policy_T, old_T, torch.tensor([advantage]), [1], **chosen)
     loss_T.sum().backward()
     assert policy_T.grad is not None
     for value in (loss_T, policy_T.grad, *stats.values()):
@@ -282,9 +281,8 @@ def test_gradients_of_every_loss_are_those_of_finite_differences(name: str) -> N
     old_T = -torch.rand(12, generator=generator, dtype=torch.float64) - 0.5
     policy_T = (old_T + 0.4 * torch.randn(12, generator=generator, dtype=torch.float64)).requires_grad_()
     advantages_T = torch.randn(12, generator=generator, dtype=torch.float64)
-    segments = Segments(torch.tensor([5, 0, 1, 6]))
-    chosen = keywords(name, [i % 3 == 0 for i in range(12)])
-    assert torch.autograd.gradcheck(lambda p: POLICY_LOSSES.get(name)(p, old_T, advantages_T, segments, **chosen)[0], policy_T)
+    chosen = chosen_tokens(name, [i % 3 == 0 for i in range(12)])
+    assert torch.autograd.gradcheck(lambda p: call(name, p, old_T, advantages_T, [5, 0, 1, 6], **chosen).loss_T, policy_T)
 
 
 @pytest.mark.parametrize("name", sorted(reference_losses.STOPS_GRADIENTS - {"gspo_token"}))
@@ -292,7 +290,6 @@ def test_losses_that_stop_gradients_have_that_of_their_weight_times_the_score(na
     generator = torch.Generator().manual_seed(6)
     old_T = -torch.rand(12, generator=generator, dtype=torch.float64) - 0.5
     policy_T = (old_T - 0.3 * torch.rand(12, generator=generator, dtype=torch.float64)).requires_grad_()
-    segments = Segments(torch.tensor([12]))
-    loss_T, _ = POLICY_LOSSES.get(name)(policy_T, old_T, torch.randn(12, generator=generator), segments, **CLIP)
+    loss_T, _ = call(name, policy_T, old_T, torch.randn(12, generator=generator), [12])
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), policy_T)
     torch.testing.assert_close(gradient_T, (loss_T / policy_T).detach())

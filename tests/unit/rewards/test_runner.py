@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.child_processes import STOP_SIGNALS
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
@@ -25,7 +26,7 @@ GRACE_S = 0.5
 
 def rollout(uid, text="", sample=0, response_ids=(1,), **extra_info):
     prompt = Prompt(uid, (1,), "", "test", None, extra_info)
-    return Rollout(prompt, sample, response_ids, (0.0,) * len(response_ids), "stop", 1, text=text)
+    return Rollout(prompt, sample, response_ids, (0.0,) * len(response_ids), "stop", ((1, len(response_ids)),), text=text)
 
 
 def make_runner(*functions, log_folder=None, decode=None, **settings):
@@ -69,6 +70,16 @@ def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(
     assert [item.reward for item in scored] == [2.0 * i for i in range(20)]
     assert [item.reward_parts for item in scored] == [{"act": float(i)} for i in range(20)]
     assert all(item.failure is None for item in scored)
+
+
+def test_signals_that_ask_a_run_to_stop_change_no_reward(runner):
+    runner.wait([rollout(uid, "score 1") for uid in "ab"])
+    before = dict(runner.pids)
+    for pid in before.values():
+        for number in STOP_SIGNALS:
+            os.killpg(pid, number)
+    assert [item.reward for item in runner.wait([rollout(uid, "score 3") for uid in "cdef"])] == [6.0] * 4
+    assert runner.pids == before
 
 
 def test_scoring_starts_at_submission_in_several_processes_and_never_holds_up_the_caller(runner, tmp_path):
@@ -255,7 +266,7 @@ def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
     truth = {"inputs": ["1 2", "5 5"], "outputs": ["3", "10"]}
     right, half = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"
     rollouts = [
-        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", 1, text=text)
+        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", ((1, 1),), text=text)
         for uid, text in (("a", right), ("b", half))
     ]
     try:

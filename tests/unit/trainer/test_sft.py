@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
 from grpo_rl.trainer import sft
 from grpo_rl.types import Batch, Metrics
 
@@ -36,12 +38,8 @@ def test_a_supervised_batch_trains_the_answers_alone_with_advantage_one():
 def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens():
     batch = sft.supervised_batch([((5, 6), (8, 9)), ((4,), (3,))])
     logprobs_T = torch.tensor([-0.5, -1.5, -4.0], requires_grad=True)
-    loss, stats = Objective(loss_mode="reinforce")(
-        policy_logprobs_T=logprobs_T,
-        advantages_T=batch.advantages_T,
-        lengths_N=batch.response_lengths_N,
-        counts=batch.counts(),
-    )
+    inputs = LossInput(logprobs_T, batch.advantages_T, Segments(batch.response_lengths_N))
+    loss, stats = Objective(loss_mode="reinforce")(inputs, batch.counts())
     assert float(loss.detach()) == pytest.approx(2.0) == float(stats["share/pg_loss"])
     loss.backward()
     assert logprobs_T.grad.tolist() == pytest.approx([-1 / 3] * 3)

@@ -60,7 +60,7 @@ class Policy:
                 # Greedily it knows every other prompt.
                 knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
                 text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
-                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
+                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
         return rollouts
