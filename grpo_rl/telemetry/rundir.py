@@ -28,7 +28,7 @@ class RunDir:
 
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
-        """The folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
+        """Return the folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
 
         Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, and for one in
         which another process is running.
@@ -65,7 +65,7 @@ class RunDir:
 
     @property
     def session_file(self) -> Path:
-        """What the processes of a run can be told by: the next run of this name ends what this one may leave."""
+        """The file that identifies the processes of a run: the next run of this name ends those that this one may leave."""
         return self.path / "session.json"
 
     @property
@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def model(self) -> Path:
-        """Where the trained policy is exported; made by the export."""
+        """The folder of the exported policy, which the export makes."""
         return self.path / "model"
 
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
@@ -214,7 +214,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
 
 
 def _first_free(pattern: Path) -> Path:
-    """`pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
+    """Return `pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
     number = 1
     while True:
         path = pattern.with_name(pattern.name.format(number))

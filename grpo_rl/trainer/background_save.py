@@ -32,7 +32,7 @@ class BackgroundSave:
         self._clearing: Aside[None] | None = None
 
     def advance(self, wait_s: float) -> bool:
-        """Whether all of it is done, when asked again after at most `wait_s` or so. Raises what it failed of."""
+        """Return whether all of it is done, waiting about `wait_s` at most. Raises the error that ended the save."""
         if self._publishing is None:
             written = self._written(wait_s)
             if written is None:
@@ -43,7 +43,7 @@ class BackgroundSave:
                 return False
             published = self._publishing.returned()
             self.is_committed = True
-            # Told before older ones go: until then a recovery starts from one of them.
+            # Reported before older ones are removed: until then a recovery starts from one of them.
             self.committed(published.folder)
             self._clearing = Aside(lambda: self.store.clear(published))
         if not self._clearing.ended(wait_s):
@@ -66,7 +66,7 @@ class BackgroundSave:
 
 
 class Aside(Generic[Result]):
-    """A call that a thread makes. What it returned, or raised, is there once it has ended."""
+    """A call that a thread makes beside the training; its result or error is kept until it is asked for."""
 
     def __init__(self, call: Callable[[], Result]) -> None:
         self._call = call
@@ -76,12 +76,12 @@ class Aside(Generic[Result]):
         self._thread.start()
 
     def ended(self, wait_s: float) -> bool:
-        """Whether it has, within that time."""
+        """Return whether the call has ended, waiting `wait_s` at most."""
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def returned(self) -> Result:
-        """What it returned, or raised."""
+        """Return what the call returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._result[0]

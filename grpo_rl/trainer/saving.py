@@ -38,7 +38,7 @@ class Saving:
         self._needed: int | None = None
 
     def is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step, or will be unless its save fails."""
+        """Return whether there is a checkpoint of this step, or will be unless its save fails."""
         return (self._going is not None and self._going.draft.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Saving:
             self._begin(step, state, in_background=self.in_background)
 
     def poll(self) -> None:
-        """Have the save that is going on committed if all of it is written; waits for nothing. Raises as `begin`."""
+        """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
         if self._going is not None:
             with self._tolerant():
                 self._advance(0.0)
@@ -62,7 +62,7 @@ class Saving:
             self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Have this step committed when this returns, the last of a run. Raises CheckpointError where that fails.
+        """Commit this step, the last of a run, before this returns. Raises CheckpointError where that fails.
 
         A save that failed is made up for here: there is no later save point.
         """
@@ -82,7 +82,7 @@ class Saving:
             self.output.console.warn(str(error))
 
     def metrics(self) -> Metrics:
-        """Saves that have failed, where there are any."""
+        """Return the number of saves that have failed, where there are any."""
         return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Saving:
         self.store.clear(committed)
 
     def _bytes(self) -> int:
-        """What a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
+        """Return the bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
         if self._needed is None:
             self._needed = sum(role.save_bytes() for role in self.roles)
             # Of weights and Adam's two moments the export has the first.
@@ -116,7 +116,7 @@ class Saving:
         return self._needed
 
     def _flush(self) -> None:
-        """A checkpoint must not outlive the rows of the steps before it."""
+        """Put the metrics on the disk first: a checkpoint must not outlive the rows of the steps before it."""
         self.output.sinks.flush()
 
     def _committed(self, folder: Path) -> None:

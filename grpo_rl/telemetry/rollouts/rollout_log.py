@@ -1,4 +1,4 @@
-"""rollouts/step_N.jsonl and val/step_N.jsonl: every response with everything known about it."""
+"""rollouts/step_N.jsonl and val/step_N.jsonl: every response with everything that is known about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutLog:
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
-        """The file `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages`: one per rollout, None if not trained."""
+        """Write `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages`: one per rollout, None if not trained."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         return write_rollouts(self._folders[kind] / f"step_{step}.jsonl", rollouts, advantages)
@@ -42,7 +42,7 @@ class RolloutLog:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
-    """`path` with one line per rollout, complete or not there at all."""
+    """Write `path` with one line per rollout, complete or not there at all."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for index, rollout in enumerate(rollouts):
@@ -79,7 +79,7 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The records of one file that `RolloutLog.write` wrote."""
+    """Return the records of one file that `RolloutLog.write` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
