@@ -90,7 +90,7 @@ class Worker:
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        words = headline(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
+        words = remote_cause(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
         return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
@@ -167,8 +167,8 @@ class WorkerSet:
         end_workers(self.workers)
 
 
-def headline(text: str, *, at_end: bool) -> str:
-    """The line of an error's text that says what happened, without colours: the first, or the last of a traceback."""
+def remote_cause(text: str, *, at_end: bool) -> str:
+    """Return the line of a remote error's text that says what happened, without colours: the first, or the last of a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return lines[-1 if at_end else 0].strip() if lines else ""
 
