@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -88,6 +89,7 @@ class Terminal:
         )
         os.close(theirs)
         self.raw = b""
+        self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -106,6 +108,9 @@ class Terminal:
 
     def hang_up(self) -> None:
         """Close the terminal, as a window or a lost connection does: the kernel sends SIGHUP."""
+        # A descriptor that another thread is reading from is not closed before that read ends.
+        self._closing.set()
+        self._reader.join(10.0)
         ours, self._ours = self._ours, -1
         if ours >= 0:
             os.close(ours)
@@ -135,7 +140,9 @@ class Terminal:
         return screen
 
     def _read(self) -> None:
-        while True:
+        while not self._closing.is_set():
+            if not select.select([self._ours], [], [], 0.05)[0]:
+                continue
             try:
                 chunk = os.read(self._ours, 65536)
             except OSError:  # the other end is closed

@@ -15,5 +15,8 @@ def test_a_traceback_ends_with_what_happened():
 
 
 def test_everything_else_begins_with_it_and_colours_are_gone():
-    assert remote_cause("\x1b[31mThe actor died\x1b[0m because of this.\n\nmore", at_end=False) == "The actor died because of this."
+    assert (
+        remote_cause("\x1b[31mThe actor died\x1b[0m because of this.\n\nmore", at_end=False)
+        == "The actor died because of this."
+    )
     assert remote_cause(" \n", at_end=True) == ""
