@@ -52,7 +52,7 @@ class Condition:
     value: str
 
     def holds(self, record: Record) -> bool:
-        """Return whether the rollout meets the condition. A field that the rollout does not have meets only `!=`, and `==none`."""
+        """Whether the rollout meets it. A field that the rollout does not have meets only `!=`, and `==none`."""
         found = field(record, self.name)
         if self.value.lower() == "none" and self.comparison in ("==", "!="):
             return (found is None) == (self.comparison == "==")
@@ -83,7 +83,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def field(record: Record, name: str) -> Any:
-    """Return the field or the component `name` of the rollout; None where it has none. NaN is a number again."""
+    """The field or the component `name` of the rollout; None where it has none. NaN is a number again."""
     parts = record.get("reward_parts", {})
     value = parts[name] if name in parts else record.get(FIELDS.get(name, ""))
     return (
