@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked at all: its own client tries for half a minute to find that out."""
+"""Whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import threading
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 5.0
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def why_unreachable() -> str | None:
-    """`huggingface.co cannot be reached (...)`; None where a connection can be made, or where only the client can tell.
+    """Return `huggingface.co cannot be reached (...)`; None where a connection can be made, or where only the client finds out.
 
-    Takes `TIMEOUT_S` at most, the look-up of the name included.
+    It takes `TIMEOUT_S` at most, the look-up of the name included.
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in _PROXIES):
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):
         return None
     hub = urlsplit(constants.ENDPOINT)
     host, port = str(hub.hostname), hub.port or (80 if hub.scheme == "http" else 443)

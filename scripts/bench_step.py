@@ -227,7 +227,7 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         )
         context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
         schedule = SyncSchedule(context)
-        slot = cluster.pools["actor"].slots()
+        slot = cluster.pool("actor").slots()
         spec = replace(plan.engine, model_path=str(model))
         bare_engine = cluster.worker_set("bare_engine", slot, spec.threads)
         bare_loop = cluster.worker_set("bare_loop", slot, machine.num_cpus)

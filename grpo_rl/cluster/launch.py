@@ -103,7 +103,6 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
         from grpo_rl.trainer.schedule import Context, Output, Roles
-        from grpo_rl.trainer.schedules import schedule_of
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
@@ -134,7 +133,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
     )
-    training = Run(context, schedule_of(config))
+    training = Run(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()

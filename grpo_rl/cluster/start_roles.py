@@ -24,7 +24,7 @@ from grpo_rl.cluster.roles.reference_role import ReferenceRole, reference_factor
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.weight_sync import Transfer
-from grpo_rl.plan.decisions import Plan, RoleName, RolePlan
+from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.console import Console
@@ -52,27 +52,26 @@ class Cluster:
         self.pools: dict[str, Pool] = {}
         self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
 
-    def slots(self, role: RolePlan) -> list[Slot]:
-        """Return one slot per process of the role, in its pool, which is reserved by the first role that uses it."""
-        if role.pool not in self.pools:
-            planned = self.plan.pool(role.pool)
-            self.pools[role.pool] = Pool(
+    def pool(self, name: str) -> Pool:
+        """Return the devices of this pool, which are reserved by the first call."""
+        if name not in self.pools:
+            planned = self.plan.pool(name)
+            self.pools[name] = Pool(
                 planned.nnodes,
                 planned.devices_per_node,
                 use_gpu=self.plan.machine.device == "cuda",
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
             )
-        return self.pools[role.pool].slots(role.devices_per_worker)
+        return self.pools[name]
 
     def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> SupervisedSet | None:
         """Start the processes of a role, with nothing in them yet; None where the plan does not have it."""
         role = self.plan.role(name)
         if role is None:
             return None
-        return self.worker_set(
-            name, self.slots(role), role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful
-        )
+        slots = self.pool(role.pool).slots(role.devices_per_worker)
+        return self.worker_set(name, slots, role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful)
 
     def worker_set(
         self,
@@ -141,7 +140,7 @@ class Cluster:
 class StartedRoles:
     """The roles of a run, ready to work; None for each that the plan does not start."""
 
-    rollout: ReplicaPool
+    rollout: ReplicaPool | None
     actor: ActorRole | None
     reference: ReferenceRole | None
     critic: CriticRole | None
@@ -151,17 +150,21 @@ class StartedRoles:
 
 def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides."""
-    engine_spec = replace(plan.engine, model_path=cluster.model_path)
+    engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
+    for planned in plan.pools:
+        cluster.pool(planned.name)
     # All processes first: they start beside each other.
-    engines = cluster.start("rollout", engine_environment(engine_spec))
-    assert engines is not None, "every plan has engines"
+    engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
 
-    with cluster.console.progress("starting processes"):
-        engines.where(plan.config.trainer.start_timeout_s)
-    starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
-    spec = actor_spec(plan, cluster.model_path, sender_spec(engine_spec))
+    starts: list[tuple[WorkerSet, list[ray.ObjectRef], str]] = []
+    if engines is not None:
+        with cluster.console.progress("starting processes"):
+            engines.where(plan.config.trainer.start_timeout_s)
+        refs = engines.start_build(rollout_factory, [(engine_spec,)] * len(engines))
+        starts.append((engines, refs, "starting the rollout engine"))
+    spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))
     ranked: list[tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = []
     if actors is not None:
         ranked.append((actors, actor_factory, (spec,), ()))
@@ -186,8 +189,12 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     )
 
 
-def _make_pool(cluster: Cluster, engines: SupervisedSet, actors: SupervisedSet | None, spec: EngineSpec) -> ReplicaPool:
-    """The rollout role over its engines, which take their weights from the actors, where there are some."""
+def _make_pool(
+    cluster: Cluster, engines: SupervisedSet | None, actors: SupervisedSet | None, spec: EngineSpec | None
+) -> ReplicaPool | None:
+    """The rollout role over its engines, which take their weights from the actors, where there are some; None without engines."""
+    if engines is None or spec is None:
+        return None
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:

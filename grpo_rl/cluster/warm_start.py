@@ -32,7 +32,7 @@ COMPLETE = "warm_start.json"
 
 
 def unstarted_folder(name: str) -> str:
-    """A folder with the embedded model as it was initialised: its tokenizer and config are those of the warm one."""
+    """Return a folder with the embedded model as it was initialised; its tokenizer and config are those of the warm one."""
     warm = builtin.cache_folder(name)
     if _is_complete(warm):
         return str(warm)
@@ -40,7 +40,7 @@ def unstarted_folder(name: str) -> str:
 
 
 def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: Console) -> Path:
-    """The folder of the warm-started model, trained now if it is not in the cache."""
+    """Return the folder of the warm-started model, which is trained now if it is not in the cache."""
     warm = builtin.cache_folder(name)
     if _is_complete(warm):
         return warm

@@ -1,4 +1,7 @@
-"""What follows from a configuration and a machine: sizes, rules and roles that no key states by itself."""
+"""What follows from a configuration and a machine without any heavy import; the rules between keys and the plan use it.
+
+The decisions of a run are made in plan/decisions.py, and only from these functions where one of them says it already.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,25 @@ from grpo_rl.config.schema.tree import Config
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the run has. `device` is where it computes, decided."""
+    """A machine that a run is planned for, whether it is this one or not."""
 
     num_gpus: int
     """GPUs of this machine."""
     num_cpus: int
+    """Cores that the run's processes share."""
     device: Literal["cuda", "cpu"]
+    """Where the models compute; trainer.device=auto is decided already."""
     cluster: bool = False
     """The workers run in a Ray cluster that this machine need not be part of."""
 
     def world_size(self, config: Config) -> int:
-        """Actor ranks over all nodes."""
+        """Return the number of actor ranks over all nodes."""
         return config.trainer.nnodes * ranks_per_node(config, self)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRule:
-    """How the rollouts of one rank are cut into forward passes: by tokens or by rollouts, the other one is None."""
+    """How the rollouts of one rank are cut into forward passes: by tokens or by rollouts; the other one is None."""
 
     max_tokens: int | None
     max_rollouts: int | None
@@ -36,7 +41,7 @@ class MicroBatchRule:
 
 
 def update_rule(config: Config) -> MicroBatchRule:
-    """Micro-batches of the actor's update."""
+    """Return the rule for micro-batches of the actor's update."""
     actor = config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
     if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
@@ -45,7 +50,7 @@ def update_rule(config: Config) -> MicroBatchRule:
 
 
 def critic_rule(config: Config) -> MicroBatchRule:
-    """Micro-batches of the critic; without settings of its own they are cut like the actor's."""
+    """Return the rule for micro-batches of the critic; without settings of its own it is the actor's."""
     critic, actor = config.critic, update_rule(config)
     rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
     dynamic = critic.use_dynamic_bsz
@@ -57,19 +62,19 @@ def critic_rule(config: Config) -> MicroBatchRule:
 
 
 def critic_mini_batch_size(config: Config) -> int:
-    """Prompts per optimizer step of the critic."""
+    """Return the number of prompts per optimizer step of the critic."""
     return config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
 def critic_has_own_model(config: Config) -> bool:
-    """Whether the critic starts from another model than the actor."""
+    """Return whether the critic starts from another model than the actor."""
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
 
 
 def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchRule:
-    """Forward passes for the reference's log-probs (`ref`), or for the actor's own old ones (`rollout`, as in verl).
+    """Return the rule for the reference's log-probs (`ref`), or for the actor's own old ones (`rollout`, as in verl).
 
-    Without settings of their own they are cut like the update.
+    Without settings of its own such a pass is cut like the update.
     """
     settings = config.actor_rollout_ref.ref if role == "ref" else config.actor_rollout_ref.rollout
     update = update_rule(config)
@@ -84,80 +89,80 @@ def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchR
 
 
 def ranks_per_node(config: Config, machine: Machine) -> int:
-    """Actor ranks on each node: all GPUs, or one process, unless the configuration says otherwise."""
+    """Return the actor ranks on each node: all GPUs, or one process, unless the configuration says otherwise."""
     if config.trainer.n_gpus_per_node is not None:
         return config.trainer.n_gpus_per_node
     return max(machine.num_gpus, 1) if machine.device == "cuda" else 1
 
 
 def is_colocated(config: Config) -> bool:
-    """Whether engines share the actor's devices."""
+    """Return whether engines share the actor's devices."""
     return config.actor_rollout_ref.rollout.nnodes == 0
 
 
 def rollout_devices_per_node(config: Config, machine: Machine) -> int:
-    """Devices for engines on each of their nodes."""
+    """Return the number of devices for engines on each of their nodes."""
     own = config.actor_rollout_ref.rollout.n_gpus_per_node
     return own if own is not None and not is_colocated(config) else ranks_per_node(config, machine)
 
 
 def num_rollout_devices(config: Config, machine: Machine) -> int:
-    """Devices for engines over all nodes."""
+    """Return the number of devices for engines over all nodes."""
     nodes = config.trainer.nnodes if is_colocated(config) else config.actor_rollout_ref.rollout.nnodes
     return nodes * rollout_devices_per_node(config, machine)
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer steps of one training step: mini-batches times passes over them."""
+    """Return the optimizer steps of one training step: mini-batches times passes over them."""
     actor = config.actor_rollout_ref.actor
     return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
 
 def gen_batch_size(config: Config) -> int:
-    """Prompts that are sampled at a time."""
+    """Return the number of prompts that are sampled at a time."""
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
 def has_kl_in_loss(config: Config) -> bool:
-    """Whether the loss has a KL term that is not 0 everywhere."""
+    """Return whether the loss has a KL term that is not 0 everywhere."""
     actor = config.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_coef > 0
 
 
 def has_kl_in_reward(config: Config) -> bool:
-    """Whether the reward has a KL penalty that is not 0 everywhere."""
+    """Return whether the reward has a KL penalty that is not 0 everywhere."""
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether anything asks the reference policy."""
+    """Return whether anything reads the reference policy's log-probs."""
     return has_kl_in_loss(config) or has_kl_in_reward(config)
 
 
 def has_reward_model(config: Config) -> bool:
-    """Whether a reward model adds its score."""
+    """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable
 
 
 def has_judge(config: Config) -> bool:
-    """Whether a language model behind an endpoint judges the responses."""
+    """Return whether a language model behind an endpoint judges the responses."""
     return config.reward.judge.base_url is not None
 
 
 def scores_steps_by_model(config: Config) -> bool:
-    """Whether the rewards of reasoning steps are a reward model's."""
+    """Return whether a reward model gives the rewards of reasoning steps."""
     return has_reward_model(config) and config.reward.reward_model.step_separator is not None
 
 
 def reward_model_ranks_per_node(config: Config, machine: Machine) -> int:
-    """Ranks of the reward model on each node of its own pool, or of the actor's."""
+    """Return the ranks of the reward model on each node of its own pool, or of the actor's."""
     own = config.reward.reward_model
     wanted = own.n_gpus_per_node if own.enable_resource_pool else None
     return wanted if wanted is not None else ranks_per_node(config, machine)
 
 
 def num_reward_model_ranks(config: Config, machine: Machine) -> int:
-    """Ranks of the reward model over all nodes."""
+    """Return the ranks of the reward model over all nodes."""
     own = config.reward.reward_model
     nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
     return nodes * reward_model_ranks_per_node(config, machine)

@@ -1,18 +1,25 @@
-"""From a checked row to tokens: system prompt, chat template, tokenizer."""
+"""The way from a checked row to tokens: system prompt, chat template, tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.checks.data_rules import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import Example, Message
-from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.sources.source import LARGEST_ROW, BadRow
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 TOKENIZED_AT_ONCE = 1024
+RENDER_S = 10.0
+"""Longest time for one prompt. Templates take a tenth of a millisecond."""
 
 
 class Renderer:
@@ -25,8 +32,12 @@ class Renderer:
         taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
         if taken:
             raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(taken)} is set by the program")
+        self._template = "the tokenizer's chat template"
         if config.chat_template is not None:
-            self.options["chat_template"] = template_text(config.chat_template)
+            self.options["chat_template"] = text = template_text(config.chat_template)
+            self._template = "the chat template in data.chat_template"
+            if text is not config.chat_template:
+                self._template = f"the chat template {config.chat_template}"
 
     def render(self, row: Example, where: str) -> str:
         """The prompt as text. Raises BadRow for messages that the template refuses, DataError where there is no template."""
@@ -54,13 +65,20 @@ class Renderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _apply(self, messages: list[Message], where: str) -> str:
-        from jinja2 import TemplateError
-
+        """The rendered messages. A template is a program that came with a model: it may fail in any way, or never end."""
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadRow(f"{where}: the chat template refuses the messages: {error}") from error
+            with _time_limit(RENDER_S):
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+        except _OutOfTime:
+            raise DataError(
+                f"{where}: {self._template} has not rendered this prompt within {RENDER_S:g} s: it has a loop that takes "
+                "too long or never ends; mend it, or give another one as data.chat_template"
+            ) from None
+        except Exception as error:
+            raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
         assert isinstance(text, str)
+        if len(text) > LARGEST_ROW:
+            raise BadRow(f"{where}: {self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
         return text
 
     def tokenize(self, rows: Sequence[Example], texts: Sequence[str]) -> list[list[int]]:
@@ -76,11 +94,52 @@ class Renderer:
         return ids
 
 
+class _OutOfTime(BaseException):
+    """The time of a block is over. No Exception, so that nothing inside the block takes it for a failure of its own."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _OutOfTime in the block after `seconds`; without effect outside the main thread, where no signal arrives.
+
+    The handler runs between two steps of the interpreter, which the compiled template is made of. A process has one such
+    timer: where it was set already, it is set again afterwards, and left alone if it would ring first.
+    """
+    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
+    if threading.current_thread() is not threading.main_thread() or 0 < remaining <= seconds:
+        yield
+        return
+    started = time.monotonic()
+
+    def stop(signum: int, frame: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        if remaining > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - started)), interval)
+
+
+def _cause(error: Exception) -> str:
+    from jinja2 import TemplateError
+
+    return str(error) if isinstance(error, (TemplateError, ValueError)) else f"{type(error).__name__}: {error}"
+
+
 def template_text(given: str) -> str:
     """The template that `data.chat_template` gives: itself where it has Jinja's braces, else what the file of that name holds."""
     if "{{" in given or "{%" in given:
         return given
     path = Path(given).expanduser()
+    if kind := irregular(path):
+        raise ConfigError(f"data.chat_template={given}: is {kind}; give a Jinja template ({{{{ ... }}}}) or a regular file")
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,8 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.trainer.schedule import Schedule
+from grpo_rl.trainer.schedules import schedule_of
 
 RoleName = Literal["rollout", "actor", "reference", "critic", "reward_model"]
 OldLogprobs = Literal["actor", "engine", "none"]
@@ -132,9 +134,11 @@ class Plan:
     pools: tuple[PoolPlan, ...]
     passes: Passes
     sizes: Sizes
+    schedule: type[Schedule]
+    """What one training step does; it names the roles that it can drive."""
     reward: RewardPlan
-    engine: EngineSpec
-    """One replica of the rollout engine; its model_path is the configured one."""
+    engine: EngineSpec | None
+    """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
     objective: Objective
     advantage_needs: Needs
     critic_model: str | None
@@ -202,21 +206,18 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     """
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
-    roles = _roles(config, machine, needs_critic=needs.values, resumes=resumes)
-    engines = next(role for role in roles if role.name == "rollout")
-    engine = EngineSpec.from_config(config, machine.device, cores=engines.threads)
-    if all(role.name != "actor" for role in roles):
-        # No weights ever travel, and no other role waits for the engine's memory.
-        engine = dataclasses.replace(engine, weight_backend="object_store", sleep_mode=False)
+    schedule = schedule_of(config)
+    roles = _roles(config, machine, schedule.roles, needs_critic=needs.values, resumes=resumes)
     return Plan(
         config=config,
         machine=machine,
-        roles=tuple(dataclasses.replace(role, threads=engine.threads) if role is engines else role for role in roles),
+        roles=tuple(roles),
         pools=_pools(config, machine, {role.pool for role in roles}),
         passes=_passes(config, objective),
         sizes=_sizes(config, num_train_rows),
-        reward=_reward(config, reads_steps=needs.steps),
-        engine=engine,
+        schedule=schedule,
+        reward=_reward(config, scores="rewarder" in schedule.roles, reads_steps=needs.steps),
+        engine=_engine(config, machine, roles),
         objective=objective,
         advantage_needs=needs,
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
@@ -224,33 +225,52 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     )
 
 
-def _roles(config: Config, machine: Machine, *, needs_critic: bool, resumes: bool) -> list[RolePlan]:
-    """Which roles start and why: a run that only validates needs engines, and an actor only to read a checkpoint's weights."""
-    trains = not config.trainer.val_only
+def _roles(config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, resumes: bool) -> list[RolePlan]:
+    """Which of the roles that the schedule drives start, and why.
+
+    A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
+    """
+    trains = "actor" in driven
     ranks = machine.world_size(config)
-    parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
         # Roles take turns on the cores; the processes of one role do not.
         return max(1, machine.num_cpus // processes)
 
-    replicas = derived.num_rollout_devices(config, machine) // parallel
-    pool = "actor" if derived.is_colocated(config) else "rollout"
-    # Three calls at once: a long poll, a submission, a control call.
-    roles = [RolePlan("rollout", pool, replicas, cores(replicas), "sampling", parallel, calls_at_once=3)]
+    roles = []
+    if "rollout" in driven:
+        parallel = rollout.tensor_model_parallel_size
+        replicas = derived.num_rollout_devices(config, machine) // parallel
+        pool = "actor" if derived.is_colocated(config) else "rollout"
+        threads = rollout.cpu_threads or cores(replicas)
+        # Three calls at once: a long poll, a submission, a control call.
+        roles.append(RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3))
     if trains or resumes:
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
-    if trains and derived.needs_reference(config):
+    if "reference" in driven and derived.needs_reference(config):
         reason = "the KL in the loss" if derived.has_kl_in_loss(config) else "the KL in the reward"
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
-    if trains and needs_critic:
+    if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
-    if derived.has_reward_model(config):
+    if "rewarder" in driven and derived.has_reward_model(config):
         scorers = derived.num_reward_model_ranks(config, machine)
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
         roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), "scores of responses"))
     return roles
+
+
+def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSpec | None:
+    """One replica, None where none starts."""
+    names = {role.name: role for role in roles}
+    if "rollout" not in names:
+        return None
+    engine = EngineSpec.from_config(config, machine.device, cores=names["rollout"].threads)
+    if "actor" in names:
+        return engine
+    # No weights ever travel, and no other role waits for the engine's memory.
+    return dataclasses.replace(engine, weight_backend="object_store", sleep_mode=False)
 
 
 def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
@@ -288,10 +308,10 @@ def _passes(config: Config, objective: Objective) -> Passes:
     )
 
 
-def _reward(config: Config, *, reads_steps: bool) -> RewardPlan:
+def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
     by_model = derived.scores_steps_by_model(config)
     steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
-    return RewardPlan(bool(config.reward.functions), derived.has_judge(config), steps_from)
+    return RewardPlan(scores and bool(config.reward.functions), scores and derived.has_judge(config), steps_from)
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:

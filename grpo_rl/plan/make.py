@@ -11,7 +11,7 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.plan import machine as machines
 from grpo_rl.registry import load_function
 
@@ -60,7 +60,8 @@ def _finds_checkpoint(config: Config) -> bool:
 def _look_up_names(config: Config, machine: Machine) -> int | None:
     """Find everything that the configuration names; return the number of training rows, where that is quickly done.
 
-    Raises ConfigError with all names that are unknown and all options that their functions do not take.
+    Raises ConfigError with all names that are unknown and all options that their functions do not take, and DataError with
+    what is wrong in the data files.
     """
     from grpo_rl.plan import data_files
 
@@ -75,10 +76,13 @@ def _look_up_names(config: Config, machine: Machine) -> int | None:
 
     for key, action in _names(config, machine):
         bind(key, action)
-    rows = data_files.count_rows(config, bind)
+    unusable = data_files.unusable(config)
+    rows = data_files.count_rows(config, bind, with_files=not unusable)
     problems += data_files.too_few_rows(config, rows)
     if problems:
         raise ConfigError(problems)
+    if unusable:
+        raise DataError("\n  ".join(unusable))
     return rows
 
 

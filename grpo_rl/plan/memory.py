@@ -6,6 +6,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory
 from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
 _TRAINING_BYTES = 16
@@ -34,7 +35,9 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
         roles.append(_critic(plan, critic.num_workers, size))
     if scorers := plan.role("reward_model"):
         roles += _reward_model(config, machine, scorers.num_workers)
-    return (*roles, _engine(plan, size))
+    if plan.engine is not None:
+        roles.append(_engine(plan.engine, plan.machine, size))
+    return tuple(roles)
 
 
 def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:
@@ -59,12 +62,11 @@ def _reward_model(config: Config, machine: Machine, ranks: int) -> list[RoleMemo
     return [RoleMemory("reward model", weights + passing, parts)]
 
 
-def _engine(plan: Plan, size: ModelSize) -> RoleMemory:
-    engine = plan.engine
+def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory:
     width = _WIDTHS[engine.dtype]
     weights = size.num_params * width // engine.tensor_parallel_size
     per_token = size.kv_bytes_per_token(width)
-    if plan.machine.device == "cuda":
+    if machine.device == "cuda":
         share = f"{engine.gpu_memory_utilization:.0%} of the GPU, of it"
         return RoleMemory("rollout", weights, f"{share} weights {gib(weights)}; cache {per_token / 1024:.3g} KiB per token")
     cache = int(min(engine.kv_cache_gib * GIB, engine.max_num_seqs * engine.max_model_len * per_token))

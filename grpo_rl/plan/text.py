@@ -13,12 +13,12 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.options import options_of
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.derived import MicroBatchRule, gen_batch_size
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
 from grpo_rl.rewards.combined import describe_models, describe_roles
-from grpo_rl.trainer import selection
+from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.trainer.advantage import estimator_options
 
 WIDTH = 100
@@ -32,7 +32,7 @@ def describe(composed: Composed, plan: Plan) -> str:
     config = plan.config
     sections = {
         _title(composed): _setting(config, plan),
-        "who does what": _roles(config, plan),
+        "roles": _roles(config, plan),
         "one training step": _step(config, plan) if plan.trains else iter(()),
         "objective": _objective(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
@@ -47,7 +47,7 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    """One entry, wrapped; without a label it is an item of a list."""
+    """Wrap one entry; without a label it is an item of a list."""
     start = f"  {label:<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
         text,
@@ -94,7 +94,7 @@ def _length_of_run(config: Config, plan: Plan) -> str:
 
 
 def _roles(config: Config, plan: Plan) -> Rows:
-    machine, rollout = plan.machine, config.actor_rollout_ref.rollout
+    machine = plan.machine
     device = "GPU" if machine.device == "cuda" else "process"
     ranks = _count(plan.world_size, "rank") + (f" on {config.trainer.nnodes} nodes" if config.trainer.nnodes > 1 else "")
     backend = "NCCL" if machine.device == "cuda" else "gloo"
@@ -103,12 +103,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{why}"
     else:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
-    parallel = plan.engine.tensor_parallel_size
-    per_replica = f" of {parallel} devices" if parallel > 1 else ""
-    place = "on the actor's devices, in turn" if plan.colocated else "on devices of their own"
-    way = f"weights by {plan.engine.weight_backend.replace('_', ' ')}" if actor else "weights from the model's folder"
-    replicas = _count(plan.num_replicas, "replica")
-    yield "rollout", f"{replicas}{per_replica} of {rollout.name}, {place}; {way}"
+    if plan.engine is not None:
+        yield "rollout", _engines(plan, plan.engine)
     if reference := plan.role("reference"):
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
     elif plan.trains:
@@ -128,6 +124,18 @@ def _roles(config: Config, plan: Plan) -> Rows:
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
 
 
+def _engines(plan: Plan, engine: EngineSpec) -> str:
+    """How many replicas there are, where, and how they get their weights."""
+    parallel = engine.tensor_parallel_size
+    per_replica = f" of {parallel} devices" if parallel > 1 else ""
+    if plan.role("actor") is None:
+        place, way = "", "weights from the model's folder"
+    else:
+        place = ", on the actor's devices, in turn" if plan.colocated else ", on devices of their own"
+        way = f"weights by {engine.weight_backend.replace('_', ' ')}"
+    return f"{_count(plan.num_replicas, 'replica')}{per_replica} of {engine.name}{place}; {way}"
+
+
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     n = config.actor_rollout_ref.rollout.n
@@ -137,7 +145,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {sizes.rollouts_per_step:,} rollouts{greedy}, "
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
-    yield from selection.describe(config)
+    yield from _selection(config)
     yield (
         "update",
         f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -154,6 +162,33 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
     yield "ratio", _ratio(plan)
+
+
+def _selection(config: Config) -> Rows:
+    """Which of the groups are trained, and how prompts are drawn and retire."""
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable and groups.refill:
+        yield (
+            "keep",
+            f"groups whose {groups.metric} differs, refilled by {gen_batch_size(config)} prompts at a time to "
+            f"{data.train_batch_size} groups, {groups.max_num_gen_batches} batches at most; epochs pass faster",
+        )
+    elif groups.enable:
+        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
+    if data.retire_above is not None:
+        yield (
+            "retire",
+            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
+            "from the next epoch on",
+        )
+    if data.train_weights:
+        total = sum(data.train_weights)
+        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
+        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
+    if data.curriculum == "difficulty":
+        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
+    elif data.curriculum == "pass_rate":
+        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 
 def _ratio(plan: Plan) -> str:
@@ -221,7 +256,7 @@ def _objective(config: Config, plan: Plan) -> Rows:
 
 
 def _advantage(config: Config) -> str:
-    """The estimator's formula with its options as numbers."""
+    """Return the estimator's formula with its options as numbers."""
     estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
     options = options_of(estimator) | estimator_options(config.algorithm)
     formula = _divided(formula_of(estimator).removeprefix("A = "), options.get("std"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from grpo_rl.algos.shaping import PassRates, with_signal
-from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.choose import make_sampler
@@ -208,33 +207,6 @@ def check_metric(name: str, config: Config) -> None:
     possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
     if name not in possible and name.partition("/")[0] not in names:
         raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
-
-
-def describe(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield lines of the plan: which of the groups are trained, and which prompts retire."""
-    groups, data = config.algorithm.filter_groups, config.data
-    if groups.enable and groups.refill:
-        yield (
-            "keep",
-            f"groups whose {groups.metric} differs, refilled by {derived.gen_batch_size(config)} prompts at a time to "
-            f"{data.train_batch_size} groups, {groups.max_num_gen_batches} batches at most; epochs pass faster",
-        )
-    elif groups.enable:
-        yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
-    if data.retire_above is not None:
-        yield (
-            "retire",
-            f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
-            "from the next epoch on",
-        )
-    if data.train_weights:
-        total = sum(data.train_weights)
-        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
-        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
-    if data.curriculum == "difficulty":
-        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
-    elif data.curriculum == "pass_rate":
-        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 
 def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_rl.config.schema.tree import Config, DataConfig
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow", ".feather")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow", ".feather")
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -60,7 +60,21 @@ def _data_file(file: str) -> str | None:
         return _data_folder(path)
     if not path.name.endswith(DATA_SUFFIXES):
         return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
-    return None
+    kind = irregular(path)
+    return f"is {kind}; give a regular file" if kind else None
+
+
+def irregular(path: Path) -> str | None:
+    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there.
+
+    To open a FIFO waits for a writer, and a device may have no end: neither is ever opened.
+    """
+    kinds = {
+        "a FIFO": path.is_fifo(),
+        "a socket": path.is_socket(),
+        "a device": path.is_block_device() or path.is_char_device(),
+    }
+    return next((kind for kind, found in kinds.items() if found), None)
 
 
 def _data_folder(path: Path) -> str | None:

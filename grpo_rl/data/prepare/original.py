@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.checks.data_rules import irregular
 from grpo_rl.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -22,9 +23,11 @@ def read_original(paths: list[Path]) -> Iterator[Placed]:
     """
     for path in paths:
         if path.is_dir():
-            files = sorted((file for file in path.rglob("*") if file.suffix in SUFFIXES), key=_natural)
+            files = sorted((file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()), key=_natural)
             if not files:
                 raise DataError(f"{path}: the folder has no {', '.join(SUFFIXES)} files")
+        elif kind := irregular(path):
+            raise DataError(f"{path}: is {kind}; expected a regular file or a folder")
         elif not path.is_file():
             raise DataError(f"{path}: there is no such file or folder")
         elif path.suffix not in SUFFIXES:

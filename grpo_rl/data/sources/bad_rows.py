@@ -1,4 +1,4 @@
-"""What happens to bad rows: the run stops at them, or goes on without, with a list of those left out."""
+"""What happens to bad rows: the run stops at them, or goes on without them; either way the first ones are shown."""
 
 from __future__ import annotations
 
@@ -41,33 +41,37 @@ class BadRows:
         self._seen.add(index)
         if len(self._messages) < LISTED:
             self._messages.append(str(error))
-        if self.action == "skip":
-            self._write(str(error))
-            if not collect and self.warn is not None and self.num_rows <= SHOWN:
-                self.warn(f"bad row left out: {error}")
+        if self.action == "skip" or self.num_rows > 1:
+            # One bad row that ends the run is in its message, and needs no file.
+            self._write(*(self._messages if self.action == "error" and self.num_rows == 2 else [str(error)]))
+        if self.action == "skip" and not collect and self.warn is not None and self.num_rows <= SHOWN:
+            self.warn(f"bad row left out: {error}")
 
     def raise_collected(self, num_checked: int) -> None:
         """Raise one DataError for all that was collected under `error`."""
         if self.action == "error" and self._seen:
-            raise DataError(self._list(self._counted(num_checked)))
+            raise DataError(self._list(self._counted(num_checked)) if self.num_rows > 1 else self._messages[0])
 
     def report_collected(self, num_checked: int) -> None:
-        """Tell which rows were left out so far."""
+        """Warn, under `skip`, with the rows that were left out so far."""
         if self.action == "skip" and self._seen and self.warn is not None:
-            place = f", listed in {self.file}" if self.file is not None else ""
-            self.warn(self._list(f"left out {self._counted(num_checked)}{place}"))
+            self.warn(self._list(f"left out {self._counted(num_checked)}"))
 
     def _counted(self, num_checked: int) -> str:
         return f"{self.num_rows} bad row{'s' if self.num_rows > 1 else ''} of the {num_checked} checked"
 
     def _list(self, title: str) -> str:
-        if self.num_rows == 1 and self.action == "error":
-            return self._messages[0]
-        more = [f"... and {self.num_rows - LISTED} more"] if self.num_rows > LISTED else []
-        return "\n  ".join([f"{title}:", *self._messages, *more])
+        """The first rows, one a line. The first line has one of them, for it may be all that is shown."""
+        first, *others = self._messages
+        place = f"see {self.file}" if self.file is not None else ""
+        if self.num_rows > LISTED:
+            others.append(f"and {self.num_rows - LISTED} more{', ' if place else ''}{place}")
+        elif place:
+            others.append(place)
+        return "\n  ".join([f"{title}: {first}", *others])
 
-    def _write(self, message: str) -> None:
+    def _write(self, *messages: str) -> None:
         if self.file is None:
             return
         with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(json.dumps({"bad_row": message}) + "\n")
+            file.writelines(json.dumps({"bad_row": message}) + "\n" for message in messages)

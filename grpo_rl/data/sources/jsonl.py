@@ -71,12 +71,21 @@ def open_json(name: str, path: Path, cache_dir: str | None) -> JsonLines | Rows:
     size = path.stat().st_size
     file = _unpacked(name, path, cache_dir) if path.suffix == ".gz" else path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
+    check_head(name, head)
+    return _array(name, file, size) if is_array(path, head) else JsonLines(name, file, size)
+
+
+def check_head(name: str, head: bytes) -> None:
+    """Raise DataError for the first bytes of a file that is empty or starts with a byte-order mark."""
     if not head:
         raise DataError(f"{name}: the file is empty")
     if head.startswith(BYTE_ORDER_MARKS):
         raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
-    is_array = path.name.removesuffix(".gz").endswith(".json") and head.lstrip().startswith(b"[")
-    return _array(name, file, size) if is_array else JsonLines(name, file, size)
+
+
+def is_array(path: Path, head: bytes) -> bool:
+    """Return whether a file that begins with `head` holds one JSON array instead of one object a line."""
+    return path.name.removesuffix(".gz").endswith(".json") and head.lstrip().startswith(b"[")
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:

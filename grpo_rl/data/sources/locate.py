@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import hub
+from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
 from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import HubRows, Joined, Rows, Source
 from grpo_rl.data.sources.tables import Table
@@ -14,9 +15,7 @@ from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError, DataError
 
-JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
-SUFFIXES = (".parquet", *JSON_SUFFIXES, ".arrow", ".feather")
 HUB_PREFIX = "hf:"
 HUB_OPTIONS = ("split", "config", "revision")
 
@@ -32,23 +31,41 @@ def open_source(name: str, cache_dir: str | None = None) -> Source:
         return Rows(name, task_rows(name))
     if name.startswith(HUB_PREFIX):
         return _from_hub(name)
-    path, split = _path_and_split(name)
-    source = _folder(name, path, split, cache_dir) if path.is_dir() else _file(name, path, cache_dir)
+    parts = [_file(label, path, cache_dir) for label, path in data_files(name)]
+    is_file = len(parts) == 1 and parts[0].name == name
+    source = parts[0] if is_file else Joined(name, parts)
     if len(source) == 0:
-        raise DataError(f"{name}: the file has no rows" if path.is_file() else f"{name}: the folder has no rows")
+        raise DataError(f"{name}: the {'file' if is_file else 'folder'} has no rows")
     return source
 
 
-def _file(name: str, path: Path, cache_dir: str | None) -> Source:
-    if not path.name.endswith(SUFFIXES):
+def data_files(name: str) -> list[tuple[str, Path]]:
+    """Return the files that hold the rows of `name`, a file or a folder, in the order of the rows, each as messages name it.
+
+    Raises DataError for what is not there, empty, no regular file or of an unknown kind, and ConfigError for an option.
+    """
+    path, split = _path_and_split(name)
+    files = [(str(file), file) for file in _folder_files(name, path, split)] if path.is_dir() else [(name, path)]
+    for label, file in files:
+        _check_file(label, file)
+    return files
+
+
+def _check_file(name: str, path: Path) -> None:
+    if not path.name.endswith(DATA_SUFFIXES):
         raise DataError(
-            f"{name}: a data file must end in {', '.join(SUFFIXES)}, or be task:NAME or hf:owner/name; "
+            f"{name}: a data file must end in {', '.join(DATA_SUFFIXES)}, or be task:NAME or hf:owner/name; "
             f"found {path.suffix or 'none'!r}"
         )
+    if kind := irregular(path):
+        raise DataError(f"{name}: is {kind}; expected a regular file")
     if not path.is_file():
         raise DataError(f"{name}: there is no such file{_neighbours(path)}")
     if path.stat().st_size == 0:
         raise DataError(f"{name}: the file is empty")
+
+
+def _file(name: str, path: Path, cache_dir: str | None) -> Source:
     try:
         if path.name.endswith(TABLE_SUFFIXES):
             return Table(name, path, cache_dir)
@@ -75,13 +92,13 @@ def _options(name: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
     return options
 
 
-def _folder(name: str, path: Path, split: str | None, cache_dir: str | None) -> Source:
-    """A folder of `save_to_disk`, with or without splits, or one with data files, in the order of their names."""
+def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:
+    """Return the files of a folder that `save_to_disk` wrote, with or without splits, or the data files in it by name."""
     if (path / "dataset_dict.json").is_file():
         splits = _json(name, path / "dataset_dict.json").get("splits") or []
         if split is None or split not in splits:
             raise DataError(f"{name}: the folder has the splits {', '.join(map(str, splits))}; name one: {path}?split=NAME")
-        return _folder(name, path / split, None, cache_dir)
+        return _folder_files(name, path / split, None)
     if (path / "state.json").is_file():
         state = _json(name, path / "state.json")
         if state.get("_indices_data_files"):
@@ -89,14 +106,14 @@ def _folder(name: str, path: Path, split: str | None, cache_dir: str | None) -> 
         files = [path / Path(str(entry.get("filename"))).name for entry in state.get("_data_files") or []]
     else:
         folder = path / "data" if (path / "data").is_dir() else path
-        files = sorted(file for file in folder.iterdir() if file.name.endswith(SUFFIXES) and file.is_file())
+        files = sorted(file for file in folder.iterdir() if file.name.endswith(DATA_SUFFIXES) and not file.is_dir())
         wanted = [file for file in files if split is None or file.name.startswith(split)]
         if files and not wanted:
             raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
         files = wanted
     if not files:
-        raise DataError(f"{name}: the folder has no data files ({', '.join('*' + suffix for suffix in SUFFIXES)})")
-    return Joined(name, [_file(str(file), file, cache_dir) for file in files])
+        raise DataError(f"{name}: the folder has no data files ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})")
+    return files
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:
@@ -145,7 +162,7 @@ def _neighbours(path: Path) -> str:
     """A hint with the data files that do lie in the folder, or with the missing folder itself."""
     if not path.parent.is_dir():
         return f", nor the folder {path.parent}"
-    files = sorted(other for other in path.parent.iterdir() if other.name.endswith(SUFFIXES))
+    files = sorted(other for other in path.parent.iterdir() if other.name.endswith(DATA_SUFFIXES))
     return f"; the folder has {_named(files)}" if files else "; the folder has no data files"
 
 

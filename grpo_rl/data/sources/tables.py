@@ -52,18 +52,8 @@ class Table:
 
     def row(self, index: int) -> dict[str, Any]:
         number = bisect_right(self._ends, index)
-        batch = self._batch(number)
-        one = batch.slice(index - (self._ends[number - 1] if number else 0), 1)
-        row = {}
-        for column, values in zip(batch.schema.names, one.columns, strict=True):
-            try:
-                value = values.to_pylist()[0]
-            except (UnicodeDecodeError, ValueError, OverflowError) as error:
-                raise BadRow(f"{self.where(index)}: column {column!r} cannot be read: {first_line(error)}") from error
-            if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
-                raise BadRow(f"{self.where(index)}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
-            row[column] = plain(value)
-        return row
+        start = self._ends[number - 1] if number else 0
+        return row_of(self._batch(number), index - start, self.where(index))
 
     def numbers(self, key: str) -> Iterator[np.ndarray]:
         top = top_column(self._reader.schema.names, key)
@@ -86,6 +76,20 @@ class Table:
             if len(self._kept) > KEPT_BATCHES:
                 self._kept.popitem(last=False)
         return self._kept[number]
+
+
+def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
+    """Return row `place` of a record batch. Raises BadRow, with `where` and the column, for a value that cannot be read."""
+    row = {}
+    for column, values in zip(batch.schema.names, batch.slice(place, 1).columns, strict=True):
+        try:
+            value = values.to_pylist()[0]
+        except (UnicodeDecodeError, ValueError, OverflowError) as error:
+            raise BadRow(f"{where}: column {column!r} cannot be read: {first_line(error)}") from error
+        if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
+            raise BadRow(f"{where}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
+        row[column] = plain(value)
+    return row
 
 
 def _batches(path: Path) -> tuple[Any, Iterator[Any]]:

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from grpo_rl.rewards.math.math_tokens import MAX_TEXT, joined_thousands, spelling, squeezed, tokens
-from grpo_rl.rewards.math.math_values import Number, Unreadable, close, values
+from grpo_rl.rewards.math.math_tokens import MAX_TEXT, readings, spelling, squeezed
+from grpo_rl.rewards.math.math_values import Number, TwoNumbers, Unreadable, close, values
 
 MAX_ELEMENTS = 60
 """Of a set whose elements may stand in any order; a larger one must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
 """Digits that a decimal must have to stand for a number that no decimal is, such as 1/3 or a root."""
+MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
+DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 
 Tokens = tuple[str, ...]
-Kind = Literal["number", "word", "tuple", "set", "union", "matrix", "equation", "unreadable"]
+Kind = Literal["number", "approximation", "word", "tuple", "set", "union", "matrix", "equation", "unreadable"]
+"""`word` is whatever is equal to its own spelling only; `approximation` is `\\frac13 \\approx 0.333`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,8 @@ def number(text: str) -> float | None:
 
 
 def _readings(text: str) -> list[Answer]:
-    """What the text can mean: `10,000` is a number and a list of two."""
-    found = tokens(text)
-    joined = joined_thousands(found)
-    return [_read(reading) for reading in ([found] if joined is None else [joined, found])]
+    """What the text can mean: `1,200` is a number and a list of two."""
+    return [_read(reading) for reading in readings(text)]
 
 
 def _read(found: Tokens, nesting: int = 0) -> Answer:
@@ -79,10 +80,13 @@ def _read(found: Tokens, nesting: int = 0) -> Answer:
     inner = _between(found)
     if found[0] == "\\approx":
         return _read(found[1:], nesting + 1)
-    lists = _split(found, ",")
-    lists = lists if len(lists) > 1 else _split(found, ";")
+    if len(groups := _split(found, ";")) > 1 and any(len(_split(group, ",")) > 1 for group in groups):
+        return Answer("set", text, parts=tuple(_group(group, nesting + 1) for group in groups if group))
+    lists = groups if len(groups) > 1 else _split(found, ",")
     if len(lists) > 1:
-        return Answer("set", text, parts=_all(_flat(lists), nesting))
+        return Answer("set", text, parts=_by_solution(_all(_flat(lists), nesting)))
+    if found == ("\\{", "\\}"):
+        return Answer("word", "\\emptyset")
     if inner is not None and found[0] == "\\{":
         return Answer("set", text, parts=_all(_flat(_split(inner, ",")), nesting))
     unions = _split(found, "\\cup")
@@ -94,6 +98,10 @@ def _read(found: Tokens, nesting: int = 0) -> Answer:
         return Answer("word", inner[0])
     if found[:2] == ("\\begin", "{") and found[-4:-2] == ("\\end", "{"):
         return _matrix(found, text, nesting)
+    if inner is not None and found[0] in "([" and inner[:4] == ("\\begin", "{", "array", "}"):
+        return _matrix(inner, text, nesting, bracketed=True)
+    if len(sides := _split(found, "\\approx")) > 1:
+        return _approximation(sides, text, nesting)
     sides = _split(found, "=")
     if len(sides) > 1:
         return Answer("equation", text, parts=_all([sides[0], sides[-1]], nesting))
@@ -108,10 +116,14 @@ def _expression(found: Tokens, text: str) -> Answer:
     if all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in found):
         return Answer("word", text)
     percent = found[-1] == "%"
+    if found == ("\\emptyset",):
+        return Answer("word", text)
     if found in (("\\infty",), ("+", "\\infty"), ("-", "\\infty")):
         return Answer("word", "-\\infty" if found[0] == "-" else "\\infty")
     try:
         value = values(found[:-1] if percent else found)
+    except TwoNumbers:
+        return Answer("word", text)
     except Unreadable:
         return Answer("unreadable", text)
     digits = -1
@@ -124,12 +136,61 @@ def _all(pieces: Sequence[Tokens], nesting: int) -> tuple[Answer, ...]:
     return tuple(_read(piece, nesting + 1) for piece in pieces if piece)
 
 
-def _matrix(found: Tokens, text: str, nesting: int) -> Answer:
-    if found.count("\\begin") != 1 or found[2] != found[-2] or found[2] in ("cases", "array"):
+def _matrix(found: Tokens, text: str, nesting: int, bracketed: bool = False) -> Answer:
+    """A matrix in brackets; `bracketed` is an `array`, which gets its brackets from outside and names its columns first."""
+    if found.count("\\begin") != 1 or found[2] != found[-2] or not (bracketed or found[2] in MATRICES):
         return Answer("unreadable", text)
-    rows = [_split(row, "&") for row in _split(found[4:-4], "\\\\") if row]
+    start = found.index("}", 5) + 1 if bracketed and found[4] == "{" and "}" in found[5:-4] else 4
+    rows = [_split(row, "&") for row in _split(found[start:-4], "\\\\") if row]
     cells = _all([cell for row in rows for cell in row], nesting)
-    return Answer("matrix", text, parts=cells, marks=",".join(str(len(row)) for row in rows))
+    bars = "|" if found[2] in DETERMINANTS else ""
+    return Answer("matrix", text, parts=cells, marks=bars + ",".join(str(len(row)) for row in rows))
+
+
+def _group(found: Tokens, nesting: int) -> Answer:
+    """One of the solutions of `p=5, q=2; p=7, q=2`, or one of the tuples of `5, 2; 7, 2`."""
+    parts = _all(_split(found, ","), nesting)
+    if len(parts) == 1:
+        return parts[0]
+    return Answer("set" if _assigned(parts) else "tuple", spelling(found), parts=parts, marks="" if _assigned(parts) else "()")
+
+
+def _by_solution(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    """The elements of a list; of `p=5, q=2, p=7, q=2` the two solutions, each with all its variables."""
+    names = [part.parts[0].spelling if _is_assignment(part) else "" for part in parts]
+    size = len(set(names))
+    if not 1 < size < len(names) or "" in names or len(names) % size or names != names[:size] * (len(names) // size):
+        return parts
+    pieces = [parts[start : start + size] for start in range(0, len(parts), size)]
+    return tuple(Answer("set", "\0,\0".join(part.spelling for part in piece), parts=piece) for piece in pieces)
+
+
+def _approximation(sides: list[Tokens], text: str, nesting: int) -> Answer:
+    """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word where the sides do not agree, so that no answer has two tries."""
+    parts = _all(sides, nesting)
+    if parts and parts[0].kind == "equation" and _is_assignment(parts[0]):
+        parts = (parts[0].parts[1], *parts[1:])
+    elif len(parts) == 2 and _is_name(parts[0]) and len(parts[0].value) > 1:
+        return Answer("equation", text, parts=parts)
+    if len(parts) > 1 and all(_rounds_to(parts[0], part) for part in parts[1:]):
+        # A decimal beside an exact value is one more way to write it: where it has places, either may be asked for.
+        exact = parts[0].decimals < 0
+        rounded = tuple(part for part in parts[1:] if exact and "." in part.spelling)
+        return Answer("approximation", text, parts=(parts[0], *rounded))
+    return Answer("word", text)
+
+
+def _rounds_to(exact: Answer, rounded: Answer) -> bool:
+    """Whether a number, rounded or cut off, is the other: both plain numbers, without variables."""
+    if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
+        return False
+    if rounded.decimals < 0 or exact.marks or rounded.marks:
+        return _same_numbers(exact, rounded)
+    places = len(rounded.spelling.split("\0")[-1].partition(".")[2])
+    try:
+        return abs(complex(exact.value[0]) - complex(rounded.value[0])) < (10.0**-places if places else 0.5 + 1e-9)
+    except OverflowError:
+        return False
 
 
 def _split(found: Tokens, separator: str) -> list[Tokens]:
@@ -174,6 +235,12 @@ def _flat(pieces: list[Tokens]) -> list[Tokens]:
 def _same(gold: Answer, answer: Answer) -> bool | None:
     if gold.spelling == answer.spelling and (gold.kind == answer.kind or not (gold.parts or answer.parts)):
         return True
+    if "approximation" in (gold.kind, answer.kind):
+        return _same_approximations(gold, answer)
+    if _solution(gold) and _solution(answer):
+        return _same_solutions(gold, answer)
+    if "tuple" in (gold.kind, answer.kind) and (_solution(gold) or _solution(answer)):
+        return _same_tuple_and_solution(gold, answer)
     if gold.kind == "equation" or answer.kind == "equation":
         return _same_equations(gold, answer)
     if "unreadable" in (gold.kind, answer.kind):
@@ -223,6 +290,62 @@ def _same_sets(gold: tuple[Answer, ...], answer: tuple[Answer, ...]) -> bool | N
     return None if left and unsure else not left
 
 
+def _same_approximations(gold: Answer, answer: Answer) -> bool | None:
+    golds = gold.parts if gold.kind == "approximation" else (gold,)
+    answers = answer.parts if answer.kind == "approximation" else (answer,)
+    found = [_same(one, other) for one in golds for other in answers]
+    return True if True in found else None if None in found else False
+
+
+def _same_solutions(gold: Answer, answer: Answer) -> bool | None:
+    """`(p, q) = (3, 2)` is `q = 2, p = 3`: variable by variable, in any order."""
+    one, other = dict(_solution(gold)), dict(_solution(answer))
+    if one.keys() != other.keys():
+        return False
+    found = [_same(value, other[name]) for name, value in one.items()]
+    return False if False in found else None if None in found else True
+
+
+def _same_tuple_and_solution(gold: Answer, answer: Answer) -> bool | None:
+    """`(3, 2)` is `(p, q) = (3, 2)`, and `p = 3, q = 2` where the variables stand in the order of the alphabet.
+
+    `q = 2, p = 3` is not `(2, 3)`: which of the two comes first in the tuple that was asked for is not said.
+    """
+    whole, named = (gold, answer) if gold.kind == "tuple" else (answer, gold)
+    names = [name for name, _ in _solution(named)]
+    ordered = sorted(names, key=lambda name: (name.startswith("\\"), name.casefold()))
+    if whole.marks != "()" or len(whole.parts) != len(names) or (named.kind == "set" and names != ordered):
+        return False
+    pairs = [(part, value) for part, (_, value) in zip(whole.parts, _solution(named), strict=True)]
+    found = [_same(*(pair if whole is gold else pair[::-1])) for pair in pairs]
+    return False if False in found else None if None in found else True
+
+
+def _solution(answer: Answer) -> list[tuple[str, Answer]]:
+    """The variables and values of `(p, q) = (3, 2)` and of `p = 3, q = 2`; nothing of anything else."""
+    if answer.kind == "set" and _assigned(answer.parts):
+        return [(part.parts[0].spelling, part.parts[1]) for part in answer.parts]
+    if answer.kind != "equation" or len(answer.parts) != 2:
+        return []
+    names, values = answer.parts
+    if not names.kind == values.kind == "tuple" or not names.marks == values.marks == "()":
+        return []
+    if len(names.parts) != len(values.parts) or not all(_is_name(name) for name in names.parts):
+        return []
+    spelt = [name.spelling for name in names.parts]
+    return list(zip(spelt, values.parts, strict=True)) if len(set(spelt)) == len(spelt) else []
+
+
+def _assigned(parts: tuple[Answer, ...]) -> bool:
+    """Whether the elements of a list give values to different variables, two or more."""
+    names = {part.parts[0].spelling for part in parts if _is_assignment(part)}
+    return len(parts) > 1 and len(names) == len(parts)
+
+
+def _is_assignment(answer: Answer) -> bool:
+    return answer.kind == "equation" and len(answer.parts) == 2 and _is_name(answer.parts[0])
+
+
 def _same_equations(gold: Answer, answer: Answer) -> bool | None:
     """`x = 2` is 2 and `y = x + 1` is x + 1; two equations are one where their differences are multiples of each other."""
     if gold.kind != answer.kind:
@@ -230,7 +353,10 @@ def _same_equations(gold: Answer, answer: Answer) -> bool | None:
         if len(equation.parts) != 2 or "unreadable" in (other.kind, equation.parts[1].kind):
             return None
         name, value = equation.parts
-        says_a_value = _is_name(name) or (name.kind == value.kind == "number" and len(name.value) == len(value.value) == 1)
+        if len(name.value) == 1 and name.kind == "number" and len(value.value) > 1 and _is_name(value):
+            name, value = value, name
+        # `17 = 18` is not 18.
+        says_a_value = _is_name(name) or _rounds_to(name, value)
         return says_a_value and _same(*((value, other) if equation is gold else (other, value)))
     if len(gold.parts) != 2 or len(answer.parts) != 2:
         return False

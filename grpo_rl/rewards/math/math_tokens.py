@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from decimal import Decimal
 
 MAX_TEXT = 2_000
 """A longer answer is compared as text and not read."""
@@ -23,9 +25,35 @@ CHARACTERS = str.maketrans(
         "\u2265": "\\ge ",
         "\u2260": "\\ne ",
         "\u00b1": "\\pm ",
+        "\u2248": "\\approx ",
+        "\u2205": "\\emptyset ",
+        "\u2009": "\\,",
+        "\u202f": "\\,",
     }
 )
-TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
+SCIENTIFIC = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2})(?![0-9A-Za-z^]|\.[0-9]|\s*_)")
+"""`1e3`, `1.5E-3` and Python's `1e-05`. Not `2e-3`, which is twice Euler's number minus 3."""
+TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC.pattern}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
+RELATIONS = (
+    # `5!=120` says what 5! is: after a digit or a bracket the sign is a factorial.
+    (re.compile(r"(?<![0-9)\]}!])!=(?!=)|\\not\s*="), r"\\ne "),
+    (re.compile(r"<=(?!=)"), r"\\le "),
+    (re.compile(r">=(?!=)"), r"\\ge "),
+)
+FORMULA_MARK = re.compile(r"(\\\\)|\\[()\[\]]")
+"""`\\(` and the like around a formula, and `\\\\`, which ends a row and may stand before a bracket."""
+
+# Thousands. All patterns use possessive repeats: they never read a digit twice, so time stays linear.
+_FIRST, _END = r"(?<![0-9.,])[1-9][0-9]{0,2}", r"(?![0-9]|[.,][0-9]|,\\!|\{,\})"
+COMMAS = re.compile(rf"{_FIRST}(?:,[0-9]{{3}})++(?:\.[0-9]++)?+{_END}")
+"""`1,000`: the comma may separate thousands or the elements of a list."""
+TIGHT_COMMAS = re.compile(rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})++(?:\.[0-9]++)?+{_END}")
+"""`1,\\!000` and `1{,}000`: the writer took the space after the comma away, so the comma separates thousands."""
+SPACES = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})++(?:\.[0-9]++)?+")
+"""`12\\,345`, where an answer holds nothing else."""
+DECIMAL_COMMA = re.compile(rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}")
+LIST_COMMA = re.compile(r",(?:\s|\\[,;: ]|~|\\q?quad)")
+"""A comma with space after it never separates thousands: it separates the elements of a list."""
 NOTHING = {
     *("\\left", "\\right", "\\bigl", "\\bigr", "\\big", "\\Big", "\\Bigl", "\\Bigr", "\\displaystyle", "\\limits"),
     *("\\!", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "~", "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\degree"),
@@ -34,7 +62,9 @@ SAME = {
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     **dict.fromkeys(("\\cdot", "\\times", "\\ast"), "*"),
     **dict.fromkeys(("\\mathrm", "\\textbf", "\\mathbf", "\\mbox", "\\textnormal", "\\textrm", "\\textit", "\\hbox"), "\\text"),
-    **dict.fromkeys(("\\bmatrix", "\\matrix"), "\\pmatrix"),
+    **dict.fromkeys(("\\dbinom", "\\tbinom"), "\\binom"),
+    **dict.fromkeys(("\\simeq", "\\approxeq", "\\doteq"), "\\approx"),
+    "\\varnothing": "\\emptyset",
     "\\div": "/",
     "\\leq": "\\le",
     "\\geq": "\\ge",
@@ -131,15 +161,63 @@ UNITS = frozenset(
 
 
 def squeezed(text: str) -> str:
-    """The text without white space: all that may differ in an answer too long to be read."""
-    return "".join(text.split())
+    """Return the text without white space, except between two digits: `1 2` is not 12."""
+    words = text.split()
+    spaced = [
+        " " + word if before[-1] in "0123456789." and word[0] in "0123456789." else word
+        for before, word in itertools.pairwise(words)
+    ]
+    return "".join([*words[:1], *spaced])
 
 
 def tokens(text: str) -> tuple[str, ...]:
-    """The tokens of an answer of at most `MAX_TEXT` characters, spelt in one way. A word in `\\text` is a token like `"cm`."""
+    """Return the tokens of the first reading of an answer; see `readings`."""
+    return readings(text)[0]
+
+
+def readings(text: str) -> list[tuple[str, ...]]:
+    """Return what an answer of at most `MAX_TEXT` characters can mean, as tokens spelt in one way: one or two readings.
+
+    There are two where a comma between digits without a space may separate thousands or the elements of a list:
+    `1,200` is read as 1200 first, then as the list 1, 200. A word in `\\text` is a token like `"cm`.
+    """
     assert len(text) <= MAX_TEXT
-    plain = text.translate(CHARACTERS).replace(",\\!", "").replace("{,}", "")
-    raw = TOKEN.findall(plain.strip().rstrip("."))
+    plain = text.translate(CHARACTERS).strip().rstrip(".")
+    if "=" in plain:
+        for relation, command in RELATIONS:
+            plain = relation.sub(command, plain)
+    plain = FORMULA_MARK.sub(r"\1", plain)
+    if "," in plain:
+        plain = TIGHT_COMMAS.sub(lambda match: re.sub(r"[^0-9.]", "", match.group()), plain)
+        plain = (
+            DECIMAL_COMMA.sub(lambda match: match.group().replace("{,}", "."), plain).replace(",\\!", ",").replace("{,}", ",")
+        )
+    if plain[-1:].isdigit() and SPACES.fullmatch(plain.strip("$\\ ")):
+        plain = re.sub(r"[^-+0-9.]", "", plain)
+    return [_tokens(reading) for reading in (_thousands(plain) if "," in plain else [plain])]
+
+
+def _thousands(plain: str) -> list[str]:
+    """Return the text with `1,200` read as a number and, where that is possible too, the text as it is.
+
+    A group that begins with 0, as in `1,050`, is always one of thousands. In the brackets of a tuple or a set a comma
+    separates elements, unless other commas there have a space after them, as in `(1,200, 3,400)`.
+    """
+    spaced = LIST_COMMA.search(plain) is not None
+    joined, apart, place, depth = "", "", 0, 0
+    for match in COMMAS.finditer(plain):
+        between = plain[place : match.start()]
+        depth += sum(map(between.count, "([")) + between.count("\\{") - sum(map(between.count, ")]")) - between.count("\\}")
+        whole, place = match.group(), match.end()
+        certain = ",0" in whole
+        joined += between + (whole.replace(",", "") if certain or spaced or depth <= 0 else whole)
+        apart += between + (whole.replace(",", "") if certain else whole)
+    joined, apart = joined + plain[place:], apart + plain[place:]
+    return [joined] if joined == apart else [joined, apart]
+
+
+def _tokens(plain: str) -> tuple[str, ...]:
+    raw = TOKEN.findall(plain)
     found: list[str] = []
     place = 0
     while place < len(raw):
@@ -159,7 +237,7 @@ def tokens(text: str) -> tuple[str, ...]:
             elif found[-1:] == ["^"]:
                 found.pop()
         else:
-            found.append(token)
+            found.append(format(Decimal(token), "f") if SCIENTIFIC.fullmatch(token) else token)
     return _without_units(found)
 
 
@@ -171,14 +249,6 @@ def spelling(found: tuple[str, ...]) -> str:
         if token == "}" and words[-3:-2] == ["{"]:
             words[-3:] = words[-2:-1]
     return "\0".join(word.casefold() if len(word) > 2 and word.isalpha() else word for word in words)
-
-
-def joined_thousands(found: tuple[str, ...]) -> tuple[str, ...] | None:
-    """`1,000,000` as one number, where nothing else stands there; None otherwise."""
-    whole = "".join(found)
-    if not re.fullmatch(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?%?", whole):
-        return None
-    return tuple(TOKEN.findall(whole.replace(",", "")))
 
 
 def _closing(raw: list[str], opening: int) -> int:

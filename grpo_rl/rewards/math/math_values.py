@@ -19,6 +19,8 @@ MAX_BITS = 8_000
 """Of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000
 MAX_FACTORIAL = 500
+MAX_CHOSEN = 100
+"""Factors of a binomial coefficient."""
 
 Number = Fraction | complex
 
@@ -56,12 +58,16 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "\\log": cmath.log10,
     "\\exp": cmath.exp,
 }
-ENDS = frozenset((")", "}", "]", "|", ",", "=", "+", "-", "*", "/", "^", "%", ""))
+ENDS = frozenset((")", "}", "]", "|", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
 POINTS = 3
 
 
 class Unreadable(Exception):
     """The tokens are no expression that has a value here."""
+
+
+class TwoNumbers(Unreadable):
+    """Two numbers stand side by side, as in `1 2`: neither 12 nor a product is meant for sure."""
 
 
 class Expression:
@@ -117,8 +123,8 @@ class Expression:
                 sign = -sign if self._take() == "-" else sign
             factor, is_number = self._power()
             if not sign_between and is_number:
-                # `1 000`, or `x 2`: what is meant is not clear.
-                raise Unreadable
+                # `1 2`, or `x 2`: what is meant is not clear.
+                raise TwoNumbers
             total = _bounded(_apply(operator.truediv if sign_between == "/" else operator.mul, total, factor))
         return sign * total
 
@@ -162,6 +168,8 @@ class Expression:
         if closing:
             bars, self._bars = self._bars, 0
             value = self._sum()
+            if self._next() == "\\choose" and self._take():
+                value = _binomial(value, self._sum())
             self._expect(closing)
             self._bars = bars
             return value
@@ -173,6 +181,8 @@ class Expression:
             return abs(inner) if isinstance(inner, Fraction) else complex(abs(inner))
         if token == "\\frac":
             return _apply(operator.truediv, self._argument(), self._argument())
+        if token == "\\binom":
+            return _binomial(self._argument(), self._argument())
         if token == "\\sqrt":
             return self._root()
         if token in CONSTANTS:
@@ -278,6 +288,20 @@ def _factorial(value: Number) -> Number:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
         raise Unreadable
     return Fraction(math.factorial(value.numerator))
+
+
+def _binomial(top: Number, bottom: Number) -> Number:
+    """`top (top - 1) ... (top - bottom + 1) / bottom!`, for a whole `bottom` and any exact `top`."""
+    if not (isinstance(top, Fraction) and isinstance(bottom, Fraction)) or bottom.denominator != 1:
+        raise Unreadable
+    if top.denominator == 1 and 0 <= bottom <= top:
+        bottom = min(bottom, top - bottom)
+    if not 0 <= bottom <= MAX_CHOSEN:
+        raise Unreadable
+    value: Number = Fraction(1)
+    for k in range(int(bottom)):
+        value = _bounded(value * (top - k) / (k + 1))
+    return value
 
 
 def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:

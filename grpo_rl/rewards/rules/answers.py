@@ -10,6 +10,11 @@ OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
 """Characters at the end of a response in which an answer without a box or tags is looked for."""
+FORMULA = re.compile(
+    r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]",
+    re.DOTALL,
+)
+"""A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -63,20 +68,26 @@ def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER
 
 
 def after_phrase(text: str) -> str | None:
-    """What follows the last `answer is` or `answer:` in the last 1,000 characters, up to the end of its line or sentence."""
+    """Return what follows the last `answer is` or `answer:` in the last 1,000 characters, up to the end of its line or sentence.
+
+    Where nothing follows in the phrase's own line, it is the next line that is not empty; a formula in `$`, `$$`, `\\(`
+    or `\\[` is returned without these, and one in the last three may have several lines.
+    """
     tail = text[-TAIL:]
     small = tail.lower() if tail.isascii() else "".join(c.lower() if c.isascii() else c for c in tail)
     end = max(small.rfind(phrase) + len(phrase) if phrase in small else -1 for phrase in PHRASES)
     if end < 0:
         return None
-    line = tail[end:].lstrip(" \t:*").split("\n", 1)[0]
-    for mark in ("$$", "$"):
-        if line.startswith(mark):
-            closed = line.find(mark, len(mark))
-            return line[len(mark) : closed] if closed > 0 else None
-    if line.startswith("\\("):
-        closed = line.find("\\)")
-        return line[2:closed] if closed > 0 else None
+    # The answer may stand on a line after the phrase: `Answer:`, an empty line, then `$$`, the number, and `$$`.
+    rest = tail[end:].lstrip(" \t\r\n:*")
+    marked = FORMULA.match(rest)
+    inside = next((group for group in marked.groups() if group is not None), None) if marked else None
+    if inside is not None and not (rest[1] != "$" and ". " in inside and inside[:1].isdigit()):
+        return inside
+    if rest.startswith(("$$", "\\(", "\\[")):
+        return None
+    # A single `$` that is never closed is a dollar sign; so are the two in `is $36. That is $5 more`.
+    line = rest.split("\n", 1)[0].removeprefix("$")
     return line.split(". ", 1)[0].strip().strip("*").rstrip(". ") or None
 
 

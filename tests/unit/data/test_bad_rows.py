@@ -18,6 +18,7 @@ from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import DataError
+from grpo_rl.main import _explain
 from grpo_rl.models.builtin import build_tokenizer
 
 TOKENIZER = build_tokenizer(128)
@@ -86,9 +87,34 @@ def test_all_bad_rows_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         load(path)
     lines = str(error.value).splitlines()
-    assert lines[0] == "12 bad rows of the 13 checked:"
-    assert "line 2, column 2" in lines[1] and "line 3: column 'prompt' is 5" in lines[2]
-    assert (len(lines), lines[-1].strip()) == (12, "... and 2 more")
+    assert lines[0].startswith("12 bad rows of the 13 checked: ") and "line 2, column 2" in lines[0]
+    assert "line 3: column 'prompt' is 5" in lines[1]
+    assert (len(lines), lines[-1].strip()) == (11, f"and 2 more, see {tmp_path}/bad_rows.jsonl")
+    records = (tmp_path / "bad_rows.jsonl").read_text().splitlines()
+    assert len(records) == 12 and "line 2, column 2" in records[0] and "line 13" in records[-1]
+
+
+def test_the_command_shows_the_bad_rows_and_not_only_how_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{\n" * 16)
+    with pytest.raises(DataError) as error:
+        load(path)
+    _explain(error.value)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith(f"error: 16 bad rows of the 16 checked: {path}, line 1, column 2: broken JSON")
+    assert [f"{path}, line {number}, " in line for number, line in enumerate(shown[:10], 1)] == [True] * 10
+    assert shown[10] == f"  and 6 more, see {tmp_path}/bad_rows.jsonl"
+
+
+def test_rows_that_are_left_out_are_shown_with_the_file_that_lists_all(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line() + b"{\n" * 12)
+    told: list[str] = []
+    bad = BadRows("skip", tmp_path / "bad.jsonl", told.append)
+    load_dataset([str(tmp_path / "a.jsonl")], DataConfig(on_bad_row="skip"), TOKENIZER, max_samples=-1, bad_rows=bad)
+    [message] = told
+    assert message.startswith("left out 12 bad rows of the 13 checked: ") and message.count("line ") == 10
+    assert message.endswith(f"and 2 more, see {tmp_path}/bad.jsonl")
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 12
 
 
 def test_skipping_every_row_is_an_error(tmp_path: Path) -> None:

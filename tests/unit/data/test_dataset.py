@@ -1,4 +1,6 @@
 import json
+import signal
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -6,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data import prompts
 from grpo_rl.data.dataset import load_dataset, truncate
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
@@ -232,10 +235,39 @@ def test_chat_messages_without_a_chat_template_are_refused(tmp_path):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("action", ["error", "skip"])
+def test_a_template_that_never_ends_is_stopped_and_named(tmp_path, monkeypatch, action):
+    monkeypatch.setattr(prompts, "RENDER_S", 0.3)
+    (tmp_path / "endless.jinja").write_text(ENDLESS)
+    write_jsonl(tmp_path / "a.jsonl", [row()])
+    config = DataConfig(chat_template=str(tmp_path / "endless.jinja"), on_bad_row=action)
+    before, set_before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    started = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: the chat template .*endless\.jinja has not rendered .* 0\.3 s: .* loop"
+    ):
+        load_dataset([str(tmp_path / "a.jsonl")], config, build_tokenizer(128), max_samples=-1)
+    assert time.monotonic() - started < 5
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (before, set_before)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(10**9) %}{% endfor %}", "{{ 1 // 0 }}", "{{ messages[7].content.x }}", "{{ 'a' * 10**8 }}", "{% if %}"],
+)
+def test_a_template_that_fails_in_any_way_is_an_error_of_the_data(tmp_path, template):
+    write_jsonl(tmp_path / "a.jsonl", [row()])
+    with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template (refuses the messages|makes)"):
+        load_dataset([str(tmp_path / "a.jsonl")], DataConfig(chat_template=template), build_tokenizer(128), max_samples=-1)
+
+
 def test_messages_that_the_template_refuses_are_named(tmp_path):
     tokenizer = build_tokenizer(128)
     tokenizer.chat_template = "{{ raise_exception('only user messages, please') }}"
-    with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages: only user messages"):
+    with pytest.raises(DataError, match=r"line 1: the tokenizer's chat template refuses the messages: only user messages"):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
 
 

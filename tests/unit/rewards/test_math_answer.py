@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_rl.rewards.math.algebra import equivalent, refusal
 from grpo_rl.rewards.math.compare import compare, number
@@ -86,8 +88,92 @@ SAME = [
     ("18", "18."),
     ("18", "$18$"),
     ("\\infty", "\u221e"),
+    ("2100", "2,100"),
+    ("1000000.5", "1,000,000.5"),
+    ("12345", "12\\,345"),
+    ("1000", "x = 1,000"),
+    ("1000\\pi", "1,000\\pi"),
+    ("\\frac{1000}{3}", "\\frac{1,000}{3}"),
+    ("(10000, 20500)", "(10,000, 20,500)"),
+    ("1.5", "1{,}5"),
+    ("(p,q)=(3,2)", "(3,2)"),
+    ("(3,2)", "(p,q)=(3,2)"),
+    ("(p,q)=(3,2)", "(q,p)=(2,3)"),
+    ("(p,q)=(3,2)", "q=2, p=3"),
+    ("(3,2)", "p=3, q=2"),
+    ("(1, \\pi)", "r=1, \\theta=\\pi"),
+    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
+    ("(5,2),(7,2)", "p=7,q=2;p=5,q=2"),
+    ("(5,2),(7,2)", "p=5, q=2 \\text{ or } p=7, q=2"),
+    ("5,2;7,2", "(5,2),(7,2)"),
+    ("1, 2", "x=1, x=2"),
+    ("5", "5 = x"),
+    ("\\frac13", "\\frac13 \\approx 0.333"),
+    ("\\frac13 \\approx 0.333", "\\frac13"),
+    ("\\frac23", "x = \\frac23 \\approx 0.67"),
+    ("\\frac23", "x = \\frac23 \u2248 0.666"),
+    ("1.41", "\\sqrt{2} \\approx 1.41"),
+    ("3.14", "x \\approx 3.14"),
+    ("36", "$\\$36$"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]"),
+    ("\\left(\\begin{array}{c}1\\\\2\\end{array}\\right)", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
+    ("\\emptyset", "\\varnothing"),
+    ("\\emptyset", "\\{\\}"),
+    ("\\varnothing", "\u2205"),
+    ("\\binom52", "10"),
+    ("10", "\\dbinom{5}{2}"),
+    ("10", "{5 \\choose 2}"),
+    ("0", "\\binom{2}{5}"),
+    ("499500", "\\binom{1000}{2}"),
+    ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"),
+    ("1000", "1e3"),
+    ("0.00015", "1.5e-04"),
+    ("1500", "1.5E+3"),
+    ("2e-3", "-3+2e"),
+    ("x \\neq 3", "x != 3"),
+    ("x \\ne 3", "x \\not= 3"),
+    ("x \\le 3", "x <= 3"),
+    ("x \\ge 3", "x >= 3"),
+    ("120", "5!=120"),
 ]
 DIFFERENT = [
+    ("2100", "2, 100"),
+    ("12345", "12, 345"),
+    ("3100200", "3, 100, 200"),
+    ("2100", "2,\\,100"),
+    ("2100", "2,~100"),
+    ("2100", "2 and 100"),
+    ("2100", "2\\text{ or }100"),
+    ("12", "1 2"),
+    ("12", "\\text{1 2}"),
+    ("36", "3\\,6"),
+    ("(12, 3)", "(1 2, 3)"),
+    ("15", "1{,}5"),
+    ("123", "0,123"),
+    ("10, 0", "10,000"),
+    ("(1, 0)", "(1,000)"),
+    ("100200", "(100,200)"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left[\\begin{array}{c}1\\\\2\\\\3\\\\4\\end{array}\\right]"),
+    ("18", "17 = 18"),
+    ("18", "5 \\approx 18"),
+    ("5", "5 \\approx 18"),
+    ("3", "\\frac{14}{5} \\approx 3"),
+    ("0.33", "\\frac13 \\approx 0.333"),
+    ("\\pi", "3.14"),
+    ("(3,2)", "(p,q)=(2,3)"),
+    ("(3,2)", "q=3, p=2"),
+    ("(p,q)=(3,2)", "(q,p)=(3,2)"),
+    ("(p,q)=(3,2)", "(x,y)=(3,2)"),
+    ("(5,2),(7,2)", "p=5,q=2;p=7,q=3"),
+    ("(5,2),(7,2)", "p=5,q=7;p=2,q=2"),
+    ("\\emptyset", "0"),
+    ("\\emptyset", "\\{0\\}"),
+    ("\\emptyset", "\\{\\emptyset\\}"),
+    ("10", "\\binom{2}{5}"),
+    ("0.002", "2e-3"),
+    ("x \\neq 3", "x = 3"),
+    ("120 ", "5 \\neq 120"),
     ("18", "81"),
     ("18", "-18"),
     ("18", "18, 19"),
@@ -169,6 +255,16 @@ def test_an_answer_of_another_value_or_kind_is_wrong(gold, answer):
         ("Answer: 18\nthat is it", 1),
         ("**Answer:** \\(18\\)", 1),
         ("The answer is 18. I am sure.", 1),
+        ("Answer:\n18", 1),
+        ("**Answer:**\r\n\r\n$18$\n", 1),
+        ("Answer:\n$$\n18\n$$", 1),
+        ("Answer:\n\\[\n18\n\\]", 1),
+        ("Answer: $\\$18$", 1),
+        ("The answer is $18.", 1),
+        ("The answer is $18. That is $5 more.", 1),
+        ("Answer:\n17\n18", 0),
+        ("Answer: $$18", 0),
+        ("Answer:", 0),
         ("18", 0),
         ("", 0),
     ],
@@ -295,6 +391,73 @@ def test_every_math_ground_truth_earns_1_and_its_neighbours_0_where_they_differ(
         ("18 \\text{ degrees}", "18"),
     }
     assert equal <= same_value
+
+
+NUMBERS = st.integers(1000, 10**12 - 1)
+SPACED_COMMAS = st.sampled_from([", ", " , ", ",\\,", ",\\;", ",\\ ", ",~", ",\\quad ", " and ", "\\text{ or }", "; "])
+
+
+@given(NUMBERS, st.sampled_from([",", "{,}", ",\\!", "\\,", " "]), st.sampled_from(["", "-", "$", "\\$"]))
+def test_thousands_may_be_separated_in_any_usual_way(whole, separator, before):
+    written = f"{before}{whole:,}".replace(",", separator)
+    assert compare(f"{before}{whole}", written) is True
+    assert compare(f"{before}{whole + 1}", written) is False
+
+
+@given(st.lists(st.integers(100, 999), min_size=2, max_size=5), SPACED_COMMAS)
+def test_a_comma_with_space_separates_elements_and_never_thousands(elements, separator):
+    written = separator.join(map(str, elements))
+    assert compare("".join(map(str, elements)), written) is False
+    assert compare(", ".join(map(str, reversed(elements))), written) is True
+
+
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=4, unique=True), st.randoms(use_true_random=False))
+def test_spelled_variables_on_one_side_are_the_tuple_in_their_order_and_on_both_sides_in_any_order(values, draw):
+    names = "abcd"[: len(values)]
+    bare = f"({', '.join(map(str, values))})"
+    named = f"({', '.join(names)}) = {bare}"
+    pairs = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+    shuffled = draw.sample(pairs, len(pairs))
+    other = f"({', '.join(map(str, values[::-1]))})"
+    assert compare(bare, named) is compare(named, bare) is compare(bare, ", ".join(pairs)) is True
+    assert compare(named, ", ".join(shuffled)) is compare(", ".join(shuffled), named) is True
+    assert compare(other, named) is compare(other, ", ".join(pairs)) is False
+    assert compare(bare, ", ".join(shuffled)) is (shuffled == pairs)
+
+
+@given(st.fractions(-100, 100, max_denominator=99), st.integers(1, 6), st.sampled_from(["\\approx", "\u2248", "\\simeq"]))
+def test_an_exact_value_may_carry_its_own_decimal_and_no_other(value, places, sign):
+    exact = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert compare(exact, f"{exact} {sign} {float(value):.{places}f}") is True
+    assert compare(exact, f"x = {exact} {sign} {float(value):.{places}f}") is True
+    wrong = f"{float(value) + 2 * 10**-places:.{places}f}"
+    assert compare(exact, f"{exact} {sign} {wrong}") is not True
+    assert compare(wrong, f"{exact} {sign} {wrong}") is not True
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1,000",
+        "1,",
+        "x=1,",
+        "x=1;",
+        "1\\approx ",
+        "\\binom52",
+        "\\binom{x}{99}",
+        "1e99 ",
+        "1{,}",
+        "1,\\!000",
+        "(a,b)=(",
+        "p=5,q=2;",
+        "!=",
+    ],
+)
+def test_time_is_linear_in_hostile_answers(piece):
+    answer = (piece * 2000)[:1990]
+    start = time.process_time()
+    compare(answer, "7" + answer)
+    assert time.process_time() - start < 0.5
 
 
 def test_what_is_read_without_algebra_takes_microseconds():

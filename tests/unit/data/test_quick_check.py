@@ -1,0 +1,174 @@
+"""Data files that cannot be used are found within a second, before anything heavy starts."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_rl.config.schema.data import CustomClsConfig
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.sources import quick_check
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.quick_check import check_data_files
+from grpo_rl.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = {"data_source": "a", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 0}}
+TABLE = pa.Table.from_pylist([GOOD] * 2000)
+
+
+def check(*paths: Path, **options: object) -> list[str]:
+    return check_data_files(DataConfig(train_files=[str(path) for path in paths], **options))
+
+
+def lines(rows: list[object]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def arrow_file(path: Path, table: pa.Table = TABLE, stream: bool = False) -> Path:
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return path
+
+
+def test_good_files_of_every_kind_have_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([GOOD] * 50))
+    (tmp_path / "b.jsonl").write_bytes(b"\n\n" + lines([GOOD] * 50)[:-1])
+    (tmp_path / "c.json").write_bytes(json.dumps([GOOD] * 50).encode())
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines([GOOD] * 50)))
+    (tmp_path / "e.json.gz").write_bytes(gzip.compress(json.dumps([GOOD] * 50).encode()))
+    pq.write_table(TABLE, tmp_path / "f.parquet", row_group_size=100)
+    arrow_file(tmp_path / "g.arrow")
+    arrow_file(tmp_path / "h.arrow", stream=True)
+    assert check(*sorted(tmp_path.iterdir())) == check(tmp_path) == []
+    assert check_data_files(DataConfig(train_files=["task:arithmetic?nonsense=1", "hf:a/b?split=train"])) == []
+    own = DataConfig(train_files=["/nowhere.jsonl"], custom_cls=CustomClsConfig("a.py", "A"))
+    assert check_data_files(own) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.jsonl", b"\n \n", "the file has no rows"),
+        ("a.jsonl", b"\xff\xfe{}", "line 1: the file starts with a byte-order mark"),
+        ("a.jsonl", lines([GOOD]) + b"{\n", "line 2, column 2: broken JSON"),
+        ("a.jsonl", lines([GOOD, {"prompt": "1"}]), "line 2: there is no column 'data_source'. The row has prompt"),
+        ("a.jsonl", lines([GOOD] * 3)[:-30], "line 3, column"),
+        ("a.jsonl", b"x" * 9_000_000, "line 1: the line has more than 8388608 bytes"),
+        ("a.json", b"[{", "line 1, column 3: broken JSON"),
+        ("a.json", b"[]", "the file has no rows"),
+        ("a.json", b"[1]", "row 0: expected an object"),
+        ("a.jsonl.gz", b"not gzip", "not readable gzip data"),
+        ("a.jsonl.gz", gzip.compress(lines([GOOD] * 3))[:-9], "the file is cut short"),
+        ("a.jsonl.gz", gzip.compress(lines([GOOD]) + b"{\n"), "line 2, column 2: broken JSON"),
+        ("a.parquet", b"PAR1", "not a readable parquet file"),
+        ("a.parquet", b"PAR1 and nothing of the kind PAR1", "not a readable parquet file"),
+        ("a.arrow", b"ARROW1\0\0 and nothing", "not a readable Arrow file"),
+        ("a.csv", b"a,b", "a data file must end in"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line_and_why(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    [found] = check(tmp_path / name)
+    assert found.startswith(str(tmp_path / name)) and problem in found
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_that_is_cut_anywhere_is_found(tmp_path: Path, kind: str, kept: float) -> None:
+    path = tmp_path / f"a.{kind}"
+    pq.write_table(TABLE, path) if kind == "parquet" else arrow_file(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    [found] = check(path)
+    assert found.startswith(f"{path}: not a readable {'parquet' if kind == 'parquet' else 'Arrow'} file: ")
+
+
+def test_tables_without_rows_or_columns_are_found(tmp_path: Path) -> None:
+    pq.write_table(TABLE.slice(0, 0), tmp_path / "a.parquet")
+    pq.write_table(TABLE.drop_columns(["prompt"]), tmp_path / "b.parquet")
+    arrow_file(tmp_path / "c.arrow", TABLE.slice(0, 0))
+    found = check(*sorted(tmp_path.iterdir()))
+    assert found[:2] == [f"{tmp_path}/a.parquet: the file has no rows", f"{tmp_path}/c.arrow: the file has no rows"]
+    assert found[2].startswith(f"{tmp_path}/b.parquet, row 0: there is no column 'prompt'")
+    assert len(found) == 13 and re.fullmatch(r"and [0-9]+ more bad rows among those that were read", found[-1])
+
+
+def test_bad_rows_are_no_problem_where_they_are_left_out_and_a_broken_file_is_still_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([GOOD]) + b"{\n")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    [found] = check(tmp_path / "a.jsonl", tmp_path / "b.parquet", on_bad_row="skip")
+    assert "b.parquet" in found
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json.gz", "a.arrow"])
+def test_a_fifo_is_refused_everywhere_and_never_opened(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert check(tmp_path / name) == [f"{tmp_path}/{name}: is a FIFO; expected a regular file"]
+    with pytest.raises(DataError, match="is a FIFO"):
+        open_source(str(tmp_path / name))
+    with pytest.raises(DataError, match="is a FIFO"):
+        open_source(str(tmp_path))
+
+
+def test_the_command_refuses_a_fifo_before_anything_else(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.parquet")
+    words = ["recipe=arithmetic/grpo", f"data.train_files={tmp_path}/a.parquet", "trainer.dry_run=true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_rl.main", *words], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2
+    assert f"data.train_files={tmp_path}/a.parquet: is a FIFO; give a regular file" in done.stderr
+
+
+def test_a_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    assert check(tmp_path / "zero.jsonl") == [f"{tmp_path}/zero.jsonl: is a device; expected a regular file"]
+
+
+def test_a_large_file_takes_a_second_and_its_end_and_middle_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = lines([GOOD | {"prompt": "x" * 1000}])
+    (tmp_path / "a.jsonl").write_bytes(line * 200_000 + b"{" + b'"a": "' + b"x" * 1000)
+    pq.write_table(pa.Table.from_pylist([GOOD | {"extra_info": {"index": i}} for i in range(300_000)]), tmp_path / "b.parquet")
+    start = time.monotonic()
+    found = check(tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    assert time.monotonic() - start < 2.5
+    assert len(found) == 1 and found[0].startswith(f"{tmp_path}/a.jsonl, line 200001, column 7: broken JSON")
+    monkeypatch.setattr(quick_check, "BUDGET_S", 0.0)
+    (tmp_path / "a.jsonl").write_bytes(line * 1000 + b"{\n" * 500_000 + line * 1000)
+    found = check(tmp_path / "a.jsonl")
+    places = [int(re.findall(r"a\.jsonl, line ([0-9]+), column 2: broken JSON", problem)[0]) for problem in found]
+    assert len(places) > 3 and all(1000 < place <= 501_000 for place in places)
+
+
+def test_many_files_share_the_time(tmp_path: Path) -> None:
+    for number in range(200):
+        pq.write_table(TABLE, tmp_path / f"{number:03}.parquet")
+    (tmp_path / "150.parquet").write_bytes(b"PAR1")
+    start = time.monotonic()
+    [found] = check(tmp_path)
+    assert time.monotonic() - start < 4
+    assert found.startswith(f"{tmp_path}/150.parquet: not a readable parquet file")
+
+
+def test_a_large_array_is_looked_at_from_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_check, "LARGEST_ARRAY", 1000)
+    whole = json.dumps([GOOD] * 50).encode()
+    (tmp_path / "a.json").write_bytes(whole)
+    (tmp_path / "b.json").write_bytes(whole[:-2])
+    (tmp_path / "c.json").write_bytes(b"[3" + whole[1:])
+    found = check(*sorted(tmp_path.iterdir()))
+    assert len(found) == 2
+    assert "b.json: the JSON array has no end" in found[0] and "c.json, row 0: expected an object" in found[1]

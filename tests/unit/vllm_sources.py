@@ -1,0 +1,19 @@
+"""What the installed vLLM says in its sources, read without importing it, which takes half a minute."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def returned_list(file: str, function: str) -> list[Any]:
+    """The literal list that the one function of this name in the file returns."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text())
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    (answer,) = [node for node in ast.walk(found) if isinstance(node, ast.Return)]
+    assert answer.value is not None
+    return list(ast.literal_eval(answer.value))
