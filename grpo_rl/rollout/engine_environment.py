@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from grpo_rl.rollout.engine import EngineSpec
 
 SESSION_FOLDER = "GRPO_SESSION_FOLDER"
-"""The variable that tells a run's processes its temporary folder."""
+"""The variable that holds a run's temporary folder, for all its processes."""
 SPIN_COUNT = 10_000
-"""How long a thread spins for its fellows before it sleeps: a fraction of a millisecond, the length of one operation.
+"""Rounds that a thread spins, waiting for the others, before it sleeps: a fraction of a millisecond, as an operation takes.
 
 Without any spinning every operation waits for the kernel to wake a thread: sampling from 11.8 M parameters took
 1.4 times as long. With libgomp's default (several milliseconds) two processes on the same cores take each other's
@@ -24,7 +24,7 @@ time away, and both become ten times slower."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """What the process should be started with.
+    """Return the environment variables with which the process should be started.
 
     OpenMP reads its variables when torch is loaded: set them before the process starts. The others are
     read when vLLM is imported, and the engine sets those that are missing (set_missing).
@@ -53,7 +53,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def own_folder(pid: int) -> Path | None:
-    """Where the engine of this process puts what it names in the temporary folder; None outside of a run on this machine."""
+    """Return the temporary folder of the engine in this process; None outside of a run on this machine."""
     folder = os.environ.get(SESSION_FOLDER)
     return Path(folder) / f"engine-{pid}" if folder and Path(folder).is_dir() else None
 

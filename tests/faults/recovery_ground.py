@@ -96,8 +96,8 @@ class Ground:
         worker_set.built()
         return worker_set
 
-    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedSet) -> ReplicaPool:
-        """A pool of so many replicas that get their weights from these actors."""
+    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedSet, **more: Any) -> ReplicaPool:
+        """A pool of so many replicas that get their weights from these actors; `more` are further PoolOptions."""
         supervisor = actors.supervisor
         assert supervisor is not None
         worker_set = self.worker_set("rollout", size, supervisor, threads=3)
@@ -107,7 +107,7 @@ class Ground:
         def build(worker: Worker) -> Any:
             return worker.actor.build.remote(factory, argument)
 
-        options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S)
+        options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
         transfer = Transfer("object_store", actors, worker_set, 1)
         return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, options)
 

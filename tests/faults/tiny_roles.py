@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from grpo_rl.workers.rollout import RolloutWorker
 
 NAMES = ("first", "second", "third")
 """The tensors of the model, one bucket each."""
+NO_MODEL = str(Path(__file__).parent)
+"""A folder without a tokenizer: responses have no text."""
 
 
 def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
@@ -29,11 +33,13 @@ def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
 class TinyEngine:
     """Samples one token per request and step."""
 
-    def __init__(self, seconds_per_step: float) -> None:
+    def __init__(self, seconds_per_step: float, updates_in_flight: bool = True) -> None:
         self.seconds = seconds_per_step
+        self.updates_in_flight = updates_in_flight
         self.weights = dict.fromkeys(NAMES, 0)
-        self.running: dict[str, tuple[Request, list[int]]] = {}
-        self.update = WeightUpdate(dict.fromkeys(NAMES, ()))
+        self.running: dict[str, tuple[Request, list[int], list[int]]] = {}
+        """Each request with its tokens, and their versions."""
+        self.update = WeightUpdate(dict.fromkeys(NAMES, ()), in_flight=updates_in_flight)
 
     @property
     def num_unfinished(self) -> int:
@@ -43,24 +49,21 @@ class TinyEngine:
     def weight_version(self) -> int:
         return self.update.version
 
-    @property
-    def updates_in_flight(self) -> bool:
-        return False
-
     def submit(self, requests: Sequence[Request]) -> None:
         self.update.check_can_sample()
-        self.running |= {request.request_id: (request, []) for request in requests}
+        self.running |= {request.request_id: (request, [], []) for request in requests}
 
     def step(self) -> list[Completion]:
         time.sleep(self.seconds)
         ended = []
-        for request, tokens in list(self.running.values()):
+        for request, tokens, versions in list(self.running.values()):
             seed = request.sampling.seed or 0
             tokens.append(token(int(request.prompt_ids[0]), seed, len(tokens), list(self.weights.values())))
+            versions.append(self.weight_version)
             if len(tokens) == request.sampling.max_tokens:
                 del self.running[request.request_id]
-                versions = ((self.weight_version, len(tokens)),)
-                ended.append(Completion(request.request_id, tokens, [-0.5] * len(tokens), "length", versions))
+                spans = tuple((version, len(list(same))) for version, same in groupby(versions))
+                ended.append(Completion(request.request_id, tokens, [-0.5] * len(tokens), "length", spans))
         return ended
 
     def abort_all(self) -> None:
@@ -134,4 +137,11 @@ def make_actor(rank: int) -> TinyActor:
 def make_rollout(seconds_per_step: float) -> TinyRollout:
     if "tiny" not in ENGINES:
         ENGINES.register("tiny")(lambda spec: TinyEngine(seconds_per_step))
-    return TinyRollout(EngineSpec(model_path="", max_model_len=64, name="tiny"))
+    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="tiny"))
+
+
+def make_draining_rollout(seconds_per_step: float) -> TinyRollout:
+    """A replica that takes no weights while requests are unfinished."""
+    if "draining" not in ENGINES:
+        ENGINES.register("draining")(lambda spec: TinyEngine(seconds_per_step, updates_in_flight=False))
+    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="draining"))

@@ -1,4 +1,4 @@
-"""Which rollout replicas serve: those that fail are ended and replaced, in the background, while the others go on."""
+"""The rollout replicas that serve: one that fails is ended and replaced in the background while the others go on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Build = Callable[[Worker], ray.ObjectRef]
 class Replicas:
     """The processes of the rollout set by what they may do.
 
-    `serving` hold the current weights and are the only ones that get requests. One that is lost is killed, whoever noticed,
-    and a new process takes its place; built, it waits among the `ready` until it has been given the current weights.
-    `lose` may be called from any thread, everything else from the controller's.
+    The replicas in `serving` hold the current weights and are the only ones that get requests. One that is lost, because a
+    call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it waits among the
+    `ready` until it has been given the current weights. `lose` may be called from any thread, everything else from the
+    controller's.
     """
 
     def __init__(self, worker_set: WorkerSet, build: Build | None = None, supervisor: Supervisor | None = None) -> None:
@@ -38,10 +39,10 @@ class Replicas:
             for worker in self.serving:
                 supervisor.monitor.watch(worker, self.lose)
 
-    # ---- what the pool asks ----------------------------------------------------------------------------
+    # ---- what the pool calls ----------------------------------------------------------------------------
 
     def drop_lost(self) -> list[Worker]:
-        """Those that stopped serving since the last call. Raises ClusterError when one of them could not be replaced."""
+        """Return the replicas that stopped serving since the last call. Raises ClusterError when one cannot be replaced."""
         self._changed.clear()
         with self._lock:
             if self._failure is not None:
@@ -51,12 +52,12 @@ class Replicas:
         return lost
 
     def ready(self) -> list[Worker]:
-        """Replacements that are built and lack nothing but the weights."""
+        """Return the replacements that are built and lack nothing but the weights."""
         with self._lock:
             return [worker for worker in self._ready if worker not in self._gone]
 
     def serve(self, worker: Worker, version: int) -> None:
-        """Let a replacement serve: it holds the current weights, of this version."""
+        """Let a replacement serve, which holds the current weights, those of this version."""
         with self._lock:
             if worker in self._gone:
                 return
@@ -68,7 +69,7 @@ class Replicas:
             self.supervisor.log.recovered(worker.name, "rollout", seconds, f"it serves weights of version {version}")
 
     def note_resampled(self, number: int) -> None:
-        """So many requests of lost replicas are asked of others."""
+        """Count requests of lost replicas that are asked of others."""
         if self.supervisor is not None:
             self.supervisor.log.count("resampled", float(number))
 
@@ -79,13 +80,13 @@ class Replicas:
     # ---- losing one --------------------------------------------------------------------------------------
 
     def failed(self, worker: Worker, error: WorkerFailed) -> None:
-        """`lose`, where nobody supervises: the error."""
+        """Treat a failed call as the loss of the replica; raise the error where replicas are not replaced."""
         if self.supervisor is None or self._build is None:
             raise error
         self.lose(worker, str(error))
 
     def lose(self, worker: Worker, cause: str) -> None:
-        """End a replica for certain, and start another in its place. Once is enough, later calls do nothing."""
+        """End a replica for certain and start another in its place. A second call for the same one does nothing."""
         assert self.supervisor is not None
         with self._lock:
             if worker in self._gone or self.supervisor.closed:

@@ -16,14 +16,16 @@ OnLoss = Callable[[Worker, WorkerFailed], None]
 
 
 class Transfer:
-    """One way for the weights (see `checkpoint_engine.backend`), used after every update.
+    """Moves the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
-    Through Ray's object store a bucket goes from process to process by reference, and the next one is
-    packed while this one is loaded. With CUDA IPC and NCCL only descriptions pass here, and a bucket's
-    memory is in use until every engine has answered.
+    The actor's ranks walk through the model together, because a whole tensor is gathered from all of them, and pack one
+    bucket after the other. The controller asks all ranks for the next bucket and all engines to load it; only a
+    reference to the bytes passes through the controller. Through Ray's object store the next bucket is packed while
+    this one is loaded. With CUDA IPC and NCCL a bucket's memory is in use until every engine has answered, so that one
+    follows the other.
 
-    An engine that fails on the way is left out, the others get everything. When the actor fails and is made anew, its
-    weights are the same to the bit: the transfer goes on with the bucket that each engine lacks.
+    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again, its
+    weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class Transfer:
         return self.backend != "nccl"
 
     def run(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> int:
-        """Bytes moved. The engines have begun an update before, and finish it after; `on_loss` is told of those that failed."""
+        """Send every tensor to every engine; return the number of bytes of one copy.
+
+        The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed.
+        """
         loaded = dict.fromkeys(engines, 0)
 
         def lost(engine: Worker, error: WorkerFailed) -> None:
@@ -69,7 +74,7 @@ class Transfer:
             check_digests(sent, received, engine.name)
 
     def _run(self, actor: ActorRole, loaded: dict[Worker, int], lost: OnLoss) -> int:
-        """One pass over the weights; `loaded` counts the buckets that each engine has."""
+        """Walk over the weights once. `loaded`, the number of buckets that each engine has, grows as they are loaded."""
         num_bytes = sum(actor.worker_set.call("begin_weight_sync")[:1])
         number = 0
         more, buckets = self._next()
@@ -81,7 +86,7 @@ class Transfer:
                 if self.backend == "object_store":
                     following = self._next()
             finally:
-                # Whatever became of the actor, these calls are on their way.
+                # Also where packing has failed: an engine that has loaded a bucket must not be sent it again.
                 for engine in settle(list(loading), list(loading.values()), self.call_timeout_s, "rollout.load_bucket", lost):
                     loaded[engine] = number + 1
             number += 1
@@ -89,7 +94,7 @@ class Transfer:
         return num_bytes
 
     def _next(self) -> tuple[bool, list[ray.ObjectRef]]:
-        """Whether there is another bucket, and each rank's version of it. Raises SetRestarted."""
+        """Return whether there is another bucket, and a reference to what each rank made of it. Raises SetRestarted."""
         workers = self.actors.workers
         pairs = [w.actor.call_pair.options(num_returns=2).remote("next_bucket") for w in workers]
         try:
@@ -100,7 +105,7 @@ class Transfer:
         return there[0], [pair[1] for pair in pairs]
 
     def _connect(self, engines: WorkerSet, devices_per_engine: int) -> None:
-        """Rank 0 of the actor and every engine process meet in one NCCL group."""
+        """Have rank 0 of the actor and every engine process meet in one NCCL group."""
         address, _, port = self.actors.where(self.actors.call_timeout_s)[0]
         world_size = 1 + devices_per_engine * len(engines)
         workers = [self.actors.workers[0], *engines.workers]

@@ -14,9 +14,9 @@ from grpo_rl.types import Sampling, Support
 def sample(
     logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """One token per row and its log-probability under what it was drawn from: int64 [B], float32 [B].
+    """Draw one token per row; return the tokens and their log-probabilities under what they were drawn from.
 
-    The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest one's
+    Tokens are int64 [B], log-probabilities float32 [B]. The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest one's
     probability, to the top k, then to the smallest set with probability top_p, and normalised again. The third part are
     the ids left in it, int64, for the rows whose settings return them. Temperature 0 takes the likeliest token and reports its
     log-probability at temperature 1. A row's draw depends only on its logits and its generator.
@@ -43,24 +43,24 @@ def sample(
 
 
 def support_of(left: Sequence[Tensor]) -> Support:
-    """The ids left for each token of a response, as `sample` gives them."""
+    """Return the support of a response from the ids that `sample` left for each of its tokens."""
     ids = [ids.cpu().numpy().astype(np.int32) for ids in left]
     return Support(np.array([len(each) for each in ids], dtype=np.int32), np.concatenate(ids))
 
 
 def keep_min_p(logits_V: Tensor, p: float) -> Tensor:
-    """The logits with all set to -inf whose probability is below p times the largest one."""
+    """Return the logits with all set to -inf whose probability is below p times the largest one."""
     return logits_V.masked_fill(logits_V.softmax(-1) < p * logits_V.softmax(-1).max(), float("-inf"))
 
 
 def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
-    """The logits with all but the k largest set to -inf; ties with the k-th stay."""
+    """Return the logits with all but the k largest set to -inf; ties with the k-th stay."""
     smallest = logits_V.topk(min(k, len(logits_V))).values[-1]
     return logits_V.masked_fill(logits_V < smallest, float("-inf"))
 
 
 def keep_top_p(logits_V: Tensor, p: float) -> Tensor:
-    """The logits with all set to -inf but the smallest set of likeliest tokens whose probability reaches p."""
+    """Return the logits with all set to -inf but the smallest set of likeliest tokens whose probability reaches p."""
     probs_V, order_V = logits_V.softmax(-1).sort(descending=True)
     before_V = probs_V.cumsum(-1) - probs_V
     drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter(0, order_V, before_V >= p)

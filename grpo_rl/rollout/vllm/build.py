@@ -21,7 +21,7 @@ _CPU_BLOCK_TOKENS = 128
 
 
 def build_llm_engine(spec: EngineSpec) -> LLMEngine:
-    """vLLM's engine in this process: token ids in, token ids and log-probs out, no tokenizer, no server.
+    """Build vLLM's engine in this process: token ids in, token ids and log-probs out, no tokenizer, no server.
 
     Sets the environment variables that vLLM reads on import where they are missing.
     Raises ConfigError for an engine argument that vLLM does not have.
@@ -42,7 +42,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs, without the weight transfer's."""
+    """Return the arguments of vLLM's EngineArgs, without the weight transfer's."""
     parallel = spec.tensor_parallel_size
     arguments: dict[str, Any] = {
         "model": spec.model_path,
@@ -63,7 +63,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if parallel > 1 else "uni",
         "worker_extension_cls": "grpo_rl.rollout.vllm.weight_receiver.RolloutWorkerExtension",
         "logprobs_mode": "processed_logprobs",
-        # No limit of its own: how many are asked for follows from the request (vllm_support).
+        # No limit of its own: how many are asked for follows from the request (sampling_support.num_logprobs).
         "max_logprobs": -1,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -80,7 +80,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Bytes of the key-value cache: `kv_cache_gib`, or less where max_num_seqs full rollouts fill less.
+    """Return the bytes of the key-value cache: `kv_cache_gib`, or less where max_num_seqs full rollouts fill less.
 
     vLLM touches all of it at start, so what can never be used would be resident memory for nothing.
     """

@@ -1,4 +1,4 @@
-"""What vLLM sampled from, read from its log-probs of the likeliest tokens.
+"""The tokens that vLLM could sample, found from its log-probs of the likeliest tokens.
 
 vLLM's log-probs are taken after top-k, top-p and min-p (`logprobs_mode=processed_logprobs`), so a token that was left out
 has -inf, and the others are the sampling mask. vLLM's own `return_sampling_mask` gives the same set, but only with Triton
@@ -23,7 +23,7 @@ _LOST = 1e-3
 
 
 def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
-    """How many of the likeliest tokens vLLM has to report beside the sampled one, so that none that was left is missed."""
+    """Return how many of the likeliest tokens vLLM has to report beside the sampled one, so that none left is missed."""
     if not sampling.returns_support:
         return 0
     return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
@@ -35,7 +35,7 @@ def sampled_logprobs(logprobs: FlatLogprobs) -> np.ndarray:
 
 
 def support_of(logprobs: FlatLogprobs) -> Support:
-    """The tokens with a probability, for each place.
+    """Return the tokens with a probability, for each place.
 
     Raises RuntimeError where so many are as likely as the k-th that not all were reported.
     """

@@ -31,7 +31,7 @@ VERIFY_SUFFIX = "_verified"
 
 
 def transfer_config(backend: str, verify: bool) -> WeightTransferConfig:
-    """vLLM's configuration for one of our backends, with digests of what arrives or without."""
+    """Return vLLM's configuration for one of our backends, with digests of what arrives or without."""
     return WeightTransferConfig(backend=f"{ENGINE_PREFIX}{backend}{VERIFY_SUFFIX if verify else ''}")
 
 
@@ -41,7 +41,7 @@ class RolloutWorkerExtension:
     weight_transfer_engine: Any
 
     def received_weight_digests(self) -> dict[str, str]:
-        """Digest of every tensor as it arrived in the last update; empty when not verifying."""
+        """Return the digest of every tensor as it arrived in the last update; empty when not verifying."""
         return dict(getattr(self.weight_transfer_engine, "received_digests", {}))
 
 

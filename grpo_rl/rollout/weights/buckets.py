@@ -3,7 +3,7 @@
 A bucket describes its tensors (names, dtypes, shapes) and says where their bytes are: in one flat
 buffer of host memory (`data`), in device memory of this node (`ipc_handles`), or on their way through
 NCCL (neither). In all three the bytes lie back to back, larger element sizes first, so that every
-tensor is aligned without padding. This module knows neither vLLM nor Ray.
+tensor is aligned without padding. This module needs neither vLLM nor Ray.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class WeightBucket:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
+        """The number of bytes of each tensor."""
         return tuple(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in the flat buffer each tensor starts."""
+        """The offset in the flat buffer at which each tensor starts."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @property
@@ -57,7 +57,7 @@ class WeightBucket:
         return sum(self.sizes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Name and tensor of each entry: views of `data`, read only where `data` is."""
+        """Yield name and tensor of each entry: views of `data`, read only where `data` is."""
         if self.data is None:
             raise WeightTransferError(f"the bytes of the bucket with {self.names[0]!r} are not in host memory")
         flat = flat_tensor(self.data)
@@ -70,7 +70,7 @@ class WeightBucket:
 
 
 def flat_tensor(data: np.ndarray) -> Tensor:
-    """The array as a tensor over the same memory, also when the array is read only."""
+    """Return the array as a tensor over the same memory, also when the array is read only."""
     with warnings.catch_warnings():
         # Ray's shared memory is read only; nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -78,7 +78,7 @@ def flat_tensor(data: np.ndarray) -> Tensor:
 
 
 def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Consecutive tensors in groups of at most `bucket_bytes`; a larger tensor is a group of its own.
+    """Yield consecutive tensors in groups of at most `bucket_bytes`; a larger tensor is a group of its own.
 
     Inside a group larger element sizes come first: then each offset in the packed bytes is a multiple
     of the element size that starts there. Every rank that sees the same names, dtypes and shapes cuts
@@ -99,13 +99,13 @@ def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> I
 
 
 def pack_buckets(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """The tensors in buckets of at most `bucket_bytes` of host memory (see group_by_bytes)."""
+    """Yield the tensors in buckets of at most `bucket_bytes` of host memory (see group_by_bytes)."""
     for group in group_by_bytes(named_tensors, bucket_bytes):
         yield pack(group)
 
 
 def pack(group: Sequence[NamedTensor]) -> WeightBucket:
-    """One bucket in host memory with a copy of the tensors of one group (of group_by_bytes)."""
+    """Return one bucket in host memory with a copy of the tensors of one group (of group_by_bytes)."""
     bucket = describe(group)
     data = np.empty(bucket.nbytes, dtype=np.uint8)
     write_flat(group, torch.from_numpy(data))
@@ -113,7 +113,7 @@ def pack(group: Sequence[NamedTensor]) -> WeightBucket:
 
 
 def describe(group: Sequence[NamedTensor]) -> WeightBucket:
-    """The bucket of one group without its bytes."""
+    """Return the bucket of one group without its bytes."""
     return WeightBucket(
         names=tuple(name for name, _ in group),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in group),
@@ -131,7 +131,7 @@ def write_flat(group: Sequence[NamedTensor], flat: Tensor) -> None:
 
 
 def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
-    """One bucket for the engines from what each actor rank made of the same group.
+    """Return one bucket for the engines, made from what each actor rank made of the same group.
 
     The rank that packed the bytes contributes them; IPC handles of all ranks come together, since each
     engine process opens the one of its own GPU. Raises WeightTransferError when ranks cut different groups.
@@ -145,7 +145,7 @@ def merge_ranks(buckets: Sequence[WeightBucket | None]) -> WeightBucket:
 
 
 def digest(tensor: Tensor) -> str:
-    """Hexadecimal BLAKE2 digest of dtype, shape and bytes: equal exactly when the tensors are equal bit by bit."""
+    """Return the hexadecimal BLAKE2 digest of dtype, shape and bytes: equal exactly when the tensors are equal bit by bit."""
     tensor = tensor.detach()
     hasher = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     hasher.update(_bytes(tensor).cpu().numpy().data)
@@ -162,7 +162,7 @@ def check_digests(sent: Mapping[str, str], received: Mapping[str, str], receiver
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
-    """The first few names for a message, and how many more there are."""
+    """Return the first few names for a message, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 

@@ -5,8 +5,8 @@ Every actor rank has a sender and runs
     for bucket in sender.buckets(named_full_tensors):
         ...  # handed to the controller, which gives merge_ranks(...) to every replica
 
-with the same tensors in the same order. Going on with the loop tells the sender that every replica has
-taken the bucket over, so its memory may be used again. After the loop the replicas finish the update.
+with the same tensors in the same order: a full tensor is gathered from all ranks. The loop may ask for the next bucket
+only when every replica has taken this one over, for its memory is used again. After the loop the replicas finish the update.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class WeightSender(Protocol):
         """Meet the engines, while the controller has them connect too; does something with NCCL only."""
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
-        """The tensors in buckets; each is valid until the next one is asked for."""
+        """Yield the tensors in buckets; each is valid until the next one is asked for."""
 
     def sent_digests(self) -> dict[str, str]:
-        """Digest of every tensor as it was sent in the last update; empty unless verifying."""
+        """Return the digest of every tensor as it was sent in the last update; empty unless verifying."""
 
     def close(self) -> None:
         """Leave the group and free buffers."""
@@ -70,7 +70,7 @@ class BaseSender:
         """Nothing is held between updates."""
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-        """The tensors as they will travel, cut into groups of bucket_bytes."""
+        """Yield the tensors as they will travel, cut into groups of bucket_bytes."""
         self._digests = {}
         yield from group_by_bytes(self._on_the_wire(named_full_tensors), self.bucket_bytes)
 

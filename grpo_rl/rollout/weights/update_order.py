@@ -10,7 +10,8 @@ from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, f
 class WeightUpdate:
     """Which weights are live, and what has arrived of the next ones; `expected` are the names and shapes of all tensors.
 
-    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts the call or raises WeightTransferError and changes nothing.
+    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts the
+    call or raises WeightTransferError and changes nothing.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
@@ -26,7 +27,7 @@ class WeightUpdate:
         return self._next is not None
 
     def check_can_sample(self) -> None:
-        """Raise unless complete weights are live."""
+        """Raise WeightTransferError unless complete weights are live."""
         if self.active:
             raise WeightTransferError(f"requests cannot be submitted while weights {self._next} arrive: finish the update")
         if self._lost:

@@ -52,7 +52,7 @@ class Condition:
     value: str
 
     def holds(self, record: Record) -> bool:
-        """Whether the rollout meets it. A field that the rollout does not have meets only `!=`, and `==none`."""
+        """Return whether the rollout meets the condition. A field that it does not have meets only `!=`, and `==none`."""
         found = field(record, self.name)
         if self.value.lower() == "none" and self.comparison in ("==", "!="):
             return (found is None) == (self.comparison == "==")
@@ -69,7 +69,7 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """`NAME(==|!=|<|<=|>|>=|~)VALUE` taken apart. Raises ConfigError for another form."""
+    """Parse `NAME(==|!=|<|<=|>|>=|~)VALUE`. Raises ConfigError for another form."""
     match = CONDITION.fullmatch(text)
     if match is None or not match[3]:
         raise ConfigError(
@@ -83,7 +83,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def field(record: Record, name: str) -> Any:
-    """The field or the component `name` of the rollout; None where it has none. NaN is a number again."""
+    """Return the field or the component `name` of the rollout; None where it has none. NaN is a number again."""
     parts = record.get("reward_parts", {})
     value = parts[name] if name in parts else record.get(FIELDS.get(name, ""))
     return (

@@ -1,4 +1,4 @@
-"""rollouts/step_N.jsonl and val/step_N.jsonl: every response with everything known about it."""
+"""The files rollouts/step_N.jsonl and val/step_N.jsonl: one line per response, with all that the run has of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class RolloutLog:
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
-        """The file `<kind>/step_<step>.jsonl`, complete or not there at all. `advantages`: one per rollout, None if not trained."""
+        """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
+
+        `advantages` has one entry per rollout, None for a rollout that is not trained.
+        """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         return write_rollouts(self._folders[kind] / f"step_{step}.jsonl", rollouts, advantages)
@@ -42,7 +45,7 @@ class RolloutLog:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
-    """`path` with one line per rollout, complete or not there at all."""
+    """Write one line per rollout to `path`, which is complete or not there at all, and return it."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for index, rollout in enumerate(rollouts):
@@ -79,18 +82,18 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The records of one file that `RolloutLog.write` wrote."""
+    """Return the records of one file that `RolloutLog.write` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
-    """(step, file) of the first and of the last step in `folder`; None when there are fewer than two."""
+    """Return (step, file) of the first and of the last step in `folder`, which may be the same; None without any."""
     files = step_files(folder)
-    return (files[0], files[-1]) if len(files) >= 2 else None
+    return (files[0], files[-1]) if files else None
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) of every step in `folder`, ascending; none where there is no such folder."""
+    """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)

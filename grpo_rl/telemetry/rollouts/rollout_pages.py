@@ -27,7 +27,10 @@ pre { background: #f8fafc; border-radius: 6px; margin: .3rem 0; padding: .5rem .
 
 
 def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str:
-    """One block per rollout: facts, prompt, ground truth, response; every character that a terminal would obey is escaped."""
+    """Return one block of text per rollout: facts, prompt, ground truth, response.
+
+    Every character that a terminal would obey is escaped.
+    """
     blocks = [safe_text(title)]
     for record in records:
         lines = ["-" * WIDTH, *_facts(record)]
@@ -40,7 +43,7 @@ def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str
 
 
 def as_html(title: str, records: Sequence[Record]) -> str:
-    """A page without scripts, without anything from elsewhere; all text is escaped."""
+    """Return a page of HTML without scripts, without anything from elsewhere; all text is escaped."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
@@ -58,14 +61,14 @@ def as_html(title: str, records: Sequence[Record]) -> str:
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
-    """Reward, components, advantage and the rest that is said in a word each, in the order in which it is shown."""
+    """Return reward, components, advantage and the other short facts, in the order in which they are shown."""
     names = ["reward", "failure", *record.get("reward_parts", {}), "advantage", "baseline"]
     names += ["finish_reason", "response_length", "data_source", "uid", "sample"]
     return [(name, _short(value)) for name in names if (value := field(record, name)) is not None]
 
 
 def texts(record: Record) -> list[tuple[str, str]]:
-    """Prompt, ground truth, response, and why there is no score, with their labels."""
+    """Return prompt, ground truth, response, and why there is no score, with their labels."""
     truth, cause = record.get("ground_truth"), record.get("failure_cause")
     pairs = [("prompt", str(record.get("prompt", "")))]
     if truth is not None:

@@ -68,6 +68,18 @@ def test_what_a_lost_one_was_at_is_asked_first_and_in_its_order():
     assert ledger.leave("a") == 0
 
 
+def test_requests_are_added_and_forgotten_while_others_are_under_way():
+    ledger: Ledger[str] = Ledger(requests(2))
+    ledger.join("a")
+    assert not ledger.begun and [r.request_id for r in ledger.shares(2)["a"]] == ["r0", "r1"]
+    ledger.add([Request(f"late{i}", (1,), Sampling(max_tokens=1)) for i in range(3)])
+    assert ledger.begun and ledger.shares(2) == {}
+    ledger.forget(["r1", "late0"])
+    assert not ledger.answered("a", "r1"), "its answer counts no more"
+    assert [r.request_id for r in ledger.shares(9)["a"]] == ["late1", "late2"]
+    assert all(ledger.answered("a", name) for name in ("r0", "late1", "late2")) and not ledger.open
+
+
 # ---- the budget ---------------------------------------------------------------------------------------
 
 

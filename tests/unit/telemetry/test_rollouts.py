@@ -37,6 +37,15 @@ def test_a_line_holds_everything_known_about_a_rollout(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rollout_that_lived_through_an_update_says_which_tokens_are_of_which_weights(tmp_path: Path) -> None:
+    mixed = make_rollout()
+    mixed.versions = ((8, 1), (9, 1))
+    path = RolloutLog(RunDir.create(tmp_path, "r")).write("rollouts", 3, [mixed, make_rollout()])
+    first, second = read_rollouts(path)
+    assert first["weight_version"] == 8 and first["weight_versions"] == [[8, 1], [9, 1]]
+    assert second["weight_version"] == 9 and "weight_versions" not in second
+
+
 def test_hostile_text_and_missing_values_are_kept_exactly(tmp_path: Path) -> None:
     log = RolloutLog(RunDir.create(tmp_path, "r"))
     text = "a\nb\u2028c\x00\ud800\U0001f600"

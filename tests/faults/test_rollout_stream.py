@@ -1,0 +1,196 @@
+"""Rollouts as a stream: asked for at any time, handed over as they end, alive through weight updates and deaths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_roles
+from recovery_ground import START_S, Ground, until
+from test_recovery_replicas import Actor
+
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.worker_sets import wait_all
+from grpo_rl.cluster.roles.rollout_pool import ReplicaPool, sample_seed
+from grpo_rl.errors import WeightVersionError
+from grpo_rl.types import Prompt, Rollout, Sampling
+
+SECONDS_PER_STEP = 0.005
+SEED = 5
+LONG = Sampling(max_tokens=400, seed=SEED)
+"""At least two seconds."""
+SHORT = Sampling(max_tokens=3, seed=SEED)
+
+
+class Scene:
+    """An actor, its weights of every version, and pools of two replicas that take them."""
+
+    def __init__(self, slots: Pool, logs: Any) -> None:
+        self.ground = Ground(slots, logs)
+        actors = self.ground.ranks("actor", 1, tiny_roles.make_actor, self.ground.supervisor(), stateful=True)
+        self.actor = Actor(actors)
+        self.weights = {0: list(self.actor.weights)}
+        self._pools: dict[Any, ReplicaPool] = {}
+
+    def pool(self, factory: Callable[..., Any] = tiny_roles.make_rollout, max_staleness: int = 1) -> ReplicaPool:
+        """A pool that holds the actor's weights; there is one per factory."""
+        if factory not in self._pools:
+            for other in self._pools.values():  # the slots are for one pool
+                other.replicas.worker_set.shutdown()
+            self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.worker_set)}
+        pool = self._pools[factory]
+        pool.options = type(pool.options)(4, False, False, START_S, max_staleness)
+        pool.sync_weights(self.actor)
+        return pool
+
+    def train(self) -> None:
+        self.actor.train()
+        self.weights[self.actor.version] = list(self.actor.weights)
+
+    def expect(self, rollouts: list[Rollout]) -> None:
+        """Every token is the one that the weights of its version sample at its place."""
+        assert rollouts
+        for rollout in rollouts:
+            seed = sample_seed(SEED, rollout.prompt.uid, rollout.sample_index) or 0
+            versions = [version for version, count in rollout.versions for _ in range(count)]
+            expected = [
+                tiny_roles.token(int(rollout.prompt.token_ids[0]), seed, place, self.weights[version])
+                for place, version in enumerate(versions)
+            ]
+            assert rollout.response_ids.tolist() == expected
+
+
+def prompts(tag: str, count: int) -> list[Prompt]:
+    return [Prompt(f"{tag}{i}", (i, 1), "?", "test") for i in range(count)]
+
+
+def uids(rollouts: list[Rollout]) -> list[str]:
+    return sorted(rollout.prompt.uid for rollout in rollouts)
+
+
+@pytest.fixture(scope="module")
+def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    made = Scene(slots, tmp_path_factory.mktemp("logs"))
+    yield made
+    made.ground.close()
+
+
+def test_rollouts_are_handed_over_as_they_end_and_more_may_be_asked_for_meanwhile(scene: Scene) -> None:
+    pool = scene.pool()
+    pool.submit(prompts("long", 2), 1, LONG)
+    pool.submit(prompts("short", 2), 1, SHORT)
+    found: list[Rollout] = []
+    for rollout in pool.completed():
+        found.append(rollout)
+        if len(found) == 1:
+            pool.submit(prompts("more", 20), 2, SHORT)
+    order = [rollout.prompt.uid for rollout in found]
+    assert sorted(order) == sorted(["long0", "long1", "short0", "short1", *[f"more{i}" for i in range(20) for _ in (0, 1)]])
+    assert set(order[:2]) == {"short0", "short1"} and set(order[-2:]) == {"long0", "long1"}
+    scene.expect(found)
+    assert list(pool.completed()) == [], "each rollout is handed over once"
+
+
+def test_waiting_has_an_end_and_an_iteration_that_is_given_up_loses_nothing(scene: Scene) -> None:
+    pool = scene.pool()
+    pool.submit(prompts("long", 6), 1, LONG)
+    began = time.monotonic()
+    assert list(pool.completed(wait_s=0.2)) == []
+    assert time.monotonic() - began < 0.2 + 0.5
+    first = next(pool.completed())
+    rest = list(pool.completed())
+    assert uids([first, *rest]) == [f"long{i}" for i in range(6)]
+
+
+def test_generate_gives_its_own_rollouts_while_others_are_under_way(scene: Scene) -> None:
+    pool = scene.pool()
+    pool.submit(prompts("long", 2), 1, LONG)
+    seen: list[Rollout] = []
+    own = pool.generate(prompts("own", 3), 2, SHORT, seen.append)
+    assert [(r.prompt.uid, r.sample_index) for r in own] == [(f"own{i}", n) for i in range(3) for n in (0, 1)]
+    assert sorted(map(id, seen)) == sorted(map(id, own))
+    assert uids(list(pool.completed())) == ["long0", "long1"]
+
+
+def test_a_rollout_is_asked_for_once_and_may_be_forgotten(scene: Scene) -> None:
+    pool = scene.pool()
+    ids = pool.submit(prompts("p", 3), 1, LONG)
+    with pytest.raises(ValueError, match="rollouts are being sampled already: p1/0"):
+        pool.submit([*prompts("other", 1), prompts("p", 2)[1]], 1, LONG)
+    pool.forget(ids[:2])
+    assert uids(list(pool.completed())) == ["p2"], "and the refused call asked for nothing"
+    assert uids(list(pool.generate(prompts("p", 3), 1, SHORT))) == ["p0", "p1", "p2"]
+
+
+def begun(pool: ReplicaPool) -> None:
+    """Let the replicas sample for a while."""
+    assert list(pool.completed(wait_s=0.3)) == []
+
+
+def test_requests_live_through_an_update_and_carry_the_version_of_each_token(scene: Scene) -> None:
+    pool, before = scene.pool(), scene.actor.version
+    pool.submit(prompts("long", 14), 1, LONG)
+    begun(pool)
+    scene.train()
+    pool.sync_weights(scene.actor)
+    found = list(pool.completed())
+    assert uids(found) == sorted(f"long{i}" for i in range(14))
+    scene.expect(found)
+    spans = [[version for version, _ in rollout.versions] for rollout in found]
+    # Each of the two replicas is given five at once.
+    assert spans.count([before, before + 1]) == 10 and spans.count([before + 1]) == 4
+    assert {rollout.oldest_version for rollout in found} == {before, before + 1}
+
+
+def test_a_token_older_than_the_bound_is_an_error(scene: Scene) -> None:
+    pool, before = scene.pool(max_staleness=0), scene.actor.version
+    ids = pool.submit(prompts("long", 1), 1, LONG)
+    begun(pool)
+    scene.train()
+    pool.sync_weights(scene.actor)
+    with pytest.raises(WeightVersionError, match=f"long0/0 was sampled with weights of version {before}, the actor's are"):
+        list(pool.completed())
+    pool.forget(ids)
+    pool = scene.pool(max_staleness=1)
+    pool.submit(prompts("two", 1), 1, LONG)
+    for _ in range(2):
+        begun(pool)
+        scene.train()
+        pool.sync_weights(scene.actor)
+    with pytest.raises(WeightVersionError, match="and at most 1 versions older are allowed"):
+        list(pool.completed())
+
+
+def test_a_replica_that_dies_while_requests_live_through_an_update_loses_none(scene: Scene) -> None:
+    pool, before = scene.pool(), scene.actor.version
+    victim = pool.replicas.serving[0]
+    pool.submit(prompts("long", 10), 1, LONG)
+    begun(pool)
+    wait_all([victim], [victim.call("arm", "rollout.weights.bucket:kill9@n=2")], START_S, "arm")
+    scene.train()
+    pool.sync_weights(scene.actor)
+    found = list(pool.completed())
+    assert uids(found) == [f"long{i}" for i in range(10)]
+    scene.expect(found)
+    # What the lost one had is sampled from its beginning, with the new weights; the other's went on.
+    assert sorted([version for version, _ in rollout.versions] for rollout in found) == (
+        [[before, before + 1]] * 5 + [[before + 1]] * 5
+    )
+    until(lambda: bool(pool.replicas.ready()) or len(pool.replicas.serving) == 2, START_S, "the replacement is ready")
+    scene.expect(pool.generate(prompts("again", 8), 1, SHORT))
+    assert len(pool.replicas.serving) == 2
+
+
+def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_nothing_else(scene: Scene) -> None:
+    pool, before = scene.pool(tiny_roles.make_draining_rollout), scene.actor.version
+    pool.submit(prompts("long", 14), 1, LONG)
+    begun(pool)
+    scene.train()
+    pool.sync_weights(scene.actor)
+    found = list(pool.completed())
+    assert len(found) == len(set(uids(found))) == 14
+    scene.expect(found)
+    spans = [rollout.versions for rollout in found]
+    assert spans.count(((before, 400),)) == 10 and spans.count(((before + 1, 400),)) == 4

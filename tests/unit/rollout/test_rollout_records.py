@@ -1,0 +1,140 @@
+"""What is asked of an engine and what comes back: arrays, versions by token, text, and the order of a weight update."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.cluster.roles.rollout_pool import check_versions
+from grpo_rl.errors import WeightVersionError
+from grpo_rl.models import builtin
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, pack_buckets
+from grpo_rl.rollout.weights.update_order import WeightUpdate
+from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling, Versions, extended
+from grpo_rl.workers.rollout import RolloutWorker
+
+# ---- arrays --------------------------------------------------------------------------------------------
+
+
+def test_any_sequence_of_numbers_becomes_an_array_of_its_type_and_an_array_of_it_is_not_copied() -> None:
+    ids, logprobs = np.array([3, 4], dtype=np.int32), np.array([-0.5, -1.5], dtype=np.float32)
+    prompt = Prompt("u", [1, 2], "?", "test")
+    for response, values in (((3, 4), [-0.5, -1.5]), (ids.astype(np.int64), logprobs.astype(np.float64)), (ids, logprobs)):
+        completion = Completion("r", response, values, "stop", ((1, 2),))
+        rollout = Rollout(prompt, 0, completion.response_ids, completion.logprobs, "stop", completion.versions)
+        assert (completion.response_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+        assert rollout.response_ids.tolist() == [3, 4] and rollout.rollout_logprobs.tolist() == [-0.5, -1.5]
+    assert completion.response_ids is ids and rollout.rollout_logprobs is logprobs
+    assert Request("r", prompt.token_ids, Sampling(1)).prompt_ids is prompt.token_ids
+
+
+def test_records_are_equal_when_all_their_fields_are() -> None:
+    def made(ids: tuple[int, ...] = (3, 4), versions: Versions = ((1, 2),), prompt: tuple[int, ...] = (1,)) -> Rollout:
+        return Rollout(Prompt("u", prompt, "?", "test"), 0, ids, (-0.5,) * len(ids), "stop", versions)
+
+    assert made() == made() == pickle.loads(pickle.dumps(made()))
+    assert made() != made(ids=(3, 5)) and made() != made(ids=(3,)) and made() != made(versions=((2, 2),))
+    assert made() != made(prompt=(2,)) and made() != "rollout"
+    assert made().same_response(made(versions=((2, 2),))) and not made().same_response(made(ids=(3,)))
+
+
+# ---- versions ------------------------------------------------------------------------------------------
+
+
+def test_versions_are_run_length_encoded_as_tokens_come() -> None:
+    versions: Versions = ()
+    for version, tokens in ((3, 1), (3, 2), (4, 0), (5, 1), (5, 4)):
+        versions = extended(versions, version, tokens)
+    assert versions == ((3, 3), (5, 5))
+    rollout = Rollout(Prompt("u", (1,), "?", "test"), 0, (2,) * 8, (0.0,) * 8, "stop", versions)
+    assert rollout.oldest_version == 3
+    assert Rollout(rollout.prompt, 0, (), (), "abort", ()).oldest_version is None
+
+
+def completion(*versions: tuple[int, int], tokens: int = 4) -> Completion:
+    return Completion("p/0", (1,) * tokens, (0.0,) * tokens, "stop", versions)
+
+
+def test_tokens_may_be_as_old_as_the_bound_and_never_newer_than_the_weights() -> None:
+    check_versions(completion((7, 4)), version=7, max_staleness=0)
+    check_versions(completion((5, 1), (6, 1), (7, 2)), version=7, max_staleness=2)
+    with pytest.raises(WeightVersionError, match="p/0 was sampled with weights of version 5, the actor's are 7, and at most 1"):
+        check_versions(completion((5, 1), (7, 3)), version=7, max_staleness=1)
+    with pytest.raises(WeightVersionError, match=r"weights of version 6, the actor's are 7$"):
+        check_versions(completion((7, 3), (6, 1)), version=7, max_staleness=0)
+    with pytest.raises(WeightVersionError, match="weights of version 8, the actor's are 7"):
+        check_versions(completion((8, 4)), version=7, max_staleness=3)
+    with pytest.raises(WeightVersionError, match="has 4 tokens, and weight versions for 3"):
+        check_versions(completion((7, 3)), version=7, max_staleness=0)
+
+
+def test_an_update_starts_while_requests_are_unfinished_only_where_the_engine_can_take_it() -> None:
+    with pytest.raises(WeightTransferError, match="weights 1 cannot start: 2 requests are unfinished"):
+        WeightUpdate({"w": ()}).start(1, num_unfinished=2)
+    update = WeightUpdate({"w": ()}, in_flight=True)
+    update.start(1, num_unfinished=2)
+    assert update.active
+    update.receive(WeightBucket(("w",), ("float32",), ((),)))
+    update.finish()
+    assert update.version == 1
+
+
+# ---- the worker ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random")
+
+
+def poll_all(worker: RolloutWorker, count: int) -> list[Completion]:
+    found: list[Completion] = []
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += worker.poll(timeout_s=5)
+    return found
+
+
+def test_responses_come_with_their_text_without_special_tokens(folder: Path) -> None:
+    worker = RolloutWorker(EngineSpec(str(folder), 64, name="hf"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        worker.submit([Request(f"r{i}", (5, 6, 7), Sampling(40, seed=i, temperature=3.0)) for i in range(30)])
+        found = poll_all(worker, 30)
+    finally:
+        worker.close()
+    texts = [one.text for one in found]
+    assert texts == [tokenizer.decode(one.response_ids.tolist(), skip_special_tokens=True) for one in found]
+    assert len(set(texts)) > 10
+    assert texts != [tokenizer.decode(one.response_ids.tolist()) for one in found], "some have special tokens"
+
+
+def test_a_worker_samples_nothing_between_the_start_and_the_end_of_an_update_and_then_goes_on(folder: Path) -> None:
+    worker = RolloutWorker(EngineSpec(str(folder), 512, name="hf"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    try:
+        assert worker.updates_in_flight()
+        worker.submit([Request(f"r{i}", (5, 6, 7), Sampling(400, seed=i, ignore_eos=True)) for i in range(3)])
+        deadline = time.monotonic() + 60
+        while worker.stats()["num_steps"] < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        worker.start_weight_update(4)
+        steps = worker.stats()["num_steps"]
+        time.sleep(0.3)
+        for bucket in pack_buckets(model.state_dict().items(), 1 << 18):
+            worker.load_bucket(bucket)
+        assert worker.stats()["num_steps"] == steps and worker.poll(timeout_s=0.01) == []
+        assert worker.finish_weight_update() == 4
+        found = poll_all(worker, 3)
+    finally:
+        worker.close()
+    assert {one.versions for one in found} == {((0, int(steps)), (4, 400 - int(steps)))}
