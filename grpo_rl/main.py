@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     What each code says is in `errors.EXIT_CODES`. A failure is printed on stderr: its cause in one line, details, the logs.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        make_lasting()
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
@@ -152,5 +154,4 @@ def _traceback_file(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    make_lasting()
     sys.exit(main())

@@ -75,6 +75,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     from grpo_rl.config.schema.tree import ActorConfig, Config, TrainerConfig
     from grpo_rl.telemetry.metrics.durable import DurableMetrics
     from grpo_rl.trainer.saving import Saving
+    from grpo_rl.trainer.schedule import Roles
 
     group: Any = InProcess(worker)
     group.is_restarted = False
@@ -88,8 +89,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
         status=SimpleNamespace(update=lambda **_: None),
         stop=SimpleNamespace(finishing=lambda: None),
     )
-    roles: Any = SimpleNamespace(actor=actor, critic=None, committed=actor.committed)
-    return Saving(Config(trainer=TrainerConfig(max_actor_ckpt_to_keep=2)), roles, output)
+    return Saving(Config(trainer=TrainerConfig(max_actor_ckpt_to_keep=2)), Roles(actor=actor), output)
 
 
 def make_step(num: int) -> tuple[Any, Any]:

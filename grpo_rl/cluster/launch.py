@@ -21,6 +21,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
+from grpo_rl.protocols import Actor
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
@@ -100,8 +101,6 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.cluster.start_roles import Cluster, start_roles
         from grpo_rl.models import builtin
         from grpo_rl.telemetry.metrics.sinks import Sinks
-        from grpo_rl.telemetry.plots.curves import plot_curves
-        from grpo_rl.telemetry.plots.reward_plots import plot_rewards
         from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
         from grpo_rl.trainer.schedule import Context, Output, Roles
@@ -114,8 +113,9 @@ def train(launch: Launch, stack: ExitStack) -> None:
     gc.enable()  # everything is imported
     folder = inputs.model_folder
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
-        name = config.actor_rollout_ref.model.path
-        folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
+        folder = str(
+            warm_start.ensure(config.actor_rollout_ref.model.path, inputs.tokenizer, plan.machine, run_dir.logs, console)
+        )
     cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
@@ -138,13 +138,23 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    if started.actor is not None and config.trainer.export_at_end and plan.trains:
+    leave_results(launch, started.actor, training.step)
+
+
+def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
+    """Export the policy of a training that is done, and draw the pictures of its steps."""
+    from grpo_rl.telemetry.plots.curves import plot_curves
+    from grpo_rl.telemetry.plots.reward_plots import plot_rewards
+
+    run_dir, console = launch.run_dir, launch.console
+    if actor is not None and launch.composed.config.trainer.export_at_end and launch.plan.trains:
         with console.progress("exporting the policy"):
-            started.actor.export(run_dir.model)
-    if training.step > 0:
-        with console.progress("drawing the curves"):
-            plot_curves(run_dir)
-            plot_rewards(run_dir)
+            actor.export(run_dir.model)
+    if step == 0:
+        return
+    with console.progress("drawing the curves"):
+        plot_curves(run_dir)
+        plot_rewards(run_dir)
 
 
 def await_ray(connection: Connection, console: Console) -> None:

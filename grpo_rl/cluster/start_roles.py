@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,9 +108,10 @@ class Cluster:
         return [Rank(i, len(worker_set), address, port, self.plan.machine.device, timeout_s) for i in range(len(worker_set))]
 
     def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]]) -> None:
-        """Wait until all workers are made, one progress line per role."""
+        """Wait until all workers are made, one progress line per role with the time since now: they start side by side."""
+        began = time.monotonic()
         for worker_set, refs, title in starts:
-            with self.console.progress(title):
+            with self.console.progress(title, since=began):
                 wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
 
     def pids(self) -> dict[str, int]:
@@ -158,7 +160,8 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
 
     starts: list[tuple[WorkerSet, list[ray.ObjectRef], str]] = []
     if engines is not None:
-        engines.where(plan.config.trainer.start_timeout_s)
+        with cluster.console.progress("starting processes"):
+            engines.where(plan.config.trainer.start_timeout_s)
         refs = engines.start_build(rollout_factory, [(engine_spec,)] * len(engines))
         starts.append((engines, refs, "starting the rollout engine"))
     spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))

@@ -52,7 +52,7 @@ class Bar:
             self._show(total=total)
 
     def left(self, seconds: float | None) -> None:
-        """Say how long the rest of the work takes, for a bar whose own speed does not tell."""
+        """Say how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
         with self._lock:
             self._ends_at = None if seconds is None else time.monotonic() + seconds
             self._show(ends_at=self._ends_at)
@@ -77,12 +77,12 @@ class Bar:
 
 
 class TimeLeftColumn(ProgressColumn):
-    """How long the work will take: what was said by `Bar.left`, or what the bar's own speed tells."""
+    """The time that is left: as given to `Bar.left`, or estimated from the bar's own speed."""
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
-        """Return the text beside one bar; empty where nothing can be told yet."""
+        """Return the text beside one bar; empty where there is no estimate yet."""
         ends_at = task.fields.get("ends_at")
         seconds = task.time_remaining if ends_at is None else max(0.0, ends_at - time.monotonic())
         return Text("" if seconds is None or task.finished else f"{duration(round(seconds))} left", style="dim")

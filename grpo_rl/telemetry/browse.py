@@ -19,7 +19,7 @@ from grpo_rl.telemetry.text import encodable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 2 for wrong options, 3 where there are no rollouts or they cannot be read."""
+    """Print the rollouts that the command line asks for. Return exit code 0; 2 for wrong options, 3 where there are no rollouts or they cannot be read."""
     arguments = _parser().parse_args(argv)
     try:
         print(encodable(browse(arguments), sys.stdout.encoding or "utf-8"))
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def browse(arguments: argparse.Namespace) -> str:
-    """What is shown: the rollouts, or where the page with them was written."""
+    """Return what is shown: the rollouts, or where the page with them was written."""
     conditions = [parse_condition(text) for text in arguments.where]
     step, path = choose_file(Path(arguments.run).expanduser(), "val" if arguments.val else "rollouts", arguments.step)
     records = _read(path)
@@ -57,7 +57,7 @@ def browse(arguments: argparse.Namespace) -> str:
 
 
 def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
-    """Step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
+    """Return step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
     files = step_files(run / kind)
     if not files:
         raise DataError(f"{run / kind}: there are no step_N.jsonl files; give the folder of a run")
@@ -72,7 +72,7 @@ def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
 
 
 def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str | None) -> list[Record]:
-    """The rollouts that meet all conditions, sorted by the field or component `sort`; `-sort` is from large to small.
+    """Return the rollouts that meet all conditions, sorted by the field or component `sort`; `-sort` is from large to small.
 
     Rollouts without the field, or with NaN, come last either way.
     """

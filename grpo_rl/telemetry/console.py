@@ -77,7 +77,7 @@ class Console:
         self._print([step_line.Cell("error: ", "bold red"), step_line.Cell(message)], self._errors)
 
     def notice(self, message: str) -> None:
-        """Print a message about the run itself, as that it will stop, to the error stream."""
+        """Print a message about the run itself, such as that it will stop, to the error stream."""
         # Live bars are redrawn from where their own console left the cursor: nothing else may move it.
         self._print([step_line.Cell(message, "bold")], self._rich if self.interactive else self._errors)
 
@@ -102,14 +102,14 @@ class Console:
     # ---- progress ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def progress(self, title: str, total: float | None = None, keep: bool = True) -> Iterator[Bar]:
-        """A bar for work of `total` units (None: unknown) that takes longer than a second.
+    def progress(self, title: str, total: float | None = None, keep: bool = True, since: float | None = None) -> Iterator[Bar]:
+        """Show a bar for work of `total` units (None: unknown) that takes longer than a second.
 
         On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
         line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the phases of a step, whose
-        seconds are on the step's own line.
+        seconds are on the step's own line. `since`, a monotonic time: work that began before anybody waited for it.
         """
-        start = time.monotonic()
+        start = time.monotonic() if since is None else since
         if keep and not self.interactive:
             self.info(f"{title} ...")
         bar = self._open_bar(title, total)

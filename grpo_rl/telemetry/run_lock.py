@@ -110,11 +110,13 @@ def _silent_s(descriptor: int) -> float:
 
 def _taken(folder: Path, descriptor: int) -> ConfigError:
     owner = _owner(descriptor)
-    who = f"pid {owner.get('pid', 'unknown')} on {owner.get('host', 'an unknown host')}, since {owner.get('since', 'unknown')}"
+    process = (
+        f"pid {owner.get('pid', 'unknown')} on {owner.get('host', 'an unknown host')}, since {owner.get('since', 'unknown')}"
+    )
     silent = ""
     with suppress(OSError):
         silent = f", last sign of life {_silent_s(descriptor):.0f} s ago"
     return ConfigError(
-        f"trainer.experiment_name={folder.name}: another process ({who}{silent}) is running in {folder}; "
+        f"trainer.experiment_name={folder.name}: another process ({process}{silent}) is running in {folder}; "
         "wait for it, stop it, or choose another name"
     )

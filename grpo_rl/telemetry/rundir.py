@@ -28,7 +28,7 @@ class RunDir:
 
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
-        """The folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
+        """Return the folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
 
         Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, and for one in
         which another process is running.
@@ -65,7 +65,7 @@ class RunDir:
 
     @property
     def session_file(self) -> Path:
-        """What the processes of a run can be told by: the next run of this name ends what this one may leave."""
+        """The file that identifies the processes of a run: the next run of this name ends those that this one may leave."""
         return self.path / "session.json"
 
     @property
@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def model(self) -> Path:
-        """Where the trained policy is exported; made by the export."""
+        """The folder of the exported policy, which the export makes."""
         return self.path / "model"
 
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
@@ -118,9 +118,11 @@ class RunDir:
             if folder is None:
                 continue
             with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-                before = _flat(yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8")))
-                return _differences(before, _flat(yaml.safe_load(resolved_yaml)))
-        return []
+                before = yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8"))
+                break
+        else:
+            return []
+        return _differences(_flat(before), _flat(yaml.safe_load(resolved_yaml)))
 
     def start_fresh(self) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
@@ -167,13 +169,11 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    missing = object()
-    keys = [key for key in {**before, **now} if before.get(key, missing) != now.get(key, missing)]
-    values = {id(missing): "not set"}
-    return [
-        f"{key}: {' -> '.join(values.get(id(value), _one_line(value)) for value in (before.get(key, missing), now.get(key, missing)))}"
-        for key in keys
-    ]
+    def shown(values: dict[str, Any], key: str) -> str:
+        return _one_line(values[key]) if key in values else "not set"
+
+    both = [(shown(before, key), shown(now, key), key) for key in {**before, **now}]
+    return [f"{key}: {old} -> {new}" for old, new, key in both if old != new]
 
 
 def _one_line(value: Any) -> str:
@@ -214,7 +214,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
 
 
 def _first_free(pattern: Path) -> Path:
-    """`pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
+    """Return `pattern` with {} replaced by the first of 1, 2, 3, ... for which nothing is there."""
     number = 1
     while True:
         path = pattern.with_name(pattern.name.format(number))

@@ -58,7 +58,7 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
         io.BufferedWriter(LastingFile(descriptor)),  # type: ignore[type-var]
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=descriptor == 2 or stream.isatty(),
+        line_buffering=descriptor == 2 or stream.isatty() or getattr(stream, "write_through", False),
     )
 
 

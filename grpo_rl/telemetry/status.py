@@ -1,4 +1,4 @@
-"""status.json in the run's folder: what the run is doing, for whoever looks from outside."""
+"""status.json in the run's folder: what the run is doing, for a look from outside."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Status:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a training step has begun."""
+        """Return whether a training step has begun."""
         return bool(self._fields["step"])
 
     def where(self) -> str:
-        """Step and phase, once there are any."""
+        """Return step and phase, once there are any."""
         return f"step {self._fields['step']}, {self._fields['phase']}" if self._fields["step"] else str(self._fields["phase"])
 
     def going_on(self) -> str:
-        """Where the same command would go on after a failure."""
+        """Return where the same command would go on after a failure."""
         commit = self._fields["last_commit"]
         if commit is None:
             return "no step is saved yet (trainer.save_freq): the same command begins anew"
@@ -77,7 +77,7 @@ class Status:
             self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
-        """The run's last word: done, preempted or failed. On disk when this returns, unless that takes FINAL_WAIT_S."""
+        """Write how the run ended: done, preempted or failed. It is on the disk when this returns, unless that takes FINAL_WAIT_S."""
         if error is None:
             self.update(state="done", phase="end")
         else:
@@ -106,7 +106,7 @@ class Status:
             temporary.write_text(redact(text) + "\n", encoding="utf-8")
             os.replace(temporary, self.path)
         except OSError:
-            return  # the next change tries again; what the run does must not hang on who watches it
+            return  # the next change tries again; the run must not depend on being watched
 
 
 def read_status(folder: Path) -> dict[str, Any]:

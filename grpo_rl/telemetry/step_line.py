@@ -52,7 +52,7 @@ class Cell:
 
 
 def header() -> list[Cell]:
-    """The names of the columns, each as wide as its values."""
+    """Return the names of the columns, each as wide as its values."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
 
@@ -78,7 +78,7 @@ def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | No
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
-    """The components of a reward that has several, and how many scores failed, where some did."""
+    """Return the components of a reward that has several, and how many scores failed, where some did."""
     names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
     cells = []
     if len(names) > 1:
@@ -87,8 +87,8 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
         )
         more = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
         cells.append(Cell(f"  |{shown}{more}", "dim"))
-    told = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
-    failures = {text: metrics.get(f"reward/{kind}", 0.0) for text, kind in told.items()}
+    kinds_of = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
+    failures = {text: metrics.get(f"reward/{kind}", 0.0) for text, kind in kinds_of.items()}
     if failed := sum(failures.values()):
         kinds = ", ".join(f"{count:g} {text}" for text, count in failures.items() if count)
         cells.append(Cell(f"  {failed:g} scores failed ({kinds})", "bold red"))
@@ -113,7 +113,7 @@ _COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), 
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """The keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
+    """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
 
     Not `val/<source>/<function>/mean@N`, which stands beside that of its source and has no length of its own.
     """
@@ -127,6 +127,6 @@ def validation_keys(metrics: Mapping[str, float]) -> list[str]:
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """The mean of `val/<source>/mean@N` over the sources, or None on a step without validation."""
+    """Return the mean of `val/<source>/mean@N` over the sources, or None on a step without validation."""
     values = [metrics[key] for key in validation_keys(metrics)]
     return statistics.fmean(values) if values else None

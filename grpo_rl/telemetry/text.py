@@ -13,9 +13,9 @@ _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) -> str:
-    """`text` with every character escaped that a terminal would obey instead of show.
+    """Return `text` with every character escaped that a terminal would obey instead of show.
 
-    What a model wrote is not to be trusted: it may hold ANSI sequences, carriage returns or
+    What a model wrote is not to be trusted: it may contain ANSI sequences, carriage returns or
     right-to-left overrides. With `limit`, the middle is cut out of a longer text. Secrets are hidden.
     """
     text = redact(text)
@@ -42,12 +42,12 @@ def _escape(char: str) -> str:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """`text` with escapes for the characters that `encoding` does not have, so that printing never fails."""
+    """Return `text` with escapes for the characters that `encoding` does not have, so that printing never fails."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def number(value: float | None, width: int, digits: int = 3) -> str:
-    """`value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None.
+    """Return `value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None.
 
     Decimals are dropped, then k/M/G or an exponent used, before a column is broken.
     """
@@ -69,7 +69,7 @@ def number(value: float | None, width: int, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: `0.31 s`, `12.4 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Return seconds as a person says them: `0.31 s`, `12.4 s`, `3 min 05 s`, `2 h 07 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 59.95:

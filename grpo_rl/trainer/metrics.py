@@ -1,4 +1,4 @@
-"""What is logged of rollouts, batches and phases."""
+"""Metrics of rollouts, of batches, and of the phases of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_rl.types import Batch, Metrics, Rollout
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Rewards, their parts with their spread over the step, how many responses were cut off, and how many rewards failed."""
+    """Return rewards, their parts with their spread over the step, how many responses were cut off, and how many rewards failed."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = failure_metrics(rollouts)
     if rewards:
@@ -35,7 +35,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
-    """Lengths and throughput; tokens per second count prompts and responses over the whole step.
+    """Return lengths and throughput; tokens per second count prompts and responses over the whole step.
 
     `rollout/support_mean`: tokens that top_p, top_k and min_p leave to sample from.
     """
@@ -54,7 +54,7 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:
-    """One number for each of `sampled`: the advantage of its last token, None where it is not among `trained`, the rollouts of `batch`."""
+    """Return one number for each of `sampled`: the advantage of its last token, None where it is not among `trained`, the rollouts of `batch`."""
     if batch is None:
         return [None] * len(sampled)
     assert batch.advantages_T is not None

@@ -1,4 +1,4 @@
-"""Rollouts whose reward failed: which are trained all the same, what is counted, and what a person is told."""
+"""Rollouts whose reward failed: which of them are trained all the same, and what is counted and reported."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
 
 
 def is_trained(rollout: Rollout) -> bool:
-    """Whether the rollout can be trained on: it has a reward, if only the one of reward.failure_value, and what it is compared with."""
+    """Return whether the rollout can be trained on: it has a reward, if only the one of reward.failure_value, and what it is compared with."""
     return rollout.reward is not None and rollout.failure != BASELINE_FAILED
 
 
 def with_reward(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts that can be trained on; groups get smaller, and go where nobody is left."""
+    """Return the rollouts that can be trained on; groups get smaller, and go where none of their rollouts is left."""
     return [rollout for rollout in rollouts if is_trained(rollout)]
 
 
 def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """How many rewards failed in which way, and how many rollouts are not trained for it.
+    """Return how many rewards failed in which way, and how many rollouts are not trained for it.
 
     `reward/failed_baselines` counts prompts and `reward/broken_groups` groups of which one response or none is left, which
     compare nothing any more; both only on steps that have some.
@@ -42,7 +42,7 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
-    """What `rewarder` makes of the rollouts; where rewards failed, `warn` is told how many and why."""
+    """Return the rollouts with their rewards. Where rewards failed, `warn` is called with how many and why."""
     waited = rewarder.wait(rollouts)
     failures = [(r.failure, r.failure_cause or "") for r in waited if r.failure is not None]
     if failures:

@@ -152,6 +152,7 @@ class Run:
         if self._before is not None and self._unlogged is None and self.step != self._before["step"]:
             # No weight has changed since the step began: its beginning is where the run goes on.
             self.load_state_dict(self._before)
+            self.output.status.update(step=self.step)
         if self.config.trainer.val_only:
             return Preempted(f"{request}: nothing is trained (trainer.val_only=true), so the same command begins anew")
         if self.step == 0:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.manifest import step_of
-from grpo_rl.checkpoint.store import CheckpointStore, Draft
+from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.trainer.background_save import BackgroundSave
+from grpo_rl.protocols import Actor, Critic
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
+Result = TypeVar("Result")
 _WAIT_S = 1.0
 RESCUE_S = 10.0
 """How long a run that fails waits for a save that is nearly done."""
@@ -38,7 +40,7 @@ class Saving:
         self._needed: int | None = None
 
     def is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step, or will be unless its save fails."""
+        """Return whether there is a checkpoint of this step, or will be unless its save fails."""
         return (self._going is not None and self._going.draft.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
@@ -51,7 +53,7 @@ class Saving:
             self._begin(step, state, in_background=self.in_background)
 
     def poll(self) -> None:
-        """Have the save that is going on committed if all of it is written; waits for nothing. Raises as `begin`."""
+        """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
         if self._going is not None:
             with self._tolerant():
                 self._advance(0.0)
@@ -62,7 +64,7 @@ class Saving:
             self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Have this step committed when this returns, the last of a run. Raises CheckpointError where that fails.
+        """Commit this step, the last of a run, before this returns. Raises CheckpointError where that fails.
 
         A save that failed is made up for here: there is no later save point.
         """
@@ -82,7 +84,7 @@ class Saving:
             self.output.console.warn(str(error))
 
     def metrics(self) -> Metrics:
-        """Saves that have failed, where there are any."""
+        """Return the number of saves that have failed, where there are any."""
         return {"trainer/failed_saves": float(self.num_failed)} if self.num_failed else {}
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Saving:
         self.store.clear(committed)
 
     def _bytes(self) -> int:
-        """What a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
+        """Return the bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
         if self._needed is None:
             self._needed = sum(role.save_bytes() for role in self.roles)
             # Of weights and Adam's two moments the export has the first.
@@ -116,7 +118,7 @@ class Saving:
         return self._needed
 
     def _flush(self) -> None:
-        """A checkpoint must not outlive the rows of the steps before it."""
+        """Put the metrics on the disk first: a checkpoint must not outlive the rows of the steps before it."""
         self.output.sinks.flush()
 
     def _committed(self, folder: Path) -> None:
@@ -172,3 +174,82 @@ class Saving:
             self.output.console.warn(
                 f"NOT SAVED ({self.num_failed} so far): {error}. Training goes on; the next save point tries again"
             )
+
+
+class BackgroundSave:
+    """One save, from the moment its ranks have begun to write. Only `advance` moves it on, and it costs the caller no disk."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        store: CheckpointStore,
+        roles: Sequence[Actor | Critic],
+        flush: Callable[[], None],
+        committed: Callable[[Path], None],
+    ) -> None:
+        self.draft, self.store, self.roles = draft, store, roles
+        self.flush, self.committed = flush, committed
+        self.is_committed = False
+        self._publishing: Aside[Committed] | None = None
+        self._clearing: Aside[None] | None = None
+
+    def advance(self, wait_s: float) -> bool:
+        """Return whether all of it is done, waiting about `wait_s` at most. Raises the error that ended the save."""
+        if self._publishing is None:
+            written = self._written(wait_s)
+            if written is None:
+                return False
+            self._publishing = Aside(lambda: self._publish(written))
+        if self._clearing is None:
+            if not self._publishing.ended(wait_s):
+                return False
+            published = self._publishing.returned()
+            self.is_committed = True
+            # Reported before older ones are removed: until then a recovery starts from one of them.
+            self.committed(published.folder)
+            self._clearing = Aside(lambda: self.store.clear(published))
+        if not self._clearing.ended(wait_s):
+            return False
+        self._clearing.returned()
+        return True
+
+    def _written(self, wait_s: float) -> Files | None:
+        written: Files = {}
+        for role in self.roles:
+            part = role.saved(wait_s)
+            if part is None:
+                return None
+            written |= part
+        return written
+
+    def _publish(self, written: Files) -> Committed:
+        self.flush()
+        return self.store.publish(self.draft, written)
+
+
+class Aside(Generic[Result]):
+    """A call that a thread makes beside the training; its result or error is kept until it is asked for."""
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call = call
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._thread.start()
+
+    def ended(self, wait_s: float) -> bool:
+        """Return whether the call has ended, waiting `wait_s` at most."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def returned(self) -> Result:
+        """Return what the call returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._call())
+        except BaseException as error:
+            self._error = error

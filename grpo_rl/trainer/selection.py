@@ -30,7 +30,7 @@ class Selected:
     trained: list[Rollout]
     """Those that are trained on, groups in the order in which they were drawn, without members whose reward failed. May be none without refilling."""
     sampled: list[Rollout]
-    """All that were sampled for the step: what tells how good the policy is."""
+    """All that were sampled for the step, which show how good the policy is."""
     metrics: Metrics
 
 
@@ -54,7 +54,7 @@ class Selection:
         self.sampler = make_sampler(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
 
     def next(self, sample: Sample) -> Selected:
-        """The rollouts of the next step.
+        """Return the rollouts of the next step.
 
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
@@ -98,12 +98,12 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
-        """Whether fewer prompts than a batch are left to draw, as the others are retired."""
+        """Return whether fewer prompts than a batch are left to draw, as the others are retired."""
         num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
         return len(self.data) - num_retired < self.sampler.least_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, what is retired, and what the data were."""
+        """Return the position in the data, what is retired, and what the data were."""
         retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
         return self.sampler.state_dict() | retired | {"data": self.data.fingerprint}
 
@@ -132,7 +132,7 @@ class Selection:
         return [] if same else [f"{before} rows were used, now {len(self.data)} are"]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
-        """Scored rollouts of the next batch of prompts; their pass rates are noted."""
+        """Return scored rollouts of the next batch of prompts; their pass rates are noted."""
         row_of = {uid: row for row, uid in self.sampler.next_batch()}
         rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
         if self.pass_rates is not None or self.sampler.wants_rates:
@@ -145,7 +145,7 @@ class Selection:
         return rollouts
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
-        """The groups in which the metric differs, in their order, and the number of all groups.
+        """Return the groups in which the metric differs, in their order, and the number of all groups.
 
         Members whose reward failed take no part; a group of them alone has no signal.
         """
@@ -168,7 +168,7 @@ class Selection:
         )
 
     def _data_metrics(self) -> Metrics:
-        """What the next prompts depend on: retired ones, shares of sources, pass rates."""
+        """Return what the next prompts depend on: retired ones, shares of sources, pass rates."""
         metrics = self.sampler.metrics()
         return (
             metrics
@@ -178,7 +178,7 @@ class Selection:
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:
-    """`score` (the sum of the reward's parts, each times its factor), `seq_reward` (the reward itself), or a part by its name.
+    """Return `score` (the sum of the reward's parts, each times its factor), `seq_reward` (the reward itself), or a part by its name.
 
     Raises RewardError for a part that this rollout's reward does not have.
     """

@@ -42,7 +42,7 @@ def fit(
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
-    """The demonstrations as a batch with advantages of 1."""
+    """Return the demonstrations as a batch with advantages of 1."""
     prompt_lengths_N = torch.tensor([len(prompt) for prompt, _ in demonstrations])
     response_lengths_N = torch.tensor([len(answer) for _, answer in demonstrations])
     ones_T = torch.ones(int(response_lengths_N.sum()))
@@ -52,7 +52,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
         group_N=torch.arange(len(demonstrations)),
         token_ids_S=torch.tensor([token for prompt, answer in demonstrations for token in (*prompt, *answer)]),
         rewards_N=torch.ones(len(demonstrations)),
-        # Nobody sampled these tokens; there is no other policy to compare with.
+        # These tokens were not sampled; there is no other policy to compare with.
         rollout_logprobs_T=torch.zeros_like(ones_T),
         advantages_T=ones_T,
     )

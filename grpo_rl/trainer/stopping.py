@@ -22,6 +22,7 @@ NOT_INSIDE = ("rich.", "grpo_rl.telemetry.")
 SLACK = 1.5
 LEAVE_AGAIN_S = 2.0
 LOOK_S = 0.2
+NOTICE_S = 1.0
 ONE_PRESS_S = 0.5
 """One Ctrl-C arrives several times below `timeout` and srun: from the terminal, and passed on by the parent."""
 INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
@@ -148,11 +149,12 @@ class Stop:
     def _watch(self) -> None:
         """Wait for a signal and say so; leave a step that takes longer than it should have; at the deadline end the process."""
         name = self._came.get()
-        if self._over.is_set():
+        if not name:  # the run has ended
             return
         # In a thread of its own: a terminal that is held up (Ctrl-S) must not hold up the deadline.
         said = f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)"
-        threading.Thread(target=self.notice, args=(said,), name="notice", daemon=True).start()
+        notice = threading.Thread(target=self.notice, args=(said,), name="notice", daemon=True)
+        notice.start()
         while not self._over.wait(LOOK_S):
             if time.monotonic() > self._deadline:
                 self.give_back_terminal()
@@ -161,6 +163,7 @@ class Stop:
             if self._interruptible and not self._fits():
                 # Python runs handlers in the main thread, and only there an exception reaches the training loop.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        notice.join(NOTICE_S)
 
 
 def _is_inside(frame: FrameType | None, modules: tuple[str, ...]) -> bool:

@@ -12,6 +12,7 @@ from recovery_ground import Lines
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.trainer.saving import Saving
+from grpo_rl.trainer.schedule import Roles
 
 KILLED = "ckpt.call:kill9@call=fsync,file=weights_rank1.safetensors,n=1"
 
@@ -22,7 +23,7 @@ def make_saving(scene: Scene, folder: Path) -> tuple[Saving, Lines, list[Any]]:
     lines, commits = Lines(), []
     nothing = SimpleNamespace(flush=lambda: None, finishing=lambda: None)
     status = SimpleNamespace(update=lambda last_commit: commits.append(last_commit))
-    roles = SimpleNamespace(actor=scene.role, critic=None, committed=scene.role.committed)
+    roles = Roles(actor=scene.role)
     run_dir = SimpleNamespace(checkpoints=folder)
     output: Any = SimpleNamespace(run_dir=run_dir, console=lines, sinks=nothing, status=status, stop=nothing)
     assert config.trainer.on_save_error == "stop" and config.actor_rollout_ref.actor.checkpoint.async_save

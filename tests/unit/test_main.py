@@ -91,6 +91,22 @@ def test_a_failed_worker_is_told_in_one_line_with_the_logs_and_without_the_trace
     ]
 
 
+def test_every_bad_row_that_the_message_lists_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"train.jsonl, line {n}: no prompt" for n in range(1, 11)]
+    error = DataError("\n  ".join(["16 bad rows of the 16 checked:", *rows, "... and 6 more"]))
+    assert ends_with(error, monkeypatch) == 3
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["error: 16 bad rows of the 16 checked:", *(f"  {row}" for row in rows), "  ... and 6 more"]
+
+
+def test_a_message_of_many_lines_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(DataError("\n".join(f"line {n}" for n in range(1_000))), monkeypatch) == 3
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 22 and shown[-1] == "  ... and 979 more lines"
+
+
 def test_a_saved_run_ends_with_75(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(Preempted("by SIGTERM: step 2 of 4 is saved"), monkeypatch) == 75
     assert capsys.readouterr().err == "stopped: by SIGTERM: step 2 of 4 is saved\n"

@@ -82,7 +82,7 @@ class TrainerConfig:
     collective_timeout_s: Seconds = 600.0
     """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
     grace_s: Seconds = 30.0
-    """Seconds that SIGTERM, SIGINT or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
+    """Seconds that SIGTERM, SIGINT, SIGHUP or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """When loss or gradient are not finite: leave that update out on every rank and go on, or stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
     max_nonfinite_steps: CountOrZero = 3

@@ -1,4 +1,4 @@
-"""metrics.jsonl on a disk that fails: a step never does, and nothing is lost once there is room again."""
+"""metrics.jsonl on a disk that fails: a step never fails, and nothing is lost once there is room again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_KEPT = 10_000
 
 
 class DurableMetrics:
-    """metrics.jsonl, behind a memory of the steps that could not be written yet. Told once, and again when it works."""
+    """metrics.jsonl, behind a memory of the steps that could not be written yet. One warning says so, and one when it works again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class DurableMetrics:
         self._is_failing = False
 
     def flush(self) -> None:
-        """Have every line that could be written survive a power cut. Raises OSError where the disk refuses that.
+        """Make every line that could be written survive a power cut. Raises OSError where the disk refuses that.
 
         Any thread may ask for it while others write lines.
         """

@@ -15,7 +15,7 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as something strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
+    """Return `value` as something strict JSON can hold: NaN and infinities become strings, unknown objects their `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -32,7 +32,7 @@ def jsonable(value: Any) -> Any:
 
 
 def dump_line(record: Mapping[str, Any]) -> str:
-    """`record` as one line of JSON, ASCII only, so that no reader stumbles over a surrogate or U+2028."""
+    """Return `record` as one line of JSON, ASCII only, so that no reader stumbles over a surrogate or U+2028."""
     return json.dumps(jsonable(record), allow_nan=False) + "\n"
 
 
@@ -69,7 +69,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl as `{"step": ..., "time": ..., name: value}`, in order of steps.
+    """Return the lines of a metrics.jsonl as `{"step": ..., "time": ..., name: value}`, in order of steps.
 
     Lines of one step are merged, the later one wins. A broken line (a process killed while writing) is
     left out. An absent file is an empty list.

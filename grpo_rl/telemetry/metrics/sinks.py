@@ -63,7 +63,7 @@ class Sinks:
         self._rollouts.truncate_after(step)
 
     def flush(self) -> None:
-        """Have what was logged in metrics.jsonl, from which the rest can be made again, on the disk."""
+        """Put metrics.jsonl, from which the rest can be made again, on the disk."""
         self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -88,7 +88,7 @@ class TensorBoard:
         self._add(step, metrics, time.time())
 
     def truncate_after(self, step: int) -> None:
-        """Begin anew with what metrics.jsonl has: a process that was killed may have left less here, and later steps."""
+        """Begin anew with the content of metrics.jsonl: a process that was killed may have left less here, and later steps."""
         # TensorBoard hides the events at or after the step of a START that comes later in the folder.
         start = SessionLog(status=SessionLog.SessionStatus.START)
         self._writer.add_event(Event(step=0, wall_time=time.time(), session_log=start))

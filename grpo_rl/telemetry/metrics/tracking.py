@@ -57,7 +57,7 @@ class Background:
 
     @property
     def num_unsent(self) -> int:
-        """Steps that were logged and have not arrived: still queued, or dropped."""
+        """The number of steps that were logged and have not arrived: still queued, or dropped."""
         return self._num_logged - self._num_sent
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -66,7 +66,7 @@ class Background:
             self._queue.put_nowait((step, dict(metrics)))
 
     def truncate_after(self, step: int) -> None:
-        """Have the tracker forget later steps, before it gets what is logged from now on."""
+        """Make the tracker forget later steps, before it gets what is logged from now on."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait((step, None))
 
@@ -96,7 +96,7 @@ class Background:
             self._guard(tracker.close)
 
     def _guard(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns. A service's failure must not reach the training, so any is caught here."""
+        """Return what `action` returns. A service's failure must not reach the training, so any is caught here."""
         try:
             return action()
         except Exception as error:
@@ -108,7 +108,7 @@ class Background:
 
 class _KeepsHistory:
     def truncate_after(self, step: int) -> None:
-        """Nothing: later values of a step lie beside the earlier ones."""
+        """Do nothing: later values of a step lie beside the earlier ones."""
 
 
 class _Wandb(_KeepsHistory):
@@ -123,7 +123,7 @@ class _Wandb(_KeepsHistory):
 
 
 def wandb_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
-    """What opens the W&B run of this folder, the same one again after a resume.
+    """Return a function that opens the W&B run of this folder, the same one again after a resume.
 
     Raises ConfigError when wandb is not installed.
     """
@@ -163,7 +163,7 @@ class _Mlflow(_KeepsHistory):
 
 
 def mlflow_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
-    """What opens the MLflow run of this folder, the same one again after a resume.
+    """Return a function that opens the MLflow run of this folder, the same one again after a resume.
 
     The server is MLflow's own setting (MLFLOW_TRACKING_URI). Raises ConfigError when it is not installed.
     """
@@ -191,7 +191,7 @@ def _require(package: str) -> None:
 
 
 def _stored(file: Path, make: Callable[[], str]) -> str:
-    """The identifier in `file`, made and written when there is none."""
+    """Return the identifier in `file`, made and written when there is none."""
     if not file.exists():
         file.write_text(make(), encoding="utf-8")
     return file.read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ _PHASES = {
 
 
 def plot_curves(run_dir: RunDir) -> Path:
-    """The file `plots/curves.png`: reward and validation on top; KL, clip fraction, lengths and seconds below.
+    """Draw `plots/curves.png`, and return its path: reward and validation on top; KL, clip fraction, lengths and seconds below.
 
     Panels without a value in metrics.jsonl say so and stay empty.
     """
@@ -58,7 +58,7 @@ def plot_curves(run_dir: RunDir) -> Path:
 
 
 def style() -> dict[Any, Any]:
-    """Matplotlib's settings for all pictures of a run."""
+    """Return Matplotlib's settings for all pictures of a run."""
     return {
         "font.size": 10,
         "text.color": _INK,
@@ -147,7 +147,7 @@ def _draw_phases(axes: Axes, records: Records) -> None:
         steps = [row["step"] for row in rows]
         parts = {name: [_finite_or_zero(row.get(f"timing_s/{name}")) for row in rows] for name in _PHASES}
         whole = sum(row["timing_s/step"] for row in rows)
-        # What nobody could see in the picture would only fill its legend.
+        # What is too small to be seen in the picture would only fill its legend.
         parts = {name: values for name, values in parts.items() if sum(values) > 0.005 * whole}
         colors = [_PHASES[name] for name in parts]
         if parts:
@@ -180,7 +180,7 @@ def _finish(axes: Axes, legend: Literal["best", "upper right"] | None = None) ->
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Each value averaged with its neighbours on both sides under a Gaussian of a fortieth of the curve (0.5 to 10 steps).
+    """Return each value averaged with its neighbours on both sides under a Gaussian of a fortieth of the curve (0.5 to 10 steps).
 
     Centred, because an average over the past alone would draw every rise too late.
     """

@@ -30,7 +30,7 @@ Scores = dict[str, dict[int, list[float]]]
 
 
 def plot_rewards(run_dir: RunDir) -> Path | None:
-    """The file `plots/rewards.png`: a panel per component, a column per step, darker where more rollouts score so.
+    """Draw `plots/rewards.png`, and return its path: a panel per component, a column per step, darker where more rollouts score so.
 
     None, and no file, where there are no rollouts of training steps.
     """
@@ -63,7 +63,7 @@ def plot_rewards(run_dir: RunDir) -> Path | None:
 
 
 def read_scores(folder: Path) -> Scores:
-    """The reward and its components in at most `MOST_STEPS` of the steps, finite numbers only; the reward comes first."""
+    """Return the reward and its components in at most `MOST_STEPS` of the steps, finite numbers only; the reward comes first."""
     files = step_files(folder)
     if len(files) > MOST_STEPS:
         files = [files[round(place * (len(files) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS)]
@@ -77,14 +77,14 @@ def read_scores(folder: Path) -> Scores:
 
 
 def _is_shown(name: str, parts: dict[str, float]) -> bool:
-    """Neither a number that votes, nor the second name of a component's own key."""
+    """Return whether a key is shown: neither a number that votes, nor the second name of a component's own key."""
     if name.rpartition("/")[2] == "answer":
         return False
     return not any(other.endswith(f"/{name}") for other in parts)
 
 
 def histogram(by_step: dict[int, list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Shares [bin, step] of each step's scores, and the edges of the bins, which are the same for all steps."""
+    """Return shares [bin, step] of each step's scores, and the edges of the bins, which are the same for all steps."""
     values = [value for scores in by_step.values() for value in scores]
     low, high = min(values), max(values)
     if low == high:
@@ -123,6 +123,6 @@ def _draw(axes: Axes, name: str, by_step: dict[int, list[float]]) -> None:
 
 
 def _labels(steps: Sequence[int]) -> list[str]:
-    """The steps as text, every second one left out where they are many."""
+    """Return the steps as text, every second one left out where they are many."""
     every = 1 if len(steps) <= 8 else 2
     return [str(step) if place % every == 0 else "" for place, step in enumerate(steps)]

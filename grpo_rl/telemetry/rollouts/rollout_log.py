@@ -87,9 +87,9 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
-    """Return (step, file) of the first and of the last step in `folder`; None when there are fewer than two."""
+    """Return (step, file) of the first and of the last step in `folder`, which may be the same; None without any."""
     files = step_files(folder)
-    return (files[0], files[-1]) if len(files) >= 2 else None
+    return (files[0], files[-1]) if files else None
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:

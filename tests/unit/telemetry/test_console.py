@@ -4,6 +4,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,43 @@ def _read_all(fd: int, chunks: list[bytes]) -> None:
             break
         chunks.append(chunk)
     os.close(fd)
+
+
+def test_on_a_pipe_long_work_says_where_it_is_now_and_then() -> None:
+    pipe = Pipe()
+    console = Console(pipe, quiet_s=0.2)
+    with console.progress("training", 9, keep=False) as outer, console.progress("validating", 4, keep=False) as inner:
+        outer.advance(2, "updating the actor")
+        outer.left(125.0)
+        inner.advance()
+        deadline = time.monotonic() + 20
+        while len(pipe.lines()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    first, second = pipe.lines()[:2]
+    assert first.startswith("training 2 of 9: updating the actor, 0.") and "s so far, about 2 min 0" in first
+    assert "; validating 1 of 4, " in first and second != first
+    silent = len(pipe.lines())
+    time.sleep(0.5)
+    assert len(pipe.lines()) == silent, "nothing goes on any more"
+    console.close()
+
+
+def test_where_lines_come_anyway_there_are_no_others() -> None:
+    pipe = Pipe()
+    console = Console(pipe, quiet_s=0.5)
+    with console.progress("training", 9, keep=False):
+        for number in range(10):
+            console.info(str(number))
+            time.sleep(0.1)
+    assert pipe.lines() == [str(number) for number in range(10)]
+    console.close()
+
+
+def test_steps_at_the_highest_reward_are_not_called_too_hard() -> None:
+    pipe = Pipe()
+    console = Console(pipe)
+    for step in range(1, 4):
+        console.step(step, 9, {"advantage/zero_group_fraction": 1.0, "reward/min": 1.0, "reward/max": 1.0})
+    assert "all responses got the same reward (1 in all of them)" in pipe.lines()[-1]
+    assert "a model that always earns the most needs harder problems" in pipe.lines()[-1]

@@ -93,3 +93,15 @@ def test_a_long_response_is_cut_and_wrapped(tmp_path: Path) -> None:
     samples = report[: report.index("Written to")]
     assert len(samples) < 2000
     assert max(len(line) for line in samples.splitlines()) <= 100
+
+
+def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    MetricsFile(run_dir.metrics_file).log(0, {"val/sums/mean@1": 0.25})
+    validate(RolloutLog(run_dir), 0, ["seven", "8"])
+    report = final_report(run_dir)
+    assert report.splitlines()[0].split() == ["Result", "value"]
+    assert report.splitlines()[1].split() == ["validation", "sums/mean@1", "0.250"]
+    assert "Some prompts, drawn at random" in report and "answer  [reward 1] 8" in report
+    for word in ("before", "after", "change"):
+        assert word not in report

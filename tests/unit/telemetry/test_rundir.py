@@ -82,3 +82,31 @@ def test_two_processes_cannot_write_to_one_run(tmp_path: Path) -> None:
     run_dir.release()
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert other.returncode == 0, other.stderr
+
+
+def test_what_differs_from_the_last_start_is_listed_by_key(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "named")
+    assert run_dir.changes("lr: 1\n") == [], "there was no start before"
+    run_dir.write_config("lr: 1.0e-06\ntrainer:\n  steps: 4\n  name: null\nfiles:\n- a\nold: 1\n", [])
+    now = "lr: 2.0e-06\ntrainer:\n  steps: 4\n  name: x\nfiles:\n- a\n- b\nnew: true\n"
+    assert run_dir.changes(now) == [
+        "lr: 1.0e-06 -> 2.0e-06",
+        "trainer.name: null -> x",
+        "files: [a] -> [a, b]",
+        "old: 1 -> not set",
+        "new: not set -> true",
+    ]
+    assert run_dir.changes((run_dir.path / "config.yaml").read_text()) == []
+
+
+def test_a_run_that_goes_on_from_another_ones_checkpoint_is_compared_with_that_one(tmp_path: Path) -> None:
+    earlier, now = RunDir.create(tmp_path, "earlier"), RunDir.create(tmp_path, "now")
+    earlier.write_config("lr: 1\n", [])
+    assert now.changes("lr: 2\n", earlier.path) == ["lr: 1 -> 2"]
+
+
+@pytest.mark.parametrize("text", ["a: [", "\xff", "- 1\n", ""])
+def test_a_configuration_that_cannot_be_read_is_no_reason_not_to_start(text: str, tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "named")
+    (run_dir.path / "config.yaml").write_bytes(text.encode("latin-1"))
+    assert isinstance(run_dir.changes("lr: 1\n"), list)

@@ -25,7 +25,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]
 
     def listen(trainer: Run) -> None:
         # A step of this trainer would always end in time: here none does.
-        trainer.output.stop = Stop(60.0)
+        trainer.output.stop = Stop(60.0, notice=lambda text: None)
         monkeypatch.setattr(trainer.output.stop, "_fits", lambda: False)
         trainer.output.stop.listen()
         stops.append(trainer.output.stop)

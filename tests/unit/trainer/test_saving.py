@@ -15,7 +15,7 @@ from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.trainer import background_save, saving
+from grpo_rl.trainer import saving
 from grpo_rl.trainer.run import Run
 
 
@@ -62,8 +62,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
 def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=1), total_steps=2, with_val=False)
     Slow(policy, looks=1).install(monkeypatch)
-    ended = background_save.Aside.ended
-    monkeypatch.setattr(background_save.Aside, "ended", lambda self, wait_s: ended(self, 10.0))  # a disk that is quick
+    ended = saving.Aside.ended
+    monkeypatch.setattr(saving.Aside, "ended", lambda self, wait_s: ended(self, 10.0))  # a disk that is quick
     seen = []
     policy.is_solved = lambda uid: bool(seen.append((trainer.step, trainer.store.steps()))) or False
     trainer.fit()

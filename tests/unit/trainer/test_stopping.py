@@ -19,7 +19,7 @@ from grpo_rl.trainer.stopping import Stop
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    stop = Stop(grace_s=60.0)
+    stop = Stop(grace_s=60.0, notice=lambda text: None)
     stop.listen()
     yield stop
     stop.close()

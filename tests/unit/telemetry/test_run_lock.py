@@ -1,0 +1,124 @@
+"""One name, one run: whoever comes second is refused at once, and whoever was first does not notice."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry import run_lock
+from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
+from grpo_rl.telemetry.rundir import RunDir, refuse_taken
+
+HOLDS = """
+import sys, time
+from grpo_rl.telemetry.rundir import RunDir
+RunDir.create(sys.argv[1], "shared")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path: Path):
+    """Another process that has the run `shared`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_the_second_one_learns_whose_the_name_is_and_changes_nothing(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    before = (tmp_path / "shared" / LOCK_FILE).read_bytes()
+    expected = rf"experiment_name=shared: another process \(pid {owner.pid} on {socket.gethostname()}, since 20.* s ago\)"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=expected):
+            refuse_taken(tmp_path, "shared")
+        with pytest.raises(ConfigError, match=expected):
+            RunDir.create(tmp_path, "shared")
+    assert (tmp_path / "shared" / LOCK_FILE).read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shared"]
+
+
+def test_a_killed_owner_leaves_the_name_free(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(10)
+    refuse_taken(tmp_path, "shared")
+    RunDir.create(tmp_path, "shared").release()
+
+
+def test_asking_whether_a_name_is_free_makes_no_folder_and_takes_no_lock(tmp_path: Path) -> None:
+    refuse_taken(tmp_path, "new")
+    refuse_taken(tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+    RunDir.create(tmp_path, "old").release()
+    refuse_taken(tmp_path, "old")
+    RunDir.create(tmp_path, "old").release()
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system like Lustre without -o flock."""
+
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+
+
+def test_without_locks_a_running_process_of_this_machine_keeps_its_name(
+    owner: subprocess.Popen[str], tmp_path: Path, without_locks: None
+) -> None:
+    with pytest.raises(ConfigError, match=f"pid {owner.pid} on"):
+        RunLock.take(tmp_path / "shared")
+    owner.kill()
+    owner.wait(10)
+    RunLock.take(tmp_path / "shared").release()
+
+
+def test_without_locks_a_process_elsewhere_keeps_its_name_while_it_gives_signs_of_life(
+    tmp_path: Path, without_locks: None
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    file = folder / LOCK_FILE
+    file.write_text(json.dumps({"pid": 1, "host": "another", "since": "2030-01-01 00:00:00"}))
+    with pytest.raises(ConfigError, match="pid 1 on another, since 2030-01-01 00:00:00, last sign of life 0 s ago"):
+        RunLock.take(folder)
+    silent = file.stat().st_mtime - run_lock.DEAD_S - 5
+    os.utime(file, (silent, silent))
+    RunLock.take(folder).release()
+
+
+def test_an_owner_gives_signs_of_life_until_it_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "SIGN_OF_LIFE_S", 0.05)
+    lock, file = RunLock.take(tmp_path), tmp_path / LOCK_FILE
+    os.utime(file, (1.0, 1.0))
+    deadline = time.monotonic() + 10
+    while file.stat().st_mtime == 1.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lock.release()
+    lock.release()
+    assert file.read_text() == "", "nobody has it"
+    os.utime(file, (1.0, 1.0))
+    time.sleep(0.2)
+    assert file.stat().st_mtime == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "pid 7", "[1, 2]", "\x00"])
+def test_a_lock_that_says_nothing_readable_is_still_a_lock(text: str, tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text(text)
+    RunLock.take(tmp_path).release()

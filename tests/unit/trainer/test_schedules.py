@@ -1,0 +1,152 @@
+"""A schedule is one file: what a run does for it, whatever its step is, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sync_trainer import Policy, dataset, make, make_config  # noqa: F401
+
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import CheckpointError, ConfigError, DivergedError
+from grpo_rl.main import main
+from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.sinks import Sinks
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.schedule import Context, Output, Roles
+from grpo_rl.trainer.schedules import SCHEDULES, schedule_of
+
+OWN = '''
+"""Trains without sampling, in two phases: what a supervised or an iterated schedule looks like."""
+
+from grpo_rl.trainer.progress import Timer
+
+
+class Phases:
+    roles = frozenset({"actor"})
+    trained = ()
+
+    def __init__(self, context):
+        self.context, self.actor = context, context.roles.actor
+        self.phase, self.seen = "first", []
+
+    def step(self):
+        timer = Timer(self.context.progress.phase)
+        with timer("update_actor"):
+            self.seen.append(f"{self.phase} {self.context.step}")
+        if self.context.step == 2:
+            self.phase = "second"
+        nonfinite = float("bad" in self.context.config.trainer.project_name)
+        return {"own/loss": 1.0 / self.context.step, "actor/nonfinite": nonfinite} | timer.metrics()
+
+    def evaluate(self):
+        return {"own/quality": float(len(self.seen))}
+
+    def ended(self):
+        return "all phases are done" if self.context.step == 5 else None
+
+    def state_dict(self):
+        return {"phase": self.phase, "seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.phase, self.seen = state["phase"], list(state["seen"])
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The value of trainer.schedule for a schedule in a user's file."""
+    (tmp_path / "own_schedule.py").write_text(OWN)
+    return f"{tmp_path / 'own_schedule.py'}:Phases"
+
+
+def run_of(config: Config, folder: Path, total_steps: int, **roles: Any) -> Run:
+    """A run with nothing but these roles, and no training data; a folder's second run follows the first."""
+    run_dir = RunDir.create(folder, "run")
+    run_dir.release()
+    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+    return Run(
+        Context(config, Roles(**roles), None, dataset("task:arithmetic?num_rows=3"), output, total_steps), schedule_of(config)
+    )
+
+
+def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(own: str, tmp_path: Path) -> None:
+    config = make_config(schedule=own, save_freq=2, test_freq=2, val_before_train=False)
+    policy = Policy()
+    run = run_of(config, tmp_path, total_steps=9, actor=policy)
+    run.fit()
+    assert run.schedule.seen == ["first 1", "first 2", "second 3", "second 4", "second 5"]  # type: ignore[attr-defined]
+    assert policy.calls == ["save", "save", "save"] and run.store.steps() == [2, 4, 5]
+    rows = read_metrics(run.output.run_dir.metrics_file)
+    assert [row["own/loss"] for row in rows] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert [row["step"] for row in rows if "own/quality" in row] == [2, 4, 5]
+
+
+def test_its_state_is_in_the_checkpoint_and_comes_back_with_the_step(own: str, tmp_path: Path) -> None:
+    config = make_config(schedule=own, save_freq=1, val_before_train=False)
+    run_of(config, tmp_path, total_steps=3, actor=Policy()).fit()
+    again, policy = run_of(config, tmp_path, total_steps=5, actor=(second := Policy())), second
+    again.resume(again.store.folder / "step_3")
+    again.fit()
+    assert policy.calls[0] == "load"
+    assert again.schedule.seen == ["first 1", "first 2", "second 3", "second 4", "second 5"]  # type: ignore[attr-defined]
+
+
+def test_updates_that_are_not_finite_end_any_schedule(own: str, tmp_path: Path) -> None:
+    config = make_config(schedule=own, val_before_train=False, max_nonfinite_steps=1, project_name="bad")
+    run = run_of(config, tmp_path, total_steps=9, actor=Policy())
+    with pytest.raises(DivergedError, match="actor not finite in 2 steps in a row"):
+        run.fit()
+
+
+def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:  # noqa: F811
+    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
+    trainer.fit()
+    other = run_of(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
+    with pytest.raises(
+        CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:Phases"
+    ):
+        other.resume(trainer.store.folder / "step_1")
+
+
+def test_a_schedule_whose_role_was_not_started_says_which(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this schedule needs the role 'actor'"):
+        run_of(make_config(), tmp_path, total_steps=1)
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.dry_run=true", "trainer.device=cpu", "trainer.schedule=sink"]) == 2
+    assert "trainer.schedule: unknown schedule 'sink'. Did you mean sync?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Own:\n    roles = frozenset({'actor'})\n", "has no step, evaluate, ended, state_dict, load_state_dict"),
+        (OWN.replace('{"actor"}', '{"actor", "teacher"}').replace("class Phases", "class Own"), "names the roles teacher"),
+    ],
+)
+def test_a_class_that_is_no_schedule_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        schedule_of(make_config(schedule=f"{tmp_path / 'own.py'}:Own"))
+
+
+def test_every_registered_schedule_names_roles_that_a_run_has() -> None:
+    fields = {field.name for field in dataclasses.fields(Roles)}
+    assert [name for name in SCHEDULES if not SCHEDULES.get(name).roles <= fields] == []
+
+
+def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(rewarder: RewardRunner, tmp_path: Path) -> None:
+    policy = Policy()
+    run = run_of(make_config(val_only=True, save_freq=1), tmp_path, total_steps=0, rollout=policy, rewarder=rewarder)
+    run.fit()
+    assert policy.calls == ["generate 3x1"] and run.store.steps() == []
+    [row] = read_metrics(run.output.run_dir.metrics_file)
+    assert row["step"] == 0 and "val/arithmetic/mean@1" in row
