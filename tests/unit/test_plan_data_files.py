@@ -35,7 +35,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         path.write_text(json.dumps(rows))
     else:
         lines = "".join(json.dumps(one) + "\n" for one in rows).encode()
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+        path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
     return path
 
 
@@ -88,7 +88,7 @@ def test_a_bad_row_among_the_first_is_named_with_its_place(tmp_path: Path, name:
         ("d.jsonl", b""),
         ("d.jsonl", b'{"prompt": '),
         ("d.json", b'[{"prompt": '),
-        ("d.jsonl.gz", gzip.compress(b'{"prompt": 1}\n' * 100)[:20]),
+        ("d.jsonl.gz", gzip.compress(b'{"prompt": 1}\n' * 100, mtime=0)[:20]),
         ("d.parquet", b"PAR1 and no more"),
         ("d.parquet", b""),
     ],
