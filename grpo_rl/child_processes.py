@@ -75,7 +75,7 @@ def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = l
     if name and not name.startswith(title):
         return
     victims: set[int] = set()
-    # Stopped first, and looked at again until nobody is new: otherwise one that forks could outrun the signals.
+    # Stopped first, and looked for again until none is new: otherwise one that forks all the time could outrun the signals.
     while new := {other for other in _family(pid) if not spares(other)} - victims:
         _signal_all(new, signal.SIGSTOP)
         victims |= new

@@ -54,7 +54,7 @@ POINTS = {
     "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
     "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
 }
-"""Every point: when it is passed, and what it tells beside `worker` and `step`."""
+"""Every point: when it is passed, and which facts it gives beside `worker` and `step`."""
 
 _COOPERATIVE = ("nan", "drop", "duplicate")
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
@@ -74,7 +74,7 @@ ACTIONS = (*_DIRECT, "raise", "oom", *_ERRNO, *_COOPERATIVE)
 
 
 class InjectedFault(RuntimeError):
-    """What the action `raise` raises."""
+    """The error that the action `raise` raises."""
 
 
 @dataclass(slots=True)
@@ -162,14 +162,14 @@ def tell(**context: Any) -> None:
 
 
 def told() -> dict[str, Any] | None:
-    """The facts told to this process, to be told to another one; None where nothing is armed."""
+    """Return the facts that this process was given (step, worker), to be passed on with a call; None where nothing is armed."""
     if _unread:
         arm()
     return None if _armed is None else dict(_armed.context)
 
 
 def environment() -> dict[str, str]:
-    """What a process of this run that does not inherit this one's environment needs, to have the same faults armed."""
+    """Return the variables with which a process that does not inherit this one's environment has the same faults armed."""
     return {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
@@ -200,7 +200,7 @@ def _hit(name: str, told: dict[str, Any]) -> str | None:
 
 
 def _parse(text: str, state: str | None, problems: list[str]) -> _Entry | None:
-    """One entry; None, with the reason among `problems`, where it is not one."""
+    """Return one entry; None, with the reason added to `problems`, for text that is none."""
     rest, _, conditions = text.partition("@")
     point, _, action = rest.partition(":")
     action, has_value, value = action.partition("=")

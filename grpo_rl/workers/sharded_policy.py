@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,17 +25,30 @@ def join_set(rank: Rank) -> torch.device:
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if rank.master_address == "127.0.0.1" else "")
-    if not os.environ["GLOO_SOCKET_IFNAME"]:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+    if rank.master_address == "127.0.0.1":
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=rank.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+        store=_store(rank, timeout),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=datetime.timedelta(seconds=rank.timeout_s),
+        timeout=timeout,
     )
     return device
+
+
+def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Return the store in which the ranks find each other. Rank 0 serves it, at the address where they meet and no other.
+
+    Left to itself, torch listens on all interfaces of the machine, and answers everybody.
+    """
+    place = rank.master_address, rank.master_port
+    if rank.rank != 0:
+        return dist.TCPStore(*place, rank.world_size, False, timeout)
+    listener = socket.create_server(place, family=socket.AF_INET6 if ":" in rank.master_address else socket.AF_INET)
+    return dist.TCPStore(*place, rank.world_size, True, timeout, master_listen_fd=listener.detach())
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

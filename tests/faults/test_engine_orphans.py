@@ -13,7 +13,7 @@ import oracles
 import pytest
 from recovery_ground import is_alive
 
-from grpo_rl.cluster.processes.termination import descendants
+from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.session import run_watcher
 
 START_S = 280.0

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from grpo_rl.cluster.session import auth
+from grpo_rl.child_processes import STOP_SIGNALS
+from grpo_rl.cluster.session import auth, run_watcher
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
+from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 
 
 def listeners() -> set[int]:
@@ -21,6 +29,22 @@ def listeners() -> set[int]:
             if fields[3] == "0A":
                 ports.add(int(fields[1].rpartition(":")[2], 16))
     return ports
+
+
+def addresses(pids: list[int]) -> set[str]:
+    """Addresses on which these processes listen, in the kernel's hexadecimal digits."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(entry))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].rpartition(":")[0])
+    return found
 
 
 def test_no_listener_of_a_local_cluster_answers_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +60,81 @@ def test_no_listener_of_a_local_cluster_answers_a_stranger(monkeypatch: pytest.M
         assert not auth.answers_without_token(gcs)
         assert [port for port in opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
         auth.refuse_open_cluster(gcs, allowed=False)
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A local Ray of a user who has never used one; yields the session's folder."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ray_session(RayInitConfig(), 1):
+        yield Path(os.environ[SESSION_FOLDER])
+
+
+def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Path, tmp_path: Path) -> None:
+    found = local_ray.stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), 0o700)
+    sockets = [path for path in local_ray.rglob("*") if path.is_socket()]
+    assert sockets, "Ray's own are below"
+    assert list(tmp_path.rglob("*")) == [], "no token in the home folder"
+    assert auth.refuses_our_token(_gcs()) is False, "and yet there is one"
+    assert not auth.answers_without_token(_gcs())
+
+
+def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Path) -> None:
+    import ray
+
+    assert ray.get(ray.remote(lambda: ray.util.get_node_ip_address()).remote(), timeout=60) == "127.0.0.1"
+    family = list(run_watcher.processes(os.environ[run_watcher.TOKEN]))
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
+    assert {"raylet", "gcs_server"} <= names
+    listening = addresses([*family, os.getpid()])
+    assert listening and listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
+        "127.0.0.1, as IPv4 and as IPv6 write it"
+    )
+    assert [pid for pid in family if os.getpgid(pid) == os.getpgid(0) or os.getsid(pid) == os.getsid(0)] == []
+    stops = sum(1 << (number - 1) for number in STOP_SIGNALS)
+    open_to = [pid for pid in family if _mask(pid, "SigBlk") & stops != stops]
+    assert open_to == []
+
+
+def _mask(pid: int, name: str) -> int:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1], 16)
+
+
+def _gcs() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def test_what_ray_reports_by_itself_is_in_its_log_and_not_on_the_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "ray.log"
+    with ray_session(RayInitConfig(), 1, log=log):
+        import ray
+
+        class Victim:
+            def pid(self) -> int:
+                return os.getpid()
+
+            def work(self) -> None:
+                time.sleep(600)
+
+        victim = ray.remote(Victim).remote()
+        pid = ray.get(victim.pid.remote(), timeout=60)
+        busy = victim.work.remote()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(busy, timeout=60)
+        deadline = time.monotonic() + 20
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)  # polling: a file
+    assert "died" in log.read_text()
+    assert "died" not in "".join(capfd.readouterr())
 
 
 def test_a_cluster_that_answers_strangers_is_refused_unless_allowed() -> None:

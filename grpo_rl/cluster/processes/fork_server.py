@@ -1,10 +1,14 @@
 """Imports what workers need, once, and makes every worker a copy of itself: run beside a controller, as its own process.
 
 A worker spends most of its start on importing torch and transformers: four seconds of a processor for each. A copy (a
-fork) of a process that has done that starts in less than one, and shares the memory of what was imported. `forks.py`
-starts this, `fork_request.py` asks it.
+fork) of a process that has done that starts in less than one, and shares the memory of what was imported.
 
-Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray knows, so
+How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's socket,
+sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy answers
+READY, and when the client says TAKEN it puts on what was sent and runs Ray's worker script (`become`). Both ends check
+first that the other is a process of the same user and run. `forks.py` starts the server and says which workers are copied.
+
+Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray has, so
 that `later` modules are imported when the first worker is asked for, with its variables.
 """
 
@@ -29,7 +33,7 @@ from typing import Any
 LOOK_S = 60.0
 REQUEST_S = 10.0
 READY, TAKEN = b"ready", b"taken"
-"""What a copy says to who asked for it, and the answer. Who hears nothing has to start a process from nothing."""
+"""What a copy says to the client, and the client's answer. A client that hears nothing starts a process from nothing."""
 PIECE = 1 << 16
 
 
@@ -53,7 +57,7 @@ class Request:
 
 
 def main(order: dict[str, Any]) -> None:
-    """`listener`, a descriptor; `path`, Python's; `modules` to import now and `later`. Ends with the pipe on standard input."""
+    """Serve on `listener`, a descriptor, with Python's `path`, until the pipe on standard input ends; `modules` are imported now."""
     # A million objects that stay: a collection looks at all of them, and writes into pages that copies share.
     gc.disable()
     sys.path[:] = order["path"]
@@ -67,7 +71,9 @@ def main(order: dict[str, Any]) -> None:
 
 def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
     """Make copies until the controller is gone. Returns a request in each copy, and None here at the end."""
-    # Copies that have ended are nobody's to wait for.
+    from grpo_rl.cluster.processes import fork_client  # found with the path that `main` was given
+
+    # Copies that have ended leave no zombies behind, although nothing waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener.settimeout(REQUEST_S)
     of_ray: dict[str, str] | None = None
@@ -80,13 +86,15 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
         try:
             connection, _ = listener.accept()
         except OSError:
-            continue  # who asked has gone
+            continue  # the client has gone
         with connection:
             connection.settimeout(REQUEST_S)
             try:
+                if not is_of_this_run(*fork_client.peer(connection)):
+                    continue
                 request = receive(connection)
             except (OSError, ValueError, TypeError):
-                continue  # who asked hears that the connection ends
+                continue  # the client notices that the connection ends
             if of_ray is None:
                 of_ray = request.of_ray
                 os.environ.update(of_ray)
@@ -105,8 +113,19 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
                 os.close(descriptor)
 
 
+def is_of_this_run(pid: int, user: int) -> bool:
+    """Whether a client is a process of this user and, where this server belongs to a session, of that session.
+
+    Every process of a session has its token in the environment that it was started with (`run_watcher.py`).
+    """
+    if user != os.geteuid():
+        return False
+    session = os.environ.get("GRPO_SESSION")
+    return session is None or f"GRPO_SESSION={session}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def is_wanted(connection: socket.socket) -> bool:
-    """In a copy: whether who asked for it still waits, and leaves it at that. There must never be two of one worker."""
+    """In a copy: whether its client still waits and will start no process itself. There must never be two of one worker."""
     with contextlib.suppress(OSError):
         connection.settimeout(REQUEST_S)
         connection.sendall(READY)
@@ -115,7 +134,7 @@ def is_wanted(connection: socket.socket) -> bool:
 
 
 def receive(connection: socket.socket) -> Request:
-    """The request that somebody sends, with three descriptors. Raises OSError, ValueError or TypeError."""
+    """Return the request that a client sends, with three descriptors. Raises OSError, ValueError or TypeError."""
     descriptors = array.array("i")
     data, ancillary, _, _ = connection.recvmsg(PIECE, socket.CMSG_SPACE(3 * descriptors.itemsize))
     for level, kind, content in ancillary:
@@ -131,7 +150,7 @@ def receive(connection: socket.socket) -> Request:
 
 
 def become(request: Request) -> None:
-    """Be the process that Ray wanted, as far as what it was started with can tell."""
+    """Turn this copy into the process that Ray wanted: what a process inherits is set to what the client has sent."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, number)
@@ -154,7 +173,7 @@ def become(request: Request) -> None:
 
 
 def may_fork() -> bool:
-    """Whether a copy would work: it has only one of the threads, and no GPU of which this process knows."""
+    """Whether a copy would work: a fork has one thread only, and a GPU's driver does not survive in it."""
     if len(os.listdir("/proc/self/task")) > 1:
         return False
     for descriptor in os.listdir("/proc/self/fd"):
@@ -165,7 +184,7 @@ def may_fork() -> bool:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import all of these that can be; who needs one imports it again, and hears why that does not work."""
+    """Import all of these that can be; a worker that needs another imports it again, and fails with the cause."""
     for name in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

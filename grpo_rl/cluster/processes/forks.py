@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes import fork_request, fork_server
+from grpo_rl.child_processes import shielded
+from grpo_rl.cluster.processes import fork_client, fork_server
+from grpo_rl.errors import ClusterError
 from grpo_rl.models import builtin
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER, SPIN_COUNT
 
@@ -34,7 +36,7 @@ ENVIRONMENT = {
 }
 """Variables of all workers that libraries read when they are imported."""
 READ_LATER = {"OMP_NUM_THREADS", *faults.VARIABLES}
-"""Variables that a worker heeds whenever they are set: `WorkerHost` gives torch the number of threads."""
+"""Variables that a worker obeys whenever they are set: `WorkerHost` gives torch the number of threads."""
 
 WORKERS = ("actor", "critic", "reference", "reward_model", "rollout")
 MODULES = (*(f"grpo_rl.workers.{name}" for name in WORKERS), "grpo_rl.rollout.hf.hf_engine")
@@ -54,7 +56,7 @@ def modules_for(model_path: str) -> tuple[str, ...]:
         try:
             kind = json.loads(Path(model_path, "config.json").read_text())["model_type"]
         except (OSError, ValueError, KeyError, TypeError):
-            return MODULES  # refused soon, by who reads all of it
+            return MODULES  # refused soon, where all of it is read
     return (*MODULES, f"transformers.models.{kind}.modeling_{kind}")
 
 
@@ -62,9 +64,15 @@ class ForkServer:
     """The process that is copied (`fork_server.py`), from a session's start to its end."""
 
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
-        with socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
+        """Start it, with its socket in `folder`. Raises ClusterError for a folder that others may write or look into."""
+        try:
+            fork_client.refuse_shared(folder)
+        except fork_client.NotOurs as error:
+            raise ClusterError(f"no workers are started there: {error}") from None
+        with shielded(), socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
             listener.bind(str(folder / SOCKET))
-            listener.listen(64)  # whoever asks too early waits
+            (folder / SOCKET).chmod(0o600)
+            listener.listen(64)  # clients that come before the imports are done wait
             order = {"listener": listener.fileno(), "path": sys.path, "modules": list(modules), "later": WITH_RAY}
             self._process = subprocess.Popen(
                 [sys.executable, fork_server.__file__, json.dumps(order)],
@@ -73,7 +81,7 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # a Ctrl-C on the terminal is for the controller
+                start_new_session=True,
             )
 
     @property
@@ -93,10 +101,13 @@ class ForkServer:
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's `runtime_env` of a worker with these variables: how it is copied, or nothing where it cannot be."""
+    """Return Ray's `runtime_env` of a worker with these variables: how it is copied, or nothing where it cannot be.
+
+    To be called by the controller, which made the server's socket: its id is what the client looks for.
+    """
     address = Path(os.environ.get(SESSION_FOLDER, ""), SOCKET)
     same = all(name in READ_LATER or ENVIRONMENT.get(name) == value for name, value in environment.items())
     if not same or not address.is_socket():
         return {}
     # Neither `site` nor PYTHON* variables: it only passes on what it was given.
-    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_request.__file__, str(address)])}
+    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_client.__file__, str(address), str(os.getpid())])}

@@ -1,4 +1,4 @@
-"""Who sits where: pools of devices, and the slots of them that each role's processes get."""
+"""Pools of devices, and the slots of them in which each role's processes are placed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one process runs: neighbouring bundles of a placement group on one node, and their GPUs."""
+    """The place of one process: neighbouring bundles of a placement group on one node, and their GPUs."""
 
     placement_group: PlacementGroup
     bundles: tuple[int, ...]
@@ -60,7 +60,7 @@ class Pool:
     """`nnodes` x `per_node` devices, reserved for this run.
 
     Each node's share is one placement group, so that the ranks of a node are neighbours. Processes are
-    placed in a bundle without asking Ray for its GPU; they are told which one it is. That lets several
+    placed in a bundle without asking Ray for its GPU, and CUDA_VISIBLE_DEVICES names it. That lets several
     roles share a device, and lets one process use several (tensor parallelism).
     """
 
@@ -104,7 +104,7 @@ class Pool:
                 )
 
     def _probe_gpus(self, group: PlacementGroup) -> list[str]:
-        """The GPU that Ray has put behind each bundle."""
+        """Return the GPU that Ray has given each bundle."""
         refs = [
             ray.remote(_gpu_id)
             .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
@@ -115,7 +115,7 @@ class Pool:
 
 
 def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
-    """Where the raylet of each node listens that somebody has a slot on, by what to call the node."""
+    """Return the address of the raylet of each node with a slot, by what messages call the node."""
     on_node: dict[str, list[str]] = {}
     for name, slot in slots.items():
         table = placement_group_table(slot.placement_group)
@@ -131,7 +131,7 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
-    """Whether a pool could be had if nobody else used the cluster."""
+    """Whether the cluster would have room for the pool if nothing else used it."""
     places = [
         min(int(node["Resources"].get(name, 0.0) / amount + 1e-6) // per_node for name, amount in bundle.items())
         for node in ray.nodes()
@@ -141,7 +141,7 @@ def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
 
 
 def _resources(resources: dict[str, float]) -> str:
-    """Numbers of what a pool is made of."""
+    """Format the number of CPUs and GPUs."""
     return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU"))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_sets import Worker
 
 TITLE = b"ray::"
-"""Ray's workers are called so: a process of another name under a worker's number is somebody else's."""
+"""What the command lines of Ray's workers begin with: a process of another name has only inherited a worker's id."""
 LEAVE_S = 2.0
 """How long workers that were asked to end may take; a copy ends within milliseconds, an engine has children to end."""
 
@@ -25,7 +25,7 @@ LEAVE_S = 2.0
 def end_workers(workers: Sequence[Worker]) -> None:
     """End these processes and all below them, in the way that Ray expects: to Ray, a worker that is only killed has crashed.
 
-    Children are looked up before: without their parent they cannot be told from others.
+    Children are looked up before: without their parent they are like any other process.
     """
     here = ray.util.get_node_ip_address()
     local = [worker.pid for worker in workers if worker.pid is not None and worker.address == here]

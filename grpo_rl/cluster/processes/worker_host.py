@@ -77,13 +77,13 @@ class WorkerHost:
             _redirect_output(Path(log_file))
 
     def where(self) -> tuple[str, int, int]:
-        """This process's node address, its id, and a port that is free there now."""
+        """Return this process's node address, its id, and a port that is free there now."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             port = probe.getsockname()[1]
-        return ray.util.get_node_ip_address(), os.getpid(), port
+        return address, os.getpid(), port
 
     def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
         """After `wait_s`, what the worker is doing: what, for how many seconds, and the longest it ever took; None: nothing.
@@ -151,7 +151,7 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _settle_threads() -> None:
-    """Have torch use as many threads as OpenMP was told to, which it has not read in a copied process (`forks`)."""
+    """Have torch use OMP_NUM_THREADS threads: it has not read the variable in a copied process (`forks`)."""
     number = os.environ.get("OMP_NUM_THREADS")
     if number and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(number))

@@ -21,7 +21,7 @@ from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError
 LOG_TAIL_LINES = 12
 # How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
 BLAME_S = 2.0
-# What a worker says of a user's mistake is raised again as what it was, with its exit code.
+# A user's mistake that a worker reports is raised again as the same error, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RewardError)
 }
@@ -45,11 +45,11 @@ class WorkerDied(WorkerFailed):
 
 
 class WorkerBroken(WorkerFailed):
-    """A worker's process is there and says that what it hosts has ended, or that it lost its neighbours."""
+    """A worker's process reports that what it hosts has ended, or that it has lost its neighbours."""
 
 
 class NoAnswer(WorkerFailed):
-    """Workers did not answer before the deadline."""
+    """Raised for workers that did not answer before the deadline."""
 
 
 class Worker:
@@ -62,15 +62,15 @@ class Worker:
         self.pid: int | None = None
         self.address: str | None = None
         self.verdict: str | None = None
-        """Why the controller ended the process, if it did."""
+        """The reason for which the controller ended the process, if it did."""
         self.excused = False
-        """Busy with something that may keep it from answering: a missing heartbeat means nothing."""
+        """The worker is busy with something that may keep it from answering: a missing heartbeat means nothing."""
         self.actor: Any = place.start(name, log_file)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
         told = faults.told()
-        if told is not None:  # the worker's conditions name what only the controller knows, such as the step
+        if told is not None:  # the worker's conditions name what only the controller has, such as the step
             return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
@@ -83,14 +83,14 @@ class Worker:
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def describe(self, error: Exception) -> str:
-        """Why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""
+        """Return why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if isinstance(cause, RemoteError):
             return f"{cause}\n  log: {self.log_file}"
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-        words = remote_cause(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
+        words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
         return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
@@ -139,7 +139,7 @@ class WorkerSet:
         return self.locate(self.workers, timeout_s)
 
     def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
-        """`where`, for some of the processes."""
+        """Return what `where` does, for some of the processes."""
         places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
         for worker, (address, pid, _) in zip(workers, places, strict=True):
             worker.address, worker.pid = address, pid
@@ -167,8 +167,8 @@ class WorkerSet:
         end_workers(self.workers)
 
 
-def remote_cause(text: str, *, at_end: bool) -> str:
-    """Return the line of a remote error's text that says what happened, without colours: the first, or the last of a traceback."""
+def cause_line(text: str, *, at_end: bool) -> str:
+    """Return the line of an error's text that describes it, without colours: the first, or the last of a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return lines[-1 if at_end else 0].strip() if lines else ""
 
@@ -185,7 +185,7 @@ def wait_all(
     The first failure ends the wait: in a set that works in step, the others would only hang.
 
     Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
-    ClusterError also at the deadline, naming who did not answer.
+    ClusterError also at the deadline, naming the workers that did not answer.
     """
     by_ref = dict(zip(refs, workers, strict=True))
     results: dict[ray.ObjectRef, Any] = {}
@@ -246,7 +246,7 @@ def settle(
     what: str,
     on_loss: Callable[[Worker, WorkerFailed], None],
 ) -> dict[Worker, Any]:
-    """The results of those workers that have one; `on_loss` is told of each that failed for good.
+    """The results of those workers that have one; `on_loss` is called for each that failed for good.
 
     For workers that do not work in step: one's end does not concern the others. Raises what `fetch` raises
     for a failure that a new process would not mend.
@@ -270,7 +270,7 @@ def settle(
 
 
 def _is_broken(error: RemoteError) -> bool:
-    """Whether the worker says that it cannot go on, and not that it was asked for something wrong."""
+    """Whether the worker reports that it cannot go on, and not that it was asked for something wrong."""
     return error.kind == ClusterError.__name__ or (
         not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
     )

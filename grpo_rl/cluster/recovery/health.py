@@ -21,7 +21,7 @@ _LOOK_S = 0.2
 def verdict(
     silent_s: float, activity: tuple[str, float, float | None] | None, heartbeat_s: float, first_s: float
 ) -> str | None:
-    """Why a worker is beyond hope, as its last sign of life and what it said there tell; None: it is well.
+    """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is well.
 
     `first_s` is how long something may take that it has never done before.
     """
@@ -45,9 +45,11 @@ class _Watched:
 
 
 class Monitor:
-    """Ends workers that are frozen, and tells of every end, whoever made it.
+    """Ends workers that are frozen, and reports every end, whatever caused it.
 
-    A process that is stopped or whose interpreter is held cannot answer; one whose engine loops answers, and says for
+    Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own, and is called again at once.
+
+    A process that is stopped or whose interpreter is held cannot answer; one whose engine loops answers, and reports for
     how long it has been in one step. A process that dies fails the answer that is on its way, so that is
     noticed at once.
     """
@@ -62,7 +64,7 @@ class Monitor:
         self._thread.start()
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
-        """Listen to this worker from now on; `on_end` is called in the monitor's thread, and has to be quick."""
+        """Call this worker from now on; `on_end` is called in the monitor's thread, and has to be quick."""
         with self._lock:
             self._watched[worker] = _Watched(worker, on_end, worker.beat(0.0))
 
@@ -88,7 +90,7 @@ class Monitor:
             refs = list(by_ref)
             ray.wait(refs, num_returns=1, timeout=_LOOK_S)
             done, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
-            # When it is the controller that stood still, nobody is late.
+            # When the controller itself stood still (Ctrl-Z, a busy machine), no worker is late.
             late_s = time.monotonic() - looked
             looked += late_s
             if late_s > self.heartbeat_s:

@@ -31,7 +31,7 @@ _MAY_SPLIT = ("update", "logprobs", "values")
 
 
 def out_of_memory(error: Exception) -> OutOfMemory | None:
-    """What was asked for and what is free now, in this process, where `error` says that memory ran out; else None."""
+    """Return an error with what was asked for and what is free in this process, where `error` is of memory that ran out; else None."""
     text = str(error)
     kind = type(error).__name__
     if kind not in ("OutOfMemoryError", "MemoryError") and not any(words in text for words in _WORDS):
@@ -44,7 +44,7 @@ def out_of_memory(error: Exception) -> OutOfMemory | None:
 
 
 def what_to_do(call: str) -> str:
-    """Which keys to turn when memory ran out in `role.method`."""
+    """Return which keys to change when memory ran out in `role.method`."""
     role, _, method = call.removeprefix("start ").removesuffix(" again").rstrip("0123456789").partition(".")
     role = "rollout" if role == "sampling" else role
     advice = f"turn down {_KEYS[role]}" if role in _KEYS else "give the run more memory"
@@ -98,7 +98,7 @@ def at_least(rule: MicroBatchRule, longest: int) -> MicroBatchRule:
 
 
 def _room(error: Exception) -> tuple[str, float, float]:
-    """Whose memory it was; its free and all its bytes."""
+    """Return the memory that ran out (the GPU's, or the machine's), its free bytes and all its bytes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

@@ -17,13 +17,13 @@ Arguments = Sequence[tuple[Any, ...]]
 Recipe = Callable[[], list[ray.ObjectRef]]
 
 STEP_OF_MANY = frozenset({"begin_weight_sync", "next_bucket", "end_weight_sync", "sent_digests"})
-"""Calls that mean nothing to new processes which have not seen those before: whoever makes them begins again."""
+"""Calls that mean nothing to new processes, which have not had those before: their caller begins again with the first."""
 LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
 """Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
 
 
 SAVES = frozenset({"save", "begin_save"})
-"""Calls whose half-done work is in the way of a second try: whoever makes them begins with another folder."""
+"""Calls whose half-done work is in the way of a second try: their caller begins again with another folder."""
 
 
 class SetRestarted(ClusterError):
@@ -129,7 +129,7 @@ class SupervisedSet(WorkerSet):
                 if method in STEP_OF_MANY:
                     raise SetRestarted(f"{self.role} was started again in {method}") from error
                 if method in SAVES:
-                    # In its folder are files of those that are no more.
+                    # Its folder holds files of the ranks that have ended.
                     raise SaveLost from error
         if self.keeper is not None and self.is_restarted:
             self.keeper.after(method, arguments)
@@ -147,13 +147,13 @@ class SupervisedSet(WorkerSet):
                 worker.excused = False
 
     def parts(self, method: str) -> list[ray.ObjectRef]:
-        """Each rank's result as an object that is there, and was not fetched."""
+        """Return each rank's result as a reference to an object that is in the store, and was not fetched."""
         pairs = [w.actor.call_pair.options(num_returns=2).remote(method) for w in self.workers]
         wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
         return [pair[1] for pair in pairs]
 
     def recover(self, error: ClusterError, what: str) -> None:
-        """Make the set anew, with its state. Raises `error` where nobody supervises it, ClusterError at the budget's end."""
+        """Make the set anew, with its state. Raises `error` where it has no supervisor, ClusterError at the budget's end."""
         if self.supervisor is None or not self.is_restarted or self._recipe is None:
             raise error
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What all recoveries share: the monitor, the budget, and the account of what happened."""
+"""What all recoveries share: the monitor that notices failures, the budget of restarts, and the log of what happened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_rl.types import Metrics
 
 
 class Budget:
-    """At most `max_restarts` of one worker or group within `window_s`; then an error with every cause of all of them."""
+    """At most `max_restarts` of one worker or worker set within `window_s`; then an error with every cause of all of them."""
 
     def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_restarts = max_restarts
@@ -47,17 +47,17 @@ class RecoveryLog:
 
     warn: Callable[[str], None]
     on_restart: Callable[[str, int | None], None] = lambda worker, pid: None
-    """Told the name of every worker that has a new process, and the process's id."""
+    """Called with the name of every worker that has a new process, and the process's id."""
     _since: Metrics = field(default_factory=dict)
     _total: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failed(self, name: str, cause: str, then: str) -> None:
-        """A worker or group has failed, and `then` is done about it."""
+        """Report that a worker or worker set has failed, and what (`then`) is done about it."""
         self.warn(f"recovery: {name} failed: {_first_line(cause)}; {then}")
 
     def recovered(self, name: str, kind: str, seconds: float, how: str) -> None:
-        """It is at work again, `seconds` after the failure was noticed."""
+        """Report that it works again, `seconds` after the failure was noticed."""
         self.warn(f"recovery: {name} is back after {seconds:.1f} s: {how}")
         with self._lock:
             self._total += 1
@@ -65,6 +65,7 @@ class RecoveryLog:
             self._add("recovery/seconds", seconds)
 
     def count(self, name: str, number: float) -> None:
+        """Add to the number of this name until the next `metrics`."""
         with self._lock:
             self._add(f"recovery/{name}", number)
 
@@ -89,7 +90,7 @@ class Supervisor:
     ) -> None:
         self.mode = trainer.recover
         self.closed = False
-        """The run is over: nobody is started again."""
+        """The run is over: nothing is started again."""
         self.writes_checkpoints = trainer.save_freq > 0
         self.memory_bytes = trainer.recover_memory_gib * 2**30
         self.start_timeout_s = trainer.start_timeout_s

@@ -1,4 +1,4 @@
-"""Who may talk to the Ray cluster of a run: only those that have its token."""
+"""Access to the Ray cluster of a run: only processes that have its token are answered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def answers_without_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) talks to a stranger: whoever reaches that port can run code there."""
+    """Whether the cluster at `address` (host:port) answers without a token: any process that reaches the port can run code there."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -20,13 +20,13 @@ def answers_without_token(address: str) -> bool:
         try:
             ask(b"", timeout=_PROBE_TIMEOUT_S)
         except grpc.RpcError:
-            # Refused; or nobody listens there, which the connection itself tells.
+            # Refused; or nothing listens there, which the connection itself will show.
             return False
     return True
 
 
 def refuses_our_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) says that this process's token, or its lack of one, is wrong."""
+    """Whether the cluster at `address` (host:port) answers that this process's token, or its lack of one, is wrong."""
     import grpc
     import ray._raylet
 

@@ -1,6 +1,7 @@
-"""Whether the Ray cluster is there: asked before Ray is, and all the time while a run uses it.
+"""Whether the Ray cluster is there: tried before Ray connects, and all the time while a run uses it.
 
-Ray itself waits for a minute, in silence, where nobody listens, and a driver whose raylet has gone never ends.
+Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
+thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raise ClusterError where nobody listens at `address`, or who does wants another token, for which Ray tries 20 s.
+    """Raise ClusterError where nothing listens at `address`, or what does asks for another token: Ray itself would try for 20 s.
 
     Words such as `auto` are for Ray to look up.
     """
@@ -47,7 +48,7 @@ def refuse_unreachable(address: str) -> None:
 
 
 def why_not_connected(address: str | None, error: Exception) -> ClusterError:
-    """What Ray says of a connection that it could not make, in one line."""
+    """Return an error, of one line, for a connection that Ray could not make."""
     text = str(error)
     where = f"the cluster at {address}" if address else "a local Ray"
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
@@ -63,7 +64,7 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
 
 
 def wrong_token(where: str) -> ClusterError:
-    """What to do where a cluster asks for a token."""
+    """Return the error for a cluster that asks for another token, with what to do."""
     return ClusterError(
         f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
         "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
@@ -78,7 +79,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def unanswered(address: tuple[str, int] | str) -> str | None:
-    """Why nobody takes a connection at a host and port, or at the path of a Unix socket; None: somebody does."""
+    """Return why no connection is taken at a host and port, or at the path of a Unix socket; None where one is."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     try:
         if isinstance(address, str):
@@ -93,7 +94,7 @@ def unanswered(address: tuple[str, int] | str) -> str | None:
 
 
 class ClusterWatch:
-    """Tells, from a thread of its own, of a cluster that has gone: `on_lost` is called once, with the cause."""
+    """Watches the cluster from a thread of its own: `on_lost` is called once, with the cause, when it has gone."""
 
     def __init__(
         self,

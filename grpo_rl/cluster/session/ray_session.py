@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.child_processes import shielded
 from grpo_rl.cluster.processes.forks import ForkServer
-from grpo_rl.cluster.session import auth, liveness, run_watcher
+from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
@@ -35,6 +36,7 @@ LOOK_S = 60.0
 SIGACTION_BYTES = 512
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_FOLDER = 36
+OF_RAY, LOG_OF_RAY = "ray", "ray.log"
 
 
 @contextmanager
@@ -45,9 +47,10 @@ def ray_session(
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
     copied: Sequence[str] = (),
+    log: Path | None = None,
 ) -> Iterator[None]:
     """`connecting`, and connected from the first line on."""
-    with connecting(config, num_cpus, record, on_lost, warn, copied) as connection:
+    with connecting(config, num_cpus, record, on_lost, warn, copied, log) as connection:
         connection.connected()
         yield
 
@@ -60,6 +63,7 @@ def connecting(
     on_lost: Callable[[str], None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
     copied: Sequence[str] = (),
+    log: Path | None = None,
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
@@ -67,12 +71,14 @@ def connecting(
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
     however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
     another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that has
-    imported the modules in `copied` (`forks`), where there are any.
+    imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file `log`.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with watched(record) as folder, ExitStack() as stack:
-        connection = Connection(config, num_cpus, folder, on_lost, warn)
+        connection = Connection(config, num_cpus, folder, on_lost, warn, log or folder / LOG_OF_RAY)
+        if connection.is_local:
+            stack.enter_context(local_ray.own_token())
         if copied and connection.is_local:
             stack.callback(ForkServer(folder, copied).close)
             connection.wait_for_copies()
@@ -93,6 +99,7 @@ class Connection(threading.Thread):
         folder: Path,
         on_lost: Callable[[str], None] | None,
         warn: Callable[[str], None],
+        log: Path,
     ) -> None:
         super().__init__(name="connecting to Ray", daemon=True)
         self._config = config
@@ -105,13 +112,16 @@ class Connection(threading.Thread):
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": str(folder),
+                # Ray lets everybody write into this folder (mode 1777); the one around it is this user's alone.
+                "_temp_dir": str(folder / OF_RAY),
             }
+        self._log = log
         self._on_lost, self._warn = on_lost, warn
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
+        self._patched = ExitStack()
         self._is_ours = False
-        """Ray has started here, or let us in: a Ray that somebody else had in this process is left to them."""
+        """Ray was started or connected here: one that was there before in this process is left as it is."""
         self._tried, self._closed = threading.Event(), threading.Event()
 
     @property
@@ -127,7 +137,7 @@ class Connection(threading.Thread):
     def run(self) -> None:
         try:
             self._connect()
-        except BaseException as error:  # raised again by who waits
+        except BaseException as error:  # raised again by `connected`
             self._error = error
         finally:
             self._tried.set()
@@ -153,7 +163,7 @@ class Connection(threading.Thread):
             self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, self._warn, liveness.NODE_PATIENCE_S))
 
     def close(self) -> None:
-        """Leave Ray, whatever came of it."""
+        """Disconnect from Ray, and end a local one, whether or not it had started."""
         self._tried.wait(START_S)
         for each in self._watches:
             each.close()
@@ -161,6 +171,7 @@ class Connection(threading.Thread):
             import ray
 
             ray.shutdown()
+        self._patched.close()
         self._closed.set()
 
     def _connect(self) -> None:
@@ -168,8 +179,12 @@ class Connection(threading.Thread):
 
         if self._address:
             liveness.refuse_unreachable(self._address)
+        self._patched.enter_context(local_ray.errors_logged(self._log))
         try:
-            with _our_own_answer_to(signal.SIGTERM):
+            with _our_own_answer_to(signal.SIGTERM), ExitStack() as stack:
+                if self.is_local:
+                    local_ray.forget_token()
+                    stack.enter_context(local_ray.started_apart())
                 ray.init(**self._options)
         except Exception as error:
             raise liveness.why_not_connected(self._address, error) from error
@@ -206,10 +221,12 @@ def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_lo
 
 @contextmanager
 def watched(record: Path | None = None) -> Iterator[Path]:
-    """A temporary folder. It goes at the end, and so does every process started within, even if this one is killed."""
+    """Yield a temporary folder of this user's alone. It goes at the end, even if this process is killed, and so does every
+    process that was started meanwhile: a watcher beside this one (`run_watcher.py`) sees to that."""
     token = secrets.token_hex(16)
     base = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) < LONGEST_FOLDER - 14 else "/tmp"))
+    room = LONGEST_FOLDER - len("/grpo-12345678/") - len(OF_RAY)
+    folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) <= room else "/tmp"))
     (folder / run_watcher.MARKER).write_text(token)
     if record is not None:
         record.write_text(
@@ -217,13 +234,14 @@ def watched(record: Path | None = None) -> Iterator[Path]:
                 {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
             )
         )
-    watcher = subprocess.Popen(
-        [sys.executable, "-S", "-E", run_watcher.__file__, token, str(folder), str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C on the terminal is for the controller
-    )
+    with shielded():
+        watcher = subprocess.Popen(
+            [sys.executable, "-S", "-E", run_watcher.__file__, token, str(folder), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     ours = {run_watcher.TOKEN: token, SESSION_FOLDER: str(folder)}
     earlier = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
@@ -244,9 +262,9 @@ def watched(record: Path | None = None) -> Iterator[Path]:
 
 
 def clean_earlier(record: Path) -> list[int]:
-    """Processes that the run which left `record` had left too, ended now with its temporary folder.
+    """End the processes that an earlier run, which left `record`, had left too, and remove its temporary folder; return their ids.
 
-    To be called by who holds the lock of the run's folder, so that the earlier run's controller is gone.
+    To be called with the lock of the run's folder held, so that the earlier run's controller is gone.
     """
     try:
         found = json.loads(record.read_text())

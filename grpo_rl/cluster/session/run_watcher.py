@@ -1,7 +1,7 @@
 """Ends what a run leaves behind: run beside it, as a process of its own that needs nothing but Python.
 
 Every process that a run starts inherits the environment variable GRPO_SESSION with the run's own random token, so
-that they can be told from everybody else's, whatever session or parent they have. When the controller ends, in
+that they are found among all others, whatever session or parent they have. When the controller ends, in
 whichever way, its end of a pipe closes: then all processes with the token are killed, and the temporary folder goes.
 """
 
@@ -19,25 +19,25 @@ from pathlib import Path
 
 TOKEN = "GRPO_SESSION"
 MARKER = "grpo_session"
-"""The file in a temporary folder that says whose it is: no other folder is ever removed."""
+"""The file in a temporary folder with the token of its run: no other folder is ever removed."""
 CLEAN_S = 10.0
 TRACKER_S = 2.0
 
 
 def processes(token: str) -> Iterator[int]:
-    """Processes of the session with this token, zombies left out."""
+    """Yield the ids of all processes of the session with this token, zombies left out."""
     wanted = f"{TOKEN}={token}".encode()
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # ended, or somebody else's
+            with contextlib.suppress(OSError):  # ended, or another user's
                 if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
 
 
 def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
-    """The processes that were still there and are not any more; the session's folder is removed.
+    """End the processes of a session and remove its folder; return the ids of those that were still there.
 
-    Python's own trackers of shared memory get some time to remove it, now that nobody uses it; then they end too.
+    Python's own trackers of shared memory get some time to remove it, now that nothing uses it; then they end too.
     """
     ended: list[int] = []
     began = time.monotonic()
@@ -62,7 +62,7 @@ def clean(token: str, folder: Path, but_not: int | None = None) -> list[int]:
 
 
 def remove_segments(folder: Path) -> None:
-    """Remove shared memory of vLLM's processes that no tracker knows: it is called after a file of theirs in this folder."""
+    """Remove shared memory of vLLM's processes that no tracker removes: it has the name of a file of theirs in this folder."""
     for file in folder.glob("**/vllm_dist_*"):
         for segment in Path("/dev/shm").glob(f"{file.name}-*"):
             with contextlib.suppress(OSError):
@@ -80,8 +80,6 @@ def is_tracker(pid: int) -> bool:
 def main(arguments: list[str]) -> None:
     """`TOKEN FOLDER PID`: wait until the pipe on standard input closes or process PID is gone, then clean."""
     token, folder, controller = arguments[0], Path(arguments[1]), int(arguments[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     while os.getppid() == controller:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 1):

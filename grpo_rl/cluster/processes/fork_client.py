@@ -1,0 +1,89 @@
+"""What Ray runs in place of Python where workers are copies of one process: it asks the fork server for one.
+
+Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT ...`, which
+sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at SOCKET and ends
+once a copy has taken its place. When no server answers, says no, or is not the one that the controller (PID) made, this
+process becomes the Python that Ray wanted. It needs nothing but Python's own library, since it runs for every worker.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# The first request waits for the server's imports. Ray waits longer for its worker (`ray_session.py`).
+ANSWER_S = 40.0
+
+
+class NotOurs(Exception):
+    """A folder, or a process at the other end of a socket, that another user made or could have replaced."""
+
+
+def refuse_shared(folder: str | Path) -> None:
+    """Raise NotOurs for a folder of another user, or one that others may look or write into; OSError where there is none."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise NotOurs(f"{folder} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})")
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel noted them when it connected, or when it began to listen."""
+    layout = struct.Struct("3i")
+    pid, user, _ = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
+    return pid, user
+
+
+def granted(address: str, controller: int, words: Sequence[str]) -> bool:
+    """Whether there is a copy now that runs these words with all that this process has.
+
+    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without one.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    request = {
+        "words": list(words),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "umask": umask,
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "oom_score": Path("/proc/self/oom_score_adj").read_text(),
+    }
+    refuse_shared(Path(address).parent)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        connection.connect(address)
+        # The controller has called `listen`, and the server has inherited the socket from it.
+        if peer(connection) != (controller, os.geteuid()):
+            raise NotOurs(f"{address} is served by process and user {peer(connection)}, not {(controller, os.geteuid())}")
+        data = json.dumps(request).encode() + b"\n"
+        sent = connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+        connection.sendall(data[sent:])
+        # READY and TAKEN of fork_server.py, which this does not import: it would load a package for two words.
+        if connection.recv(64) != b"ready":
+            return False
+        connection.sendall(b"taken")
+        return True
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`SOCKET PID SCRIPT ARGUMENT ...`"""
+    address, controller, *words = arguments
+    try:
+        if granted(address, int(controller), words):
+            return
+    except NotOurs as error:
+        print(f"no copy of a process: {error}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
