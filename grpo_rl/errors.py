@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
+
+PACKAGE = os.path.dirname(__file__)
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 EXIT_CODES = {
     0: ("done", "nothing"),
@@ -121,3 +125,15 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
     others = [line for line in lines if line and not line.startswith(("|", "log:"))]
     more = [f"... and {len(others) - limit} more lines"] if len(others) > limit else []
     return [*others[:limit], *more, *logs]
+
+
+def raised_in(error: BaseException) -> str:
+    """Return ` (FILE, line N, in NAME)`: the last line of a user's own file that an exception passed; "" without one."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        file = code.co_filename
+        if not file.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in file:
+            place = f" ({file}, line {trace.tb_lineno}, in {code.co_name})"
+        trace = trace.tb_next
+    return place

@@ -212,7 +212,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """Return what `encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -1,8 +1,9 @@
-"""What flows through a training step: prompts, rollouts, and the batch that is trained on."""
+"""The values that flow through a training step: prompts, rollouts, and the batch that is trained on."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -221,7 +222,10 @@ class Batch:
     rewards_N: Tensor
     rollout_logprobs_T: Tensor
     positions_T: Tensor = None  # type: ignore[assignment]
-    """Positions of the trained tokens in `token_ids_S`, ascending. Left out together with `trained_lengths_N`: all of every response."""
+    """Positions of the trained tokens in `token_ids_S`, ascending.
+
+    Left out together with `trained_lengths_N`: all of every response.
+    """
     trained_lengths_N: Tensor = None  # type: ignore[assignment]
     """The number of trained tokens of each rollout."""
     old_logprobs_T: Tensor | None = None
@@ -240,7 +244,7 @@ class Batch:
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
-    """The number of reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
+    """The number of reasoning steps of each rollout, only for estimators that read them."""
     step_ends_K: Tensor | None = None
     """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = None
@@ -260,8 +264,18 @@ class Batch:
             raise ValueError("positions_T and trained_lengths_N come together")
         if self.positions_T is None:
             self.trained_lengths_N = self.response_lengths_N
-            starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
-            self.positions_T = _consecutive(starts_N, self.response_lengths_N)
+            self.positions_T = self._response_positions()
+
+    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Tensor]]]:
+        """Pickle the columns that are there; positions that are whole responses follow from the lengths."""
+        columns = {column.name: getattr(self, column.name) for column in dataclasses.fields(self)}
+        if torch.equal(self.positions_T, self._response_positions()):
+            columns["positions_T"] = columns["trained_lengths_N"] = None
+        return _batch_of, ({name: value for name, value in columns.items() if value is not None},)
+
+    def _response_positions(self) -> Tensor:
+        starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
+        return _consecutive(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -282,14 +296,16 @@ class Batch:
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        token_index = self.token_index(index_K)
-        columns = self._token_columns(token_index)
-        for name in _columns_with("_N", "_NP"):
-            columns[name] = _at(getattr(self, name), index_K)
-        columns["token_ids_S"] = self.token_ids_S[segment_index(self.sequence_lengths_N, index_K)]
+        columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
+        lengths = {"_S": self.sequence_lengths_N, "_T": self.trained_lengths_N, "_TD": self.trained_lengths_N}
         if self.num_steps_N is not None:
-            step_index = segment_index(self.num_steps_N, index_K)
-            columns |= {name: _at(getattr(self, name), step_index) for name in _columns_with("_K")}
+            lengths["_K"] = self.num_steps_N
+        if self.support_counts_T is not None:
+            lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
+        for suffix, lengths_N in lengths.items():
+            begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K].tolist(), lengths_N[index_K].tolist()
+            for name in _columns_with(suffix):
+                columns[name] = _pieces(getattr(self, name), begin_K, size_K)
         # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
         starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
         moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
@@ -303,11 +319,13 @@ class Batch:
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
-        kept_before = torch.cat([torch.zeros(1, dtype=torch.long), keep_T.long().cumsum(0)])
-        ends_N = self.trained_lengths_N.cumsum(0)
+        token_index = keep_T.nonzero()[:, 0]
+        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
+        if self.support_counts_T is not None:
+            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
         return self.replace(
-            **self._token_columns(keep_T.nonzero()[:, 0]),
-            trained_lengths_N=kept_before[ends_N] - kept_before[ends_N - self.trained_lengths_N],
+            **columns,
+            trained_lengths_N=_segment_sums(keep_T, self.trained_lengths_N),
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,
@@ -321,12 +339,9 @@ class Batch:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
         return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
 
-    def _token_columns(self, token_index: Tensor) -> dict[str, Any]:
-        """Return the columns over trained tokens, at these of them."""
-        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
-        if self.support_counts_T is not None:
-            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
-        return columns
+
+def _batch_of(columns: dict[str, Tensor]) -> Batch:
+    return Batch(**columns)
 
 
 def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
@@ -339,6 +354,20 @@ def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     """Return start, start + 1, ... of each segment, one segment after the other."""
     within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
     return torch.repeat_interleave(starts_N, lengths_N) + within
+
+
+def _pieces(column: Tensor | None, begin_K: list[int], size_K: list[int]) -> Tensor | None:
+    """Return pieces of a column one after the other. They are copied whole: an index for every token would cost more."""
+    if column is None or not begin_K:
+        return None if column is None else column[:0]
+    return torch.cat([column.narrow(0, begin, size) for begin, size in zip(begin_K, size_K, strict=True)])
+
+
+def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
+    """Return the sum of each segment of a column of integers."""
+    before = torch.cat([torch.zeros(1, dtype=torch.long), x_T.long().cumsum(0)])
+    ends_N = lengths_N.cumsum(0)
+    return before[ends_N] - before[ends_N - lengths_N]
 
 
 def _columns_with(*suffixes: str) -> list[str]:

@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_rl.rewards.check import percentile
-from grpo_rl.rewards.check_data import Row, read_rows
+from grpo_rl.rewards.check import Row, percentile, read_rows
 from grpo_rl.rewards.rules.auto import auto
 
 SETS = {

@@ -2,6 +2,9 @@
 
 Each is taken through the rules of values and those between keys; every so many (`--compose-every`, Hydra needs a tenth
 of a second) also through the whole way of a command line: words, composing, rules, plan.
+
+`--changes` changes every key alone instead, to a few values, in each of some thirty configurations, and counts those
+changes that are accepted and do nothing without a word (a minute).
 """
 
 from __future__ import annotations
@@ -17,23 +20,28 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/unit/config"), str(ROOT)]
 
 from config_tools import CPU, nested  # noqa: E402
+from effects import CONTEXTS, silent_changes  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from valid_configs import valid_settings  # noqa: E402
 
 from grpo_rl.config.checks.all_rules import check  # noqa: E402
 from grpo_rl.config.compose import compose  # noqa: E402
 from grpo_rl.config.convert import convert  # noqa: E402
+from grpo_rl.config.schema.fields import leaves  # noqa: E402
 from grpo_rl.errors import ConfigError  # noqa: E402
 from grpo_rl.plan.make import make_plan  # noqa: E402
 
 
 def main() -> int:
-    """0 when none was refused."""
+    """Return 0 when none was refused, or no change without an effect was accepted."""
     parser = argparse.ArgumentParser(description="Draw valid configurations and count those that are refused.")
     parser.add_argument("count", nargs="?", type=int, default=10_000)
     parser.add_argument("--compose-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--changes", action="store_true", help="change every key alone and look for changes without an effect")
     wanted = parser.parse_args()
+    if wanted.changes:
+        return _changes()
     seen, composed, refused = 0, 0, list[str]()
 
     @seed(wanted.seed)
@@ -61,6 +69,17 @@ def main() -> int:
     )
     print("\n".join(refused[:10]))
     return bool(refused)
+
+
+def _changes() -> int:
+    started, accepted, silent = time.perf_counter(), 0, list[str]()
+    for context in CONTEXTS:
+        for change, is_silent in silent_changes(context, list(leaves())):
+            accepted += 1
+            silent += [change] if is_silent else []
+    print(f"{accepted} accepted changes of one key in {time.perf_counter() - started:.1f} s; without an effect: {len(silent)}")
+    print("\n".join(silent))
+    return bool(silent)
 
 
 def _planned(keys: dict[str, Any]) -> list[str]:

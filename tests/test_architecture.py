@@ -45,6 +45,10 @@ NEIGHBOURS = {
     ("checkpoint", "models"),
     # What a role says it has written.
     ("protocols", "checkpoint"),
+    # A reward function is tried on rows that are read as a run reads them.
+    ("rewards", "data"),
+    # The answer in an original solution is found as a rule finds it in a response.
+    ("data", "rewards"),
 }
 LONGEST_FILE = 500
 LIBRARIES = {

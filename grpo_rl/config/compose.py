@@ -10,12 +10,13 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import layers, overrides, recipes, secrets
+from grpo_rl.config import layers, overrides, recipes, relative_paths, secrets
 from grpo_rl.config.checks import all_rules, security_rules
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.schema.fields import free_mapping, leaves
@@ -27,16 +28,18 @@ _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The configuration of a run, and where it came from."""
+    """A run's configuration and where it came from."""
 
     config: Config
     resolved: dict[str, Any]
     """All keys with their values, to be saved and shown: what came from the environment stays `${oc.env:NAME}`, secrets are hidden."""
     recipe: str | None
     recipe_is_default: bool
-    """Nothing was named, so the embedded model learns the embedded task."""
+    """True where neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
     overrides: tuple[str, ...]
-    """What was typed, secrets hidden."""
+    """The words of the command line, secrets hidden."""
+    notes: tuple[str, ...] = ()
+    """What was given and has no meaning here: one line each, for the plan."""
 
     def yaml(self) -> str:
         """`resolved` as a YAML file that can be given again as `recipe=FILE`."""
@@ -44,7 +47,7 @@ class Composed:
 
 
 def compose(argv: Sequence[str]) -> Composed:
-    """The configuration that the words `key=value`, `recipe=NAME` and `~key` of a command line describe.
+    """Return the configuration that the words `key=value`, `recipe=NAME` and `~key` of a command line describe.
 
     Raises ConfigError with one line per problem, all that were found: misspelt keys with the nearest ones,
     values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
@@ -57,7 +60,8 @@ def compose(argv: Sequence[str]) -> Composed:
     recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
     if recipe_is_default:
         recipe_name = recipes.DEFAULT_RECIPE
-    recipe = layers.of_recipe(recipe_name, problems) if recipe_name is not None else ()
+    notes = list(line.notes)
+    recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else ()
     composed = layers.compose(recipe, line.overrides, problems)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
@@ -75,11 +79,12 @@ def compose(argv: Sequence[str]) -> Composed:
         recipe=recipe_name,
         recipe_is_default=recipe_is_default,
         overrides=tuple(_hide_secret(word) for word in argv),
+        notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """A mapping as YAML text, in its own order."""
+    """Return a mapping as YAML text, in its own order."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
 
 
@@ -90,7 +95,7 @@ def _useless_clearing(composed: DictConfig, cleared: list[str]) -> Iterator[str]
 
 
 def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All values with `${...}` filled in, and the same with values from the environment left as expressions.
+    """Return all values with `${...}` filled in, and the same with values from the environment left as expressions.
 
     An expression that refers to a value from the environment is left as one, too. Keys whose expression
     cannot be resolved become problems and fall back to their defaults.
@@ -141,7 +146,7 @@ def _text_keys(tree: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
-    """Every key of `config`; where `safe` differs from `raw` it holds an expression, which takes the value's place."""
+    """Return every key of `config`; where `safe` differs from `raw` it holds an expression, which takes the value's place."""
 
     def merge(value: Any, raw_value: Any, safe_value: Any, key: str) -> Any:
         if raw_value != safe_value and not isinstance(value, dict):
@@ -159,11 +164,12 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
     assert isinstance(shareable, dict)
-    return shareable
+    # The file is a recipe in another folder, and has to mean the same there.
+    return relative_paths.from_folder(shareable, Path.cwd())
 
 
 def _escaped(value: Any) -> Any:
-    """Text that happens to hold `${` is written so that it is read as text again."""
+    """Return text that happens to hold `${` so that it is read as text again."""
     if isinstance(value, str):
         return secrets.redact(value).replace("${", "\\${")
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
@@ -183,7 +189,7 @@ def _typed_secrets(words: Sequence[str]) -> Iterator[str]:
 
 
 def _without_environment(problems: list[str], raw: dict[str, Any], safe: dict[str, Any]) -> list[str]:
-    """The lines with the expression in place of each value that came from the environment."""
+    """Return the lines with the expression in place of each value that came from the environment."""
     shown = []
     for problem in problems:
         key, _, rest = problem.partition("=")
@@ -200,7 +206,7 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
-    """A recipe is somebody else's text: it cannot allow the code of a model folder to run, only the user can."""
+    """Yield a line where a recipe, somebody else's text, allows the code of a model folder to run: only the user may."""
     for key in security_rules.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

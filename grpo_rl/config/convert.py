@@ -23,11 +23,11 @@ _LARGEST_INT = 2**63 - 1
 
 
 class _Wrong(Exception):
-    """What is wrong with one value, without the key."""
+    """The fault of one value, without its key."""
 
 
 def convert(raw: Mapping[str, Any]) -> Config:
-    """The Config that `raw` describes; keys that are not in it have their defaults.
+    """Return the Config that `raw` describes; keys that are not in it have their defaults.
 
     Raises ConfigError with one line per problem: unknown keys, wrong types, values out of range or not
     among the choices.
@@ -39,14 +39,14 @@ def convert(raw: Mapping[str, Any]) -> Config:
 
 
 def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """The Config, with defaults where a value cannot be used, and a line for each of these."""
+    """Return the Config, with defaults where a value cannot be used, and a line for each of these."""
     problems: list[str] = []
     config: Config = _section(Config, raw, "", problems)
     return config, problems
 
 
 def value_problem(key: str, value: Any) -> str | None:
-    """The line for a value that the key does not take, None for one that it does."""
+    """Return the line for a value that the key does not take, None for one that it does."""
     kind = leaves()[key].kind
     try:
         _value(kind, value)
@@ -56,9 +56,9 @@ def value_problem(key: str, value: Any) -> str | None:
 
 
 def unknown_key(key: str, where: str = "") -> str:
-    """The line for a key that is not in the schema, with the nearest ones."""
+    """Return the line for a key that is not in the schema, with the nearest ones."""
     near = nearest(key)
-    if near == [key]:
+    if near == (key,):
         hint = "Dots do not nest in a YAML file: write each part on its own, indented line."
     elif near:
         hint = f"Did you mean {' or '.join(near)}?"
@@ -70,7 +70,7 @@ def unknown_key(key: str, where: str = "") -> str:
 
 
 def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
-    """The dataclass `section`, built from `raw`; a field with a problem keeps its default."""
+    """Return the dataclass `section`, built from `raw`; a field with a problem keeps its default."""
     if not isinstance(raw, Mapping):
         problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {_example(prefix)}")
         return section()
@@ -188,7 +188,7 @@ def _float(value: Any) -> float:
 
 
 def _check_range(bounds: Range | None, number: float) -> None:
-    if bounds is None:
+    if bounds is None or (bounds.zero and number == 0):
         return
     inside = (
         (bounds.ge is None or number >= bounds.ge)
@@ -197,11 +197,12 @@ def _check_range(bounds: Range | None, number: float) -> None:
         and (bounds.lt is None or number < bounds.lt)
     )
     if not inside:
-        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}")
+        reason = f" ({bounds.reason})" if bounds.reason else ""
+        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}{reason}")
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line, shortened when it is very long."""
+    """Return a value as it is written on the command line, shortened when it is very long."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The layers that Hydra lays over each other: the schema's defaults, `conf/config.yaml`, a recipe with those it builds on, words."""
+"""The layers that Hydra lays over each other: defaults, `conf/config.yaml`, a recipe after those it builds on, the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import overrides, recipes
+from grpo_rl.config import overrides, recipes, relative_paths
 from grpo_rl.config.convert import unknown_key
 from grpo_rl.config.schema.fields import leaves, sections
 from grpo_rl.config.schema.tree import Config
@@ -27,27 +27,34 @@ from grpo_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A recipe as Hydra is given it."""
+    """A recipe in the form that Hydra takes."""
 
     option: str
     text: str
-    """The node as text: what tells two layers apart."""
+    """The node as text, by which layers are compared."""
     node: dict[str, Any] = field(compare=False)
 
 
-def of_recipe(name: str, problems: list[str]) -> tuple[Layer, ...]:
-    """The recipe and, after it, all that it builds on; nothing if it cannot be read."""
+def of_recipe(name: str, problems: list[str], notes: list[str]) -> tuple[Layer, ...]:
+    """Return the recipe and, after it, all that it builds on; nothing if it cannot be read.
+
+    What is wrong with its keys is added to `problems`, what is taken without a meaning here to `notes`.
+    """
     try:
         family = recipes.with_parents(recipes.read(name))
     except ConfigError as error:
         problems += error.problems
         return ()
-    nodes = [(recipe, recipe.node(_known_keys(recipe.content, f" (in recipe {recipe.name})", problems))) for recipe in family]
-    return tuple(Layer(recipe.option, repr(node), node) for recipe, node in nodes)
+    layers = []
+    for recipe in family:
+        known = _known_keys(recipe.content, f" (in recipe {recipe.name})", problems, notes)
+        node = recipe.node(known if recipe.folder is None else relative_paths.from_folder(known, recipe.folder))
+        layers.append(Layer(recipe.option, repr(node), node))
+    return tuple(layers)
 
 
 def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str]) -> DictConfig:
-    """What Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
+    """Return what Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
     folder = recipes.folder("conf").absolute()
     try:
         composed = copy.deepcopy(_below_the_words(str(folder), (folder / "config.yaml").read_text(encoding="utf-8"), layers))
@@ -61,7 +68,7 @@ def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list
 
 @lru_cache(maxsize=32)
 def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictConfig:
-    """Defaults, `config.yaml` (its `text`) and the recipe: a tenth of a second of Hydra's, so once for the same ones."""
+    """Return defaults, `config.yaml` (its `text`) and the recipe, composed. Hydra takes a tenth of a second, so equal ones are kept."""
     store = ConfigStore.instance()
     store.store("schema", _plain_defaults())
     for layer in layers:
@@ -72,7 +79,7 @@ def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictC
 
 
 def _apply(word: Override, composed: DictConfig) -> None:
-    """What Hydra makes of `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
+    """Change `composed` as Hydra does for `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
     key = word.key_or_group
     if word.is_delete():
         if OmegaConf.select(composed, key, throw_on_missing=False) is None:
@@ -88,13 +95,15 @@ def _apply(word: Override, composed: DictConfig) -> None:
         raise ConfigCompositionException(f"Error merging override {word.input_line}") from error
 
 
-def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix: str = "") -> dict[str, Any]:
-    """`tree` without the keys that are not in the schema; those that cannot be accepted become problems."""
+def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], notes: list[str], prefix: str = "") -> dict[str, Any]:
+    """Return `tree` without the keys that are not in the schema; those that cannot be accepted become problems."""
     kept: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        if len(problems) >= overrides.MOST_PROBLEMS:
+            break
         if key in sections() and isinstance(value, Mapping):
-            kept[name] = _known_keys(value, where, problems, f"{key}.")
+            kept[name] = _known_keys(value, where, problems, notes, f"{key}.")
         elif key in sections() or key in leaves():
             if "." in str(name):
                 problems.append(f"{key}: dots do not nest in a YAML file{where}; write each part on its own, indented line")
@@ -104,6 +113,7 @@ def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], prefix
                 kept[name] = value
         else:
             answers = verl_answers.refusals(key, value, where)
+            notes += verl_answers.notes(key, value, where)
             problems += [unknown_key(key, where)] if answers is None else answers
     return kept
 
@@ -114,6 +124,6 @@ def _plain_defaults() -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """Return the first line of an exception's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -21,6 +21,10 @@ from grpo_rl.config.verl import verl_answers
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 _LONGEST_KEY = 200
+_MOST_WORDS = 1000
+_MOST_CHARACTERS = 1_000_000
+MOST_PROBLEMS = 200
+"""The number of problems after which no more are looked for: the rest follows from the first."""
 _AMBIGUOUS = re.compile(r"[+-]?(0\d[\d_]*|\d[\d_]*_[\d_]*)")
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _RESOLVERS = ("oc.env", "oc.select")
@@ -28,7 +32,7 @@ _RESOLVERS = ("oc.env", "oc.select")
 
 @dataclass(slots=True)
 class CommandLine:
-    """What the words say: the recipe, the overrides for Hydra, and everything that is wrong with them."""
+    """A command line taken apart: the recipe, the overrides for Hydra, and everything that is wrong with them."""
 
     recipe: str | None = None
     keys: set[str] = field(default_factory=set)
@@ -38,12 +42,24 @@ class CommandLine:
     cleared: list[str] = field(default_factory=list)
     """Free mappings that were assigned `{}`, which in Hydra adds nothing and clears nothing."""
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Words that are taken and have no meaning here, a line for each."""
 
 
 def read(words: list[str]) -> CommandLine:
-    """The command line taken apart. Never raises for what a user typed: see `problems`."""
+    """Return the command line taken apart. Never raises for what a user typed: see `problems`."""
     line = CommandLine()
+    size = sum(map(len, words))
+    if len(words) > _MOST_WORDS or size > _MOST_CHARACTERS:
+        line.problems.append(
+            f"the command line has {len(words)} settings and {size} characters: at most {_MOST_WORDS} and {_MOST_CHARACTERS}; "
+            "write them into a file and name it, as recipe=my.yaml"
+        )
+        return line
     for word in words:
+        if len(line.problems) >= MOST_PROBLEMS:
+            line.problems.append(f"and more: after {MOST_PROBLEMS} problems the other words were not looked at")
+            break
         match = _WORD.fullmatch(word)
         assert match is not None
         sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
@@ -90,7 +106,7 @@ def _take_recipe(line: CommandLine, word: str, sign: str, value: str | None) -> 
 
 
 def _reset(line: CommandLine, key: str, value: str | None) -> None:
-    """`~key`: back to the schema's default, whatever the recipe says."""
+    """Set a key back to the schema's default (`~key`), whatever the recipe has."""
     if value is not None:
         line.problems.append(f"~{key}={value}: write ~{key} (back to the default), or {key}={value} to set it")
     elif free_mapping(key):
@@ -121,6 +137,7 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
         answers = verl_answers.refusals(key, content)
         if answers is not None:
             line.problems += answers
+            line.notes += verl_answers.notes(key, content)
         elif above:
             line.problems.append(f"{key}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:
@@ -140,7 +157,7 @@ def _assign(line: CommandLine, key: str, value: str) -> None:
 
 
 def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> list[str]:
-    """What is wrong with a value by itself, so that it never reaches Hydra; empty where only composing it will tell."""
+    """Return what is wrong with a value by itself, so that it never reaches Hydra; empty where only composing shows it."""
     unknown = unknown_resolvers(value)
     if unknown:
         return [f"{key}={show(value)}: {unknown}"]
@@ -159,7 +176,7 @@ def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> lis
 
 
 def unknown_resolvers(text: str) -> str | None:
-    """Why an expression cannot be used: only other keys and the environment may be referred to. None where all is well."""
+    """Return why an expression cannot be used: only other keys and the environment may be referred to. None where it can."""
     names = [name for name in _RESOLVER.findall(text) if name not in _RESOLVERS]
     if not names:
         return None
@@ -167,7 +184,7 @@ def unknown_resolvers(text: str) -> str | None:
 
 
 def _parse(key: str, value: str, leaf: Leaf | None) -> Override | str:
-    """Hydra's reading of the override, or the problem. Where text is wanted, `001` and `a=b` are text."""
+    """Return Hydra's reading of the override, or the problem. Where text is wanted, `001` and `a=b` are text."""
     wants_text = leaf is not None and _is_text(leaf.kind)
     parsed = _try(f"++{key}={value}")
     if wants_text and (isinstance(parsed, str) or _is_bare_scalar(parsed)) and _is_plain(value):
@@ -208,12 +225,12 @@ def _is_bare_scalar(parsed: Override | str) -> bool:
 
 
 def _is_plain(value: str) -> bool:
-    """Neither a list, a mapping, an interpolation nor already quoted."""
+    """Return whether the value is neither a list, a mapping, an interpolation nor already quoted."""
     return not value.startswith(("[", "{", "'", '"')) and "${" not in value
 
 
 def _written(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Return a value in Hydra's grammar."""
     if isinstance(value, list):
         return "[" + ",".join(_written(entry) for entry in value) + "]"
     return _quoted(value) if isinstance(value, str) else show(value)

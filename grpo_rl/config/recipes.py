@@ -1,8 +1,13 @@
-"""Recipes: YAML files with verl's keys, only what differs from the defaults."""
+"""Recipes: YAML files with verl's keys, only what differs from the defaults.
+
+A recipe may be any file that a user names, also a link to one that is no recipe and whose lines nobody should read in
+a log. So a message says where a file is wrong and quotes nothing of a file that is no YAML mapping.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +18,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl
-from grpo_rl.config.schema.fields import sections
+from grpo_rl.config.schema.fields import leaves, sections
+from grpo_rl.config.verl.keys import ANSWERS
 from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 OWN_FILE = "own_file"
-"""Name under which Hydra knows a recipe that lies outside recipes/."""
+"""The name under which Hydra knows a recipe that lies outside recipes/."""
 
 _PARENT = "/recipe/"
 _LARGEST = 100_000
+"""The most entries of a recipe, aliases unfolded."""
+_LARGEST_FILE = 1_000_000
+"""The most bytes of a recipe; a full configuration has 15,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +38,16 @@ class Recipe:
     """A recipe as it was read: its keys, and the recipes that it builds on (listed under `defaults`)."""
 
     name: str
-    """As the user names it."""
+    """The name that the user gave."""
     option: str
-    """As Hydra names it, below the group `recipe`."""
+    """The name in Hydra's group `recipe`."""
     content: dict[str, Any]
     parents: tuple[str, ...] = ()
+    folder: Path | None = None
+    """Where relative paths in a file of the user's start; None for recipes of the package, whose paths are the user's to fill."""
 
     def node(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What Hydra is given: `content` with the list of parents before it."""
+        """Return the node for Hydra: `content` with the list of parents before it."""
         if not self.parents:
             return dict(content)
         return {"defaults": [*(_PARENT + parent for parent in self.parents), "_self_"], **content}
@@ -52,13 +63,13 @@ def folder(name: str) -> Path:
 
 
 def known_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     root = folder("recipes")
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
 
 
 def read(name: str) -> Recipe:
-    """The recipe called `name` (`arithmetic/grpo`), or the file at that path (`./my.yaml`).
+    """Return the recipe called `name` (`arithmetic/grpo`), or the file at that path (`./my.yaml`).
 
     Raises ConfigError with the list of recipes for an unknown name, and for a file that is no YAML mapping.
     """
@@ -91,20 +102,56 @@ def with_parents(recipe: Recipe) -> list[Recipe]:
 
 
 def _read(path: Path, name: str, option: str) -> Recipe:
+    no_keys = ConfigError(f"recipe={name}: {path} holds no keys; a recipe is a mapping such as trainer: {{save_freq: 10}}")
     try:
-        _check_aliases(path, name)
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"recipe={name}: {path} has more than {_LARGEST_FILE:,} bytes, which no recipe has")
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode) or not root.value:
+            raise no_keys
+        _check_aliases(root, path, name)
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())[:500]
-        raise ConfigError(f"recipe={name}: {path} cannot be read as YAML: {reason}") from None
+        raise ConfigError(f"recipe={name}: {path} cannot be read as YAML: {_place(error)}") from None
     if not isinstance(content, dict) or not content:
-        raise ConfigError(f"recipe={name}: {path} holds no keys; a recipe is a mapping such as trainer: {{save_freq: 10}}")
+        raise no_keys
     entries: dict[str, Any] = {str(key): value for key, value in content.items()}
+    if not any(map(_may_be_meant, entries)):
+        raise ConfigError(
+            f"recipe={name}: {path}: none of its {len(entries)} keys is one of a configuration, so it is no recipe"
+        )
     parents = _parents(entries.pop("defaults", None), name)
-    return Recipe(name, option, _without_empty_sections(entries), parents)
+    return Recipe(
+        name, option, _without_empty_sections(entries), parents, path.absolute().parent if option == OWN_FILE else None
+    )
 
 
-def _check_aliases(path: Path, name: str) -> None:
+def _place(error: Exception) -> str:
+    """Return where and why a file is no YAML, without a word of its content."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return {UnicodeDecodeError: "it is no UTF-8 text", RecursionError: "it is nested too deeply"}.get(
+            type(error), error.strerror or "" if isinstance(error, OSError) else "its content is no plain mapping of values"
+        )
+    said = getattr(error, "problem", None) or ""
+    twice = said.partition("found duplicate key ")[2]
+    if twice:
+        ours = any(twice in name.split(".") for name in leaves())
+        reason = f": {twice if ours else 'a key'} stands twice"
+    else:
+        # PyYAML quotes what it stumbled on.
+        reason = f" ({re.split(r'[^a-z ]', said)[0].strip()} ...)" if said else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}{reason}"
+
+
+def _may_be_meant(key: str) -> bool:
+    """Return whether a recipe's outermost key is one of the configuration or of verl, or looks like a misspelt one."""
+    known = {"defaults", *(name.partition(".")[0] for name in (*sections(), *ANSWERS))}
+    outer = key.partition(".")[0]
+    return outer in known or bool(difflib.get_close_matches(outer[:100], known, n=1, cutoff=0.7))
+
+
+def _check_aliases(root: yaml.Node, path: Path, name: str) -> None:
     """Raise ConfigError for aliases that unfold into a tree too large for any recipe ("billion laughs")."""
     sizes: dict[int, int] = {}
 
@@ -118,7 +165,7 @@ def _check_aliases(path: Path, name: str) -> None:
             sizes[id(node)] = 1 + sum(size(part) for part in parts)
         return sizes[id(node)]
 
-    if size(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)) > _LARGEST:
+    if size(root) > _LARGEST:
         raise ConfigError(f"recipe={name}: {path}: its aliases unfold into more than {_LARGEST:,} entries")
 
 

@@ -1,4 +1,4 @@
-"""Secrets kept out of what others write: the output of processes, and log files that are already there."""
+"""Secrets are kept out of what other programs write: the output of processes, and log files that are already there."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from grpo_rl.config import secrets
 
 _PIECE = 2**20
 _LONGEST_LINE = 2**16
-"""Bytes of a line that are waited for."""
+"""The most bytes of one line that are held back until it ends."""
 
 
 class HidingStream:
-    """A text stream that writes to another one what is no secret; all else is the other one's."""
+    """A text stream in front of another one that hides secrets in what is written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, redacted; the number of characters that were given."""
+        """Write `text`, redacted, and return the number of characters that were given."""
         self._stream.write(secrets.redact(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of them."""
+        """Write each of the lines, redacted."""
         for line in lines:
             self.write(line)
 
@@ -36,13 +36,13 @@ class HidingStream:
 
 
 class HiddenLines:
-    """Bytes that arrive in pieces become whole lines without secrets."""
+    """A buffer that makes whole lines without secrets of bytes that arrive in pieces."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that are complete now."""
+        """Return the lines that are complete now."""
         lines, newline, rest = (self._pending + data).rpartition(b"\n")
         if len(rest) > _LONGEST_LINE:
             # A secret may have begun in the last bytes.
@@ -54,13 +54,13 @@ class HiddenLines:
         return _redacted(lines + newline)
 
     def rest(self) -> bytes:
-        """What came after the last line's end."""
+        """Return what came after the last line's end."""
         rest, self._pending = self._pending, b""
         return _redacted(rest)
 
 
 def scrub(files: Iterable[Path]) -> list[Path]:
-    """Files in which a remembered secret stood, written anew without it. For files that nobody writes to any more.
+    """Return the files in which a remembered secret stood; they are written anew without it. For files that no process writes to any more.
 
     What a library prints past Python's streams, and a child of a worker, is found only here.
     """
@@ -90,7 +90,7 @@ def _holds_secret(file: Path) -> bool:
 
 
 def _overlap() -> int:
-    """Bytes that may be the beginning of a remembered secret."""
+    """Return the bytes that may be the beginning of a remembered secret."""
     return max((len(value.encode(errors="surrogateescape")) for value in secrets.known()), default=1) - 1
 
 

@@ -11,13 +11,13 @@ from functools import cache
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema import tree
-from grpo_rl.config.schema.fields import annotations_of, kind_of
+from grpo_rl.config.schema.fields import annotations_of, describe_range, kind_of, leaves
 from grpo_rl.config.schema.tree import Config
 
 _INTRODUCTION = """\
 # Configuration
 
-Generated from `grpo_rl/config/schema*.py` by `python -m grpo_rl.config.reference_page > docs/configuration.md`.
+Generated from `grpo_rl/config/schema/*.py` by `python -m grpo_rl.config.reference_page > docs/configuration.md`.
 
 A key is set on the command line (`trainer.save_freq=10`) or in a recipe, which is a YAML file with the same
 keys (`recipe=arithmetic/grpo`, or `recipe=path/to/my.yaml`). Later ones win: defaults, `conf/config.yaml`, the
@@ -25,20 +25,43 @@ recipe, the command line. `~trainer.save_freq` goes back to the default, `${trai
 of another key, `${oc.env:NAME}` that of an environment variable (which is not written into the run's folder).
 A recipe builds on another with `defaults: [/recipe/arithmetic/grpo]`.
 
-Keys and meanings are verl's. A key that is not here is refused, with the nearest ones; keys of verl's that have
-no meaning here are refused with what to use instead, or accepted with the one value that is right.
+A relative path on the command line starts at the current folder. In a recipe file that you name
+(`recipe=./my.yaml`) paths of data, models, rewards, losses and templates start at the file's own folder, so that it
+means the same from anywhere; `trainer.default_local_dir`, where runs are made, starts at the current folder always.
+In the package's own recipes paths such as `data/gsm8k/train.parquet` start at the current folder. The `config.yaml`
+of a run has absolute ones.
+
+Keys and meanings are verl's. A key that is not here is refused, with the nearest ones. A key of verl's that has no
+meaning here is refused with what to use instead where it changes what is learned; where it bears on speed, memory
+or logs only, it is taken, and the plan has a line for it. A setting that another one switches off is refused, or,
+where people set it by habit (sizes of passes that do not exist), named in the plan.
 `--cfg` prints the whole configuration, `trainer.dry_run=true` what a run would do.
 """
 
 
 def reference() -> str:
-    """The page as Markdown: a table per group, one row per key with its values, default and meaning."""
+    """Return the page as Markdown: a table per group, one row per key with its values, default and meaning."""
     tables = [_table(prefix, section) for prefix, section in _groups(Config, "") if _own_keys(section)]
-    return "\n".join([_INTRODUCTION, *tables])
+    return "\n".join([_INTRODUCTION, *tables, _reasons()])
+
+
+def _reasons() -> str:
+    """Return each pair of bounds with the reason for it and the names of the keys that have it, as a table."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for key, leaf in leaves().items():
+        bounds = (leaf.kind.item or leaf.kind).range
+        if bounds is not None:
+            keys.setdefault((describe_range(bounds), bounds.reason), []).append(key.rpartition(".")[2])
+    rows = [
+        f"| {bounds} | {reason} | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} |"
+        for (bounds, reason), names in keys.items()
+    ]
+    title = "## Why numbers have these bounds\n"
+    return "\n".join([title, "| Bounds | Reason | Keys |", "|---|---|---|", *rows]) + "\n"
 
 
 def _groups(section: type, prefix: str) -> Iterator[tuple[str, type]]:
-    """Each group of keys with its dotted prefix, outer ones first."""
+    """Yield each group of keys with its dotted prefix, outer ones first."""
     yield prefix, section
     for name, annotation in annotations_of(section).items():
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
@@ -63,7 +86,7 @@ def _table(prefix: str, section: type) -> str:
 
 @cache
 def meanings() -> dict[str, dict[str, str]]:
-    """The doc string under each field, by class and field, on one line."""
+    """Return the doc string under each field, by class and field, on one line."""
     found: dict[str, dict[str, str]] = {}
     modules = {sys.modules[vars(tree)[name].__module__] for name in tree.__all__ if name.endswith("Config")}
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]

@@ -1,4 +1,4 @@
-"""What must never be written down: values that look like secrets, hidden in every file and line of a run."""
+"""Secrets, which are never written down: values that look like one are hidden in every file and line of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _known: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret, by its look."""
+    """Return whether a key or an environment variable of this name holds a secret, by its look."""
     return bool(_NAME.search(_CAMEL.sub("_", name).lower()))
 
 
@@ -52,12 +52,12 @@ def remember_environment(environment: Mapping[str, str] | None = None) -> None:
 
 
 def known() -> list[str]:
-    """All remembered values, the longest first: one may be part of another."""
+    """Return all remembered values, the longest first: one may be part of another."""
     return sorted(_known, key=len, reverse=True)
 
 
 def hide_known(line: str) -> str:
-    """A line of JSON without remembered values; quick, for texts in which there are hardly ever any."""
+    """Return a line of JSON without remembered values; quick, for texts in which there are hardly ever any."""
     for value in known():
         for form in (value, json.dumps(value)[1:-1]):
             if form in line:

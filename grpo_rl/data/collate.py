@@ -1,4 +1,4 @@
-"""Rollouts as the columns of a Batch."""
+"""Makes the columns of a Batch from rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from grpo_rl.types import Batch, Rollout, Support
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
-    """The rollouts, in their order, as flat columns; a response may be empty. `parts` name the columns of `reward_parts_NP`.
+    """Return the rollouts, in their order, as flat columns; a response may be empty.
+
+    `parts` name the columns of `reward_parts_NP`.
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
     makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
@@ -52,7 +54,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 
 def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """The steps of all rollouts back to back, where the rollouts have steps."""
+    """Return the steps of all rollouts back to back, where the rollouts have steps."""
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
@@ -64,7 +66,7 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
-    """Whether the rollouts have a `name`. Raises ValueError when only some of them do."""
+    """Return whether the rollouts have a `name`. Raises ValueError when only some of them do."""
     without = [rollout for rollout in rollouts if getattr(rollout, name) is None]
     if without and len(without) < len(rollouts):
         raise ValueError(f"rollout {_name(without[0])} has no {name}, and others of the batch have")
@@ -72,7 +74,7 @@ def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
 
 
 def _supports(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
-    """Sizes [T] and ids [M] of what every token was sampled from; None where nothing was left out."""
+    """Return sizes [T] and ids [M] of the sets that every token was sampled from; None where nothing was left out."""
     given = [rollout for rollout in rollouts if rollout.support is not None]
     if not given:
         return None, None

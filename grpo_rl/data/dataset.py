@@ -16,10 +16,8 @@ from grpo_rl.data.rows import Example, difficulty_of, example
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.custom import custom_source
 from grpo_rl.data.sources.fingerprint import fingerprint_of
-from grpo_rl.data.sources.load_report import LoadReport
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.numeric_columns import read_numbers
-from grpo_rl.data.sources.source import BadRow, Joined, Source
+from grpo_rl.data.sources.source import BadRow, Joined, Source, read_numbers
 from grpo_rl.errors import DataError
 from grpo_rl.types import Prompt
 
@@ -27,6 +25,39 @@ CHECKED_OF_MANY = 1000
 """Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
 KEPT_PROMPTS = 4096
 """Prompts kept ready after they were drawn."""
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What became of the rows, of those checked at the start and of those drawn since."""
+
+    num_rows: int
+    """Rows in the files, after max_samples."""
+    num_checked: int = 0
+    """Rows read, rendered and tokenized before the start."""
+    num_dropped: int = 0
+    """Rows left out because their prompt is longer than max_prompt_length."""
+    num_truncated: int = 0
+    """Rows whose prompt was cut to max_prompt_length."""
+    num_bad: int = 0
+    """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
+    longest_prompt: int = 0
+    """Tokens of the longest prompt as read."""
+
+    def __str__(self) -> str:
+        if self.num_checked < self.num_rows:
+            text = f"{self.num_rows} rows, {self.num_checked} of them checked and the others when they are drawn; "
+            text += f"longest checked prompt {self.longest_prompt} tokens"
+        else:
+            num_kept = self.num_rows - self.num_dropped - self.num_bad
+            text = f"{num_kept} prompts, longest as read {self.longest_prompt} tokens"
+        if self.num_dropped:
+            text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
+        if self.num_truncated:
+            text += f", {self.num_truncated} prompts cut"
+        if self.num_bad:
+            text += f", bad rows left out: {self.num_bad}"
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +112,7 @@ class PromptDataset:
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def usable(self, row_index: int) -> bool:
-        """Whether row `row_index` can be trained on; the same at any time, as the row alone decides.
+        """Return whether row `row_index` can be trained on; the same at any time, as the row alone decides.
 
         Raises DataError for a bad row under data.on_bad_row=error, and for a long prompt that is neither filtered nor cut.
         """
@@ -101,9 +132,9 @@ class PromptDataset:
             return False
 
     def difficulty(self, note: Callable[[int], None] | None = None) -> np.ndarray:
-        """What `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
+        """Return what `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
 
-        The first call reads this column of all rows, and tells `note` how many are done.
+        The first call reads this column of all rows, and calls `note` with how many are done.
         """
         if self._difficulty is None:
             rows = np.arange(len(self)) if self._rows is None else self._rows
@@ -112,7 +143,7 @@ class PromptDataset:
         return self._difficulty
 
     def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:
-        """Read, render and tokenize all rows, or a sample of them; all that is wrong with these is told at once.
+        """Read, render and tokenize all rows, or a sample of them; all that is wrong with these is reported at once.
 
         Raises DataError for bad rows under data.on_bad_row=error, for prompts that are too long and neither dropped nor
         cut, and where no row is left.
@@ -203,7 +234,7 @@ class PromptDataset:
         return self._kept[index]
 
     def _fit(self, too_long: list[tuple[int, int]]) -> set[int]:
-        """Which of the rows with too long prompts are left out."""
+        """Return which of the rows with too long prompts are left out."""
         if too_long and self.config.filter_overlong_prompts:
             self.report.num_dropped = len(too_long)
             return {index for index, _ in too_long}

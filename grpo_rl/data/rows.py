@@ -44,7 +44,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
 
 
 def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:
-    """What the curriculum orders by. Raises BadRow unless it is a finite number."""
+    """Return what the curriculum orders by. Raises BadRow unless it is a finite number."""
     found = column(row, config.difficulty_key, where)
     if math.isnan(number := finite(found)):
         raise wrong(where, config.difficulty_key, found, "a number, as data.curriculum=difficulty orders by it")

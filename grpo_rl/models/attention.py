@@ -1,6 +1,6 @@
 """Causal attention over sequences that lie back to back on one flat axis, without masks.
 
-Every linear layer of the model runs on the flat axis `[1, S, D]`; only attention needs to know where
+Every linear layer of the model runs on the flat axis `[1, S, D]`; only attention depends on where
 sequences begin. Three ways, all exact: flash-attn's variable-length kernel (CUDA, where installed),
 torch's own variable-length kernel (CUDA, half precision), and everywhere else SDPA over groups of
 sequences of similar length, right-padded: under a causal mask no real token ever sees the padding.
@@ -32,11 +32,11 @@ class PaddedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a flat axis begin and end, and how attention will see them."""
+    """The places where the sequences of a flat axis begin and end, and their layout for attention."""
 
     position_ids_S: Tensor
     cumulative_lengths: Tensor
-    """int32 [num_sequences + 1], as variable-length kernels want it."""
+    """int32 [num_sequences + 1], the form that variable-length kernels take."""
     max_length: int
     groups: tuple[PaddedGroup, ...]
     restore_S: Tensor
@@ -46,7 +46,7 @@ class Packing:
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu") -> Packing:
-        """The packing of sequences with these lengths (each at least 1) laid back to back."""
+        """Return the packing of sequences with these lengths (each at least 1) laid back to back."""
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
@@ -97,7 +97,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
+    """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
 
     The signature is that of transformers' attention interface. A sliding window is exact here only
     while no sequence is longer than it; beyond that, and for logit soft-capping, it refuses.
@@ -129,7 +129,7 @@ def packed_attention(
 def _padded_groups(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float
 ) -> Tensor:
-    """SDPA over each padded group; [S, heads, head_dim]."""
+    """Return the outputs [S, heads, head_dim] of SDPA over each padded group."""
     outputs = []
     for group in packing.groups:
         rows, length = group.index_BL.shape
@@ -144,7 +144,7 @@ def _padded_groups(
 
 
 def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
-    """[1, heads, S, head_dim] as [rows, heads, length, head_dim]."""
+    """Return [1, heads, S, head_dim] as [rows, heads, length, head_dim]."""
     rows, length = group.index_BL.shape
     heads, head_dim = x.shape[1], x.shape[3]
     flat = x[0] if uniform else x[0].index_select(1, group.index_BL.reshape(-1))
@@ -153,7 +153,7 @@ def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
 
 @functools.cache
 def _flash_attention() -> Any:
-    """flash-attn's variable-length function where the package is installed, else None."""
+    """Return flash-attn's variable-length function where the package is installed, else None."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     from flash_attn import flash_attn_varlen_func
@@ -162,7 +162,7 @@ def _flash_attention() -> Any:
 
 
 def register() -> None:
-    """Make `attn_implementation=ATTENTION_NAME` known to transformers."""
+    """Register `attn_implementation=ATTENTION_NAME` with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)

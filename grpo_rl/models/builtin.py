@@ -65,7 +65,7 @@ class Builtin:
     warm_start: WarmStart
 
     def content_hash(self) -> str:
-        """16 hex digits that change whenever any setting, the vocabulary or the chat template does."""
+        """Return 16 hex digits that change whenever any setting, the vocabulary or the chat template does."""
         content = [dataclasses.asdict(self), vocabulary(self.vocab_size), CHAT_TEMPLATE]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -116,7 +116,10 @@ BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in (_ARITHMETIC, _COUNT
 
 
 def get_builtin(name: str) -> Builtin:
-    """The embedded model `name`, with or without `builtin:` before it. Raises ConfigError with the known names."""
+    """Return the embedded model `name`, with or without `builtin:` before it.
+
+    Raises ConfigError with the known names.
+    """
     try:
         return BUILTINS[name.removeprefix(PREFIX)]
     except KeyError:
@@ -125,7 +128,7 @@ def get_builtin(name: str) -> Builtin:
 
 
 def cache_folder(name: str) -> Path:
-    """Where the warm-started model is kept: $GRPO_RL_CACHE or ~/.cache/grpo_rl, then name and content hash."""
+    """Return the folder of the warm-started model: $GRPO_RL_CACHE or ~/.cache/grpo_rl, then name and content hash."""
     root = os.environ.get("GRPO_RL_CACHE")
     base = Path(root).expanduser() if root else Path.home() / ".cache" / "grpo_rl"
     builtin = get_builtin(name)
@@ -133,7 +136,7 @@ def cache_folder(name: str) -> Path:
 
 
 def build(name: str, folder: Path) -> Path:
-    """`folder`, holding the randomly initialised model, its tokenizer and its generation settings.
+    """Return `folder` after writing into it the randomly initialised model, its tokenizer and its generation settings.
 
     The same spec gives the same bytes of weights; the caller's random state is left alone.
     """
@@ -149,7 +152,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 def vocabulary(size: int) -> list[str]:
-    """Special tokens, printable ASCII one character each, then reserved tokens, so that every id decodes."""
+    """Return the vocabulary: special tokens, printable ASCII, then reserved tokens, so that every id decodes."""
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = [*string.digits, *sorted(set(string.printable[:95]) - set(string.digits)), "\n"]
     tokens = special + characters
@@ -159,7 +162,7 @@ def vocabulary(size: int) -> list[str]:
 
 
 def build_tokenizer(vocab_size: int) -> Any:
-    """A fast tokenizer of one token per character; text between `<|` and `|>` that names a special token is one token."""
+    """Return a fast tokenizer of one token per character, and one per special token written as `<|name|>`."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -182,7 +185,7 @@ def build_tokenizer(vocab_size: int) -> Any:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws a bar even for writing one megabyte."""
+    """Silence the progress bar that transformers draws even for writing one megabyte."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

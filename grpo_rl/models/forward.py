@@ -57,10 +57,10 @@ class Sequences:
         if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
             raise ValueError("a trained token has no token of its own sequence before it that could predict it")
         return Sequences(
-            token_ids_S=token_ids_S.to(device),
+            token_ids_S=token_ids_S.to(device, torch.long),
             packing=Packing.of(lengths_N, device),
             predict_T=(positions_T - 1).to(device),
-            target_T=token_ids_S[positions_T].to(device),
+            target_T=token_ids_S[positions_T].to(device, torch.long),
             support_counts_T=support_counts_T,
             support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
         )
@@ -89,7 +89,7 @@ class PackedModel(nn.Module):
         self.lm = lm
 
     def hidden_TD(self, sequences: Sequences) -> Tensor:
-        """Return the last hidden state before each trained token: everything that was read when the token was sampled."""
+        """Return the last hidden state before each trained token, which has read what the token was sampled from."""
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
             position_ids=sequences.packing.position_ids_S[None],
@@ -117,7 +117,7 @@ class PolicyModel(PackedModel):
         ref_head_VD: Tensor | None = None,
         ref_bias_V: Tensor | None = None,
     ) -> TokenOutputs:
-        """Outputs for each trained token, at the model's sampling temperature.
+        """Return the outputs for each trained token, at the model's sampling temperature.
 
         Where the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
         logit - logsumexp of their logits, and entropy and KL are sums over them.
@@ -158,7 +158,7 @@ def _chunked_head(
     ref_bias_V: Tensor | None,
     support: Sequence[tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-prob, entropy and KL to the reference of each trained token; None for what is not wanted."""
+    """Return log-prob, entropy and KL to the reference of each trained token; None for what is not asked for."""
     chunks = []
     recompute = torch.is_grad_enabled() and len(target_T) > chunk_tokens
     for number, start in enumerate(range(0, max(1, len(target_T)), chunk_tokens)):
@@ -184,7 +184,7 @@ def _chunked_head(
 
 
 def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Tensor, Tensor]] | None:
-    """For each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
+    """Return, for each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
     counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
     if counts_T is None or ids_M is None:
         return None
@@ -234,7 +234,7 @@ def _head(
 
 
 def _left_out(num_tokens: int, num_ids: int, row_M: Tensor, id_M: Tensor) -> Tensor:
-    """bool [T, V]: the tokens that could not be sampled."""
+    """Return a bool [T, V] that is true for the tokens that could not be sampled."""
     left_out_TV = torch.ones(num_tokens, num_ids, dtype=torch.bool, device=id_M.device)
     left_out_TV[row_M, id_M] = False
     return left_out_TV

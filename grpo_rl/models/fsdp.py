@@ -62,14 +62,20 @@ def reshard(policy: PackedModel) -> None:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    """Return the whole of a sharded tensor, or the tensor itself.
+
+    A collective: every rank calls it, or all others wait.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def named_full_tensors(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names with whole tensors, aliases (a tied LM head) included; a collective, in one order.
+    """Yield Hugging Face names with whole tensors, aliases (a tied LM head) included. A collective.
 
-    With one rank they are the parameters themselves, not copies.
+    This is the sharded gather. Each rank holds a slice of every parameter; asking for one whole tensor makes all ranks
+    send their slices to each other, so all of them have to ask for the same tensors in the same order, also those whose
+    copy nothing reads. One tensor is whole at a time: the caller drops it before it asks for the next, and the memory
+    needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
     """
     embedding = policy.lm.get_input_embeddings().weight
     tied: Tensor | None = None

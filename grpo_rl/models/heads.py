@@ -17,7 +17,7 @@ KEY = "reward.reward_model.model_path"
 
 
 class ValueModel(PackedModel):
-    """The value of the state in which each trained token is sampled: a float32 linear head on the body of `lm`.
+    """A model of the value of the state before each trained token: a float32 linear head on the body of `lm`.
 
     The head starts at 0, so that before its first update the critic says 0 everywhere and GAE is the
     discounted reward to go. `lm`'s own head is dropped.
@@ -31,19 +31,22 @@ class ValueModel(PackedModel):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, sequences: Sequences) -> Tensor:
-        """`values_T`. The value of a response's first token is that of its prompt; later tokens are not looked at."""
+        """Return `values_T`.
+
+        The value of a response's first token is that of its prompt; later tokens are not looked at.
+        """
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
         return self.head(self.hidden_TD(sequences).float())[:, 0].clone()
 
 
 class ScoreModel(PackedModel):
-    """The float32 score at chosen tokens, in one causal pass: what the classification head says of the sequence up to there.
+    """A model of the float32 score at chosen tokens: the classification head's output for the text up to there.
 
     At a sequence's last token this is the output of transformers' `...ForSequenceClassification`.
     """
 
     def forward(self, sequences: Sequences) -> Tensor:
-        """One score per entry of `sequences.predict_T`, the flat positions to score."""
+        """Return one score per entry of `sequences.predict_T`, the flat positions to score."""
         head = self.lm.score
         bias = None if head.bias is None else head.bias.float()
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
@@ -51,7 +54,7 @@ class ScoreModel(PackedModel):
 
 
 def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device) -> Sequences:
-    """Whole sequences, laid back to back, with the flat positions whose scores are wanted."""
+    """Return the input for whole sequences, laid back to back, with the flat positions whose scores are wanted."""
     return Sequences(
         token_ids_S=token_ids_S.to(device),
         packing=Packing.of(lengths_N, device),
@@ -61,7 +64,10 @@ def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor
 
 
 def load_score_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a reward model. Raises ConfigError for one that does not give one score, or cannot be read."""
+    """Return the transformers config of a reward model.
+
+    Raises ConfigError for one that does not give one score, or cannot be read.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code, key=KEY)
     architectures = list(getattr(config, "architectures", None) or ["none"])
     if not any(_is_classifier(name) for name in architectures):
@@ -75,7 +81,7 @@ def load_score_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
-    """The classification model with float32 weights and packed attention; `on_meta` without storage.
+    """Return the classification model with float32 weights and packed attention; `on_meta` without storage.
 
     Raises ConfigError for weights that are missing, and for a model that is no causal decoder.
     """

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name."""
+    """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
     if x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32 and x.numel() and _has_onednn():
         out: Tensor = _OneDnnLinear.apply(x, weight_OI, bias_O)
         return out
@@ -57,7 +57,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`x @ weight_OI.T + bias_O`; the weight may be a transposed view."""
+    """Return `x @ weight_OI.T + bias_O`; the weight may be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
 
 

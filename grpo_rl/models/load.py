@@ -22,7 +22,7 @@ POLICY_KEY = "actor_rollout_ref.model.path"
 def load_config(
     path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None, key: str = POLICY_KEY
 ) -> Any:
-    """The model's transformers config with `override` applied; `key` is the setting that named the folder.
+    """Return the model's transformers config with `override` applied; `key` is the setting that named the folder.
 
     Raises ConfigError for an unreadable folder, code that was not allowed, unknown override names, and
     features whose log-probs would be wrong here.
@@ -43,7 +43,7 @@ def load_config(
         what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     for key, value in (override or {}).items():
-        _override(config, key, value)
+        override_field(config, key, value)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, key, None) not in (None, 1.0, 1):
             raise ConfigError(f"{where}: models with {key} are not supported yet")
@@ -58,7 +58,7 @@ def _check_folder(path: str, where: str) -> None:
 
 
 def _check_hub(path: str, where: str) -> None:
-    """Raise ConfigError when a model can only be on a hub that nothing can be asked of: the hub's client would try for half a minute."""
+    """Raise ConfigError at once when a model can only be on a hub that is switched off; its client tries for long."""
     if Path(path).is_dir() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, "config.json"):
         return
     if why := hub.why_unreachable():
@@ -66,11 +66,12 @@ def _check_hub(path: str, where: str) -> None:
 
 
 def _names_own_code(config_file: Path) -> bool:
-    """Whether a config.json asks for Python code from its folder. Raises ValueError for one that is no JSON."""
+    """Return whether a config.json asks for Python code from its folder. Raises ValueError for one that is no JSON."""
     return config_file.is_file() and "auto_map" in json.loads(config_file.read_text())
 
 
-def _override(config: Any, key: str, value: Any) -> None:
+def override_field(config: Any, key: str, value: Any) -> None:
+    """Set one field of a transformers config. Raises ConfigError for a field that it does not have, or of the wrong type."""
     where = f"actor_rollout_ref.model.override_config.{key}"
     if callable(getattr(config, key, len)) or isinstance(getattr(type(config), key, None), property):
         raise ConfigError(f"{where}: {type(config).__name__} has no such field")
@@ -85,7 +86,7 @@ def _first_line(error: Exception) -> str:
 
 
 def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False, key: str = POLICY_KEY) -> Any:
-    """An AutoModelForCausalLM with float32 weights and packed attention.
+    """Return an AutoModelForCausalLM with float32 weights and packed attention.
 
     `on_meta` gives the same module without storage, for ranks that receive their shards from rank 0.
     """
@@ -98,7 +99,7 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
 
 
 def packed_model(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str) -> Any:
-    """The model of this auto class in float32 with packed attention, with the folder's weights or, `on_meta`, without storage.
+    """Return the model of this auto class in float32 with packed attention: its weights read, or `on_meta` no storage.
 
     Raises ConfigError as `read_weights` does.
     """
@@ -111,7 +112,10 @@ def packed_model(auto_class: Any, path: str, config: Any, *, trust_remote_code: 
 
 
 def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY) -> Any:
-    """The model of this auto class with the folder's weights. Raises ConfigError when they are not there, or not all of them."""
+    """Return the model of this auto class with the folder's weights.
+
+    Raises ConfigError when they are not there, or not all of them.
+    """
     where = f"{key}={path}"
     try:
         loaded: Any = auto_class.from_pretrained(
@@ -135,7 +139,7 @@ def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: 
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The AutoTokenizer of a model folder."""
+    """Return the AutoTokenizer of a model folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -145,7 +149,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def decoder_layers(lm: Any) -> list[nn.Module]:
-    """The transformer blocks, the units that FSDP shards and that are recomputed."""
+    """Return the transformer blocks, the units that FSDP shards and that are recomputed."""
     layers = getattr(lm.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ConfigError(f"{type(lm).__name__} has no list of decoder layers that could be sharded")

@@ -12,7 +12,7 @@ from grpo_rl.config.schema.tree import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only."""
+    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -30,12 +30,12 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule over `total_steps` optimizer steps; step once after every optimizer step."""
+    """Return the schedule over `total_steps` optimizer steps; step once after every optimizer step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config, total_steps))
 
 
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """The share of the peak learning rate at each optimizer step, counted from 0.
+    """Return the share of the peak learning rate at each optimizer step, counted from 0.
 
     Warm-up rises linearly and reaches 1 at step `warmup`; the first step is already above 0, so that no
     update is thrown away.

@@ -8,7 +8,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
             settings = _builtin_settings(model.path)
         except ConfigError:
             return None  # reported by itself
-        return settings | dict(model.override_config)
+        return _overridden(settings, model.override_config) if model.override_config else settings
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         settings = _read_config(folder)
@@ -89,6 +89,18 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
     return dict(loaded.to_dict())
+
+
+def _overridden(settings: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """An embedded model's settings with the override. Raises ConfigError for a field that its family does not have."""
+    from transformers import AutoConfig
+
+    from grpo_rl.models.load import override_field
+
+    config = AutoConfig.for_model(settings["model_type"], head_dim=settings["head_dim"])
+    for key, value in override.items():
+        override_field(config, key, value)
+    return settings | override
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -251,34 +263,22 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     architecture = str(config.get("model_type", "?"))
-    num_params = num_params or _counted_params(
-        config, architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim
-    )
+    size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
     if num_params is None:
-        return None
-    return ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params)
+        num_params = _counted_params(size, config)
+    return None if num_params is None else replace(size, num_params=num_params)
 
 
-def _counted_params(
-    config: dict[str, Any],
-    architecture: str,
-    hidden: int,
-    layers: int,
-    intermediate: int,
-    vocab: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> int | None:
+def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
     """Parameters of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3): attention, gated MLP, norms, embeddings."""
-    if architecture not in ("llama", "mistral", "qwen2", "qwen3"):
+    if size.architecture not in ("llama", "mistral", "qwen2", "qwen3"):
         return None
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    if config.get("attention_bias", architecture == "qwen2"):
+    queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
+    if config.get("attention_bias", size.architecture == "qwen2"):
         attention += queries + 2 * keys
-    if architecture == "qwen3":
-        attention += 2 * head_dim
-    layer = attention + 3 * hidden * intermediate + 2 * hidden
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return layers * layer + embeddings + hidden
+    if size.architecture == "qwen3":
+        attention += 2 * size.head_dim
+    layer = attention + 3 * size.hidden * size.intermediate + 2 * size.hidden
+    embeddings = size.vocab * size.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return size.layers * layer + embeddings + size.hidden

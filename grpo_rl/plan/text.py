@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
@@ -12,6 +13,7 @@ from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.options import options_of
+from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import MicroBatchRule, gen_batch_size
 from grpo_rl.config.schema.tree import Config
@@ -36,7 +38,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         "one training step": _step(config, plan) if plan.trains else iter(()),
         "objective": _objective(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
-        "notes": _notes(config, plan),
+        "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
     }
     lines = []
     for title, rows in sections.items():
@@ -288,7 +290,7 @@ def _memory(plan: Plan) -> Rows:
 
 
 def _notes(config: Config, plan: Plan) -> Rows:
-    machine, rollout = plan.machine, config.actor_rollout_ref.rollout
+    machine = plan.machine
     optim = config.actor_rollout_ref.actor.optim
     if machine.device == "cpu" and plan.world_size > machine.num_cpus:
         yield (
@@ -297,8 +299,6 @@ def _notes(config: Config, plan: Plan) -> Rows:
         )
     if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
         yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
-    if machine.device == "cuda" and (rollout.kv_cache_gib != 1.0 or rollout.cpu_threads):
-        yield "", "rollout.kv_cache_gib and rollout.cpu_threads are for CPUs and have no effect here"
     total = plan.sizes.total_steps
     if plan.trains and total is not None and optim.lr_warmup_steps > total * plan.sizes.updates_per_step:
         yield (
@@ -307,6 +307,13 @@ def _notes(config: Config, plan: Plan) -> Rows:
         )
     if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
         yield "", "without trainer.experiment_name every start is a new run; name it to resume it by the same command"
+
+
+def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
+    """Yield what was given and means nothing in this run, so that nothing is ignored without a word."""
+    yield from composed.notes
+    reference = plan.role("reference") is not None
+    yield from idle_keys.notes(plan.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

@@ -9,12 +9,14 @@ Shows what each response is worth, how long it took, and what failed and why. Ex
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
@@ -22,8 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.data.rows import column
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import wrong
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
-from grpo_rl.rewards.check_data import Row, read_rows
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract.failures import ERROR, TIMEOUT, RewardFailure
 from grpo_rl.rewards.contract.results import Result
@@ -36,6 +40,19 @@ SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
 FAILED, INTERRUPTED = 2, 130
+MAX_NUMBERS = 5
+"""Numbers of a countdown that is solved here: six take seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: what a reward function is called with. `response` is None where none could be made."""
+
+    place: int
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    response: str | None
 
 
 @dataclass(slots=True)
@@ -74,7 +91,7 @@ class Trial:
         self.log = OutputLog(None)
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """What the function gives for these rows: one, or all of those that a function of lists is called with.
+        """Return what the function gives for these rows: one, or all of those that a function of lists is called with.
 
         Raises RewardError where no process starts.
         """
@@ -120,6 +137,73 @@ class Trial:
         if isinstance(found, RewardFailure):
             return Outcome(row, seconds, failure=f"{found.kind}: {found.cause}")
         return Outcome(row, seconds, found.score, found.values)
+
+
+# ---- rows and their right responses --------------------------------------------------------------------
+
+
+def read_rows(name: str, count: int, column: str | None) -> list[Row]:
+    """Return the first `count` rows of a data file, folder or task in verl's format, read as a run reads them.
+
+    The response is the text in `column`, or in `response` where there is such a column and none is named; else it is made from
+    the ground truth. Raises DataError, naming the file, the row and the column, for what cannot be read so.
+    """
+    source = open_source(name)
+    return [_row(place, source.where(place), source.row(place), column) for place in range(min(count, len(source)))]
+
+
+def _row(place: int, where: str, row: dict[str, Any], name: str | None) -> Row:
+    # The prompt is not looked at: a file with responses needs none.
+    source, gold = str(row.get("data_source", "")), column(row, "reward_model.ground_truth", where)
+    extra = row.get("extra_info")
+    extra_info = dict(extra) if isinstance(extra, Mapping) else {}
+    if name is None and "response" not in row:
+        return Row(place, source, gold, extra_info, gold_response(source, gold, extra_info))
+    response = column(row, name or "response", where)
+    if not isinstance(response, str):
+        raise wrong(where, name or "response", response, "text")
+    return Row(place, source, gold, extra_info, response)
+
+
+def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
+    """Return a response with the right answer, in all the forms that the rules know; None where it cannot be made.
+
+    GSM8K's own solution, the sum itself for arithmetic, a solved countdown, the ground truth in a box and after `####`.
+    """
+    solution = extra_info.get("answer")
+    if isinstance(solution, str) and "####" in solution:
+        return solution
+    if isinstance(ground_truth, Mapping):
+        numbers = ground_truth.get("numbers", ground_truth.get("nums"))
+        expression = None if numbers is None or "target" not in ground_truth else solve(numbers, ground_truth["target"])
+        return None if expression is None else f"<think>\nso\n</think>\n<answer>{expression}</answer>"
+    gold = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
+    if not isinstance(gold, str | int | float):
+        return None
+    return str(gold) if data_source == "arithmetic" else f"The answer is \\boxed{{{gold}}}.\n#### {gold}"
+
+
+def solve(numbers: list[int], target: int) -> str | None:
+    """Return an expression of all `numbers`, each once, whose value is the `target`; None without one, and for more than 5 numbers."""
+    return _solve([(Fraction(n), str(n)) for n in numbers], Fraction(target)) if len(numbers) <= MAX_NUMBERS else None
+
+
+def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
+    if len(terms) == 1:
+        return terms[0][1] if terms[0][0] == target else None
+    for first, second in itertools.permutations(range(len(terms)), 2):
+        rest = [term for place, term in enumerate(terms) if place not in (first, second)]
+        (a, left), (b, right) = terms[first], terms[second]
+        values = [("+", a + b), ("*", a * b)] if first < second else []
+        values += [("-", a - b), *([("/", a / b)] if b else [])]
+        for sign, value in values:
+            found = _solve([*rest, (value, f"({left} {sign} {right})")], target)
+            if found is not None:
+                return found
+    return None
+
+
+# ---- what is shown ------------------------------------------------------------------------------------
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -175,7 +259,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         prog="python -m grpo_rl.rewards.check", description="Try a reward function on rows of a file."
     )
     parser.add_argument("function", help="my_reward.py, my_reward.py:name, package.module:name, or a registered name")
-    parser.add_argument("--data", required=True, help="a parquet, jsonl or json file in verl's row format")
+    parser.add_argument("--data", required=True, help="data in verl's row format: a file, a folder, task:NAME")
     parser.add_argument("--rows", type=int, default=100, help="how many rows, from the first (default: 100)")
     parser.add_argument("--column", help="the column with the responses (default: response, else made from the ground truth)")
     parser.add_argument("--batched", action="store_true", help="the function takes lists, one call for all rows")

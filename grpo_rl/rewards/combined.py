@@ -145,14 +145,14 @@ def model_factors(config: Config) -> dict[str, float]:
 
 
 def may_score_steps(config: Config) -> bool:
-    """Whether some part of the reward may give the rewards of reasoning steps."""
+    """Return whether some part of the reward may give the rewards of reasoning steps."""
     if derived.scores_steps_by_model(config):
         return True
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 
 
 def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
-    """Who scores beside the rules, and where: lines of the plan."""
+    """Yield the lines of the plan about models that score beside the rules, and where they run."""
     if derived.has_reward_model(config):
         model = config.reward.reward_model
         ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"

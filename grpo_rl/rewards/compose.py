@@ -81,7 +81,7 @@ class RewardFunction:
 
     @property
     def may_score_steps(self) -> bool:
-        """Whether some component may give the rewards of reasoning steps; of a user's own only a result can tell."""
+        """Return whether some component may give the rewards of reasoning steps; of a user's own only a result can tell."""
         return any(component.function not in WITHOUT_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ class RewardFunction:
         return self.assemble(rollout, outcomes)
 
     def assemble(self, rollout: Rollout, outcomes: Sequence[Result | RewardFailure]) -> Scored:
-        """What the results are worth together: first those of the functions of one response, then those of functions that take lists.
+        """Return what the results are worth together: those of functions of one response, then those of functions of lists.
 
         Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
         that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, where
@@ -153,13 +153,13 @@ class RewardFunction:
 
 
 def sample_of(rollout: Rollout) -> Sample:
-    """What a reward function is told of this rollout."""
+    """Return the arguments of a reward function for this rollout."""
     prompt = rollout.prompt
     return Sample(prompt.data_source, rollout.text, prompt.ground_truth, prompt.extra_info)
 
 
 def place(name: str, rollout: Rollout) -> str:
-    """Which function, prompt and sample an error is about."""
+    """Return which function, prompt and sample an error is about."""
     return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
 
 

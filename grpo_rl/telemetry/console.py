@@ -59,6 +59,7 @@ class Console:
         self._closed = threading.Event()
         self._lines_since_header = HEADER_EVERY
         self._silent_steps = 0
+        self._untrained = False
         self._log: TextIO | None = None
 
     # ---- messages ----------------------------------------------------------------------------------
@@ -181,6 +182,7 @@ class Console:
             self._lines_since_header = 0
         self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1
+        self._warn_untrained(metrics)
         if (silent_share := metrics.get("advantage/zero_group_fraction")) is None:  # the validation before training
             return
         self._silent_steps = self._silent_steps + 1 if silent_share == 1.0 else 0
@@ -191,6 +193,24 @@ class Console:
                 "scored; a model that always earns the most needs harder problems, one that never earns anything needs easier "
                 "ones, a reward for parts of the way, or a warm start"
             )
+
+    def _warn_untrained(self, metrics: Mapping[str, float]) -> None:
+        """Say that the step trained no token, at the first of several such steps, and which key leaves the tokens out."""
+        before, self._untrained = self._untrained, metrics.get("rollout/trained_token_fraction") == 0.0
+        if self._untrained and not before:
+            masked = metrics.get("rollout/masked_fraction", 0.0)
+            causes = []
+            if masked > 0.0:
+                causes.append(
+                    f"algorithm.mask_truncated leaves out the {masked:.0%} of the responses that were cut off: raise "
+                    "data.max_response_length, or set algorithm.mask_truncated=false"
+                )
+            if masked < 1.0:
+                causes.append(
+                    "algorithm.rollout_correction.rollout_rs rejects all other tokens: widen rollout_rs_threshold, or find out "
+                    "why the engine's log-probs (rollout_corr/*) are so far from the trainer's"
+                )
+            self.warn("no token of this step is trained, and no weight moves: " + "; ".join(causes))
 
     # ---- underneath --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""From rewards to advantages: the step between scoring and training."""
+"""Computes advantages from rewards: the step between scoring and training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 
 
 def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> dict[str, Any]:
-    """Keywords for the configured estimator. `factors` are those of the reward's parts, for one that reads the parts."""
+    """Return the keywords for the configured estimator.
+
+    `factors` are those of the reward's parts, for one that reads the parts.
+    """
     estimate = ADVANTAGES.get(config.adv_estimator)
     options: dict[str, Any] = {
         name: value for name, value in (("gamma", config.gamma), ("lam", config.lam)) if name in options_of(estimate)
@@ -50,7 +53,7 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
+        """Return the batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
@@ -82,7 +85,7 @@ class Advantage:
         self.kl_controller.load_state_dict(state)
 
     def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
-        """KL of each token between sampling policy and reference; steers the controller with its mean per response."""
+        """Return each token's KL from sampling policy to reference, whose mean per response steers the controller."""
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
         kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty)
         mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
@@ -93,7 +96,7 @@ class Advantage:
 
 
 def _step_ends(batch: Batch) -> Tensor | None:
-    """Positions of the steps' last tokens on the token axis of the whole batch."""
+    """Return the positions of the steps' last tokens on the token axis of the whole batch."""
     if batch.step_ends_K is None:
         return None
     assert batch.num_steps_N is not None

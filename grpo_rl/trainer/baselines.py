@@ -1,4 +1,4 @@
-"""Greedy responses as what the sampled ones are compared with."""
+"""Greedy responses, with whose rewards those of the sampled ones are compared."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from grpo_rl.types import GREEDY, Rollout
 
 
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The sampled ones of the scored rollouts, each with the reward of its prompt's greedy response as `baseline`.
+    """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`.
 
-    Prompts are told apart by their uid. The greedy responses themselves end here: they are compared with and not
+    A prompt is identified by its uid. The greedy responses themselves end here: they are compared with and not
     trained on. Where the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
     returned as they are. Raises ValueError for a prompt that alone has none.
     """

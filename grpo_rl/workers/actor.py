@@ -53,8 +53,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         if batch is None:
             return outputs.logprobs_T.sum() * 0.0, {}
         loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
-        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is the
-        # first with these weights, its own log-probs are those of the sampling policy.
+        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
+        # the first with these weights, its own log-probs are those of the sampling policy.
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
@@ -96,7 +96,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return int(self.model.lm.config.hidden_size)
 
     def _reference_head(self) -> dict[str, Tensor | None]:
-        """Return the reference's LM head: with its hidden states it gives whole distributions, and never travels again."""
+        """Return the reference's LM head, which makes whole distributions of its hidden states on this rank."""
         model = self.spec.policy.model
         config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
         lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
@@ -134,7 +134,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     # ---- the trained model ------------------------------------------------------------------------------
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer). A collective."""
+        """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer).
+
+        A collective.
+        """
         self.onload()
         state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.model)}
         if self.rank.rank == 0:
@@ -142,7 +145,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
-    """Return how far the engine's log-probs of the trained tokens are from the trainer's; with `shares`, in all its measures."""
+    """Return how far the engine's log-probs are from the trainer's; with `shares`, in all its measures."""
     rollout_T = batch.rollout_logprobs_T
     if not len(rollout_T):
         return {}

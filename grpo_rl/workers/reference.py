@@ -26,7 +26,7 @@ class ReferenceWorker:
 
     @torch.no_grad()
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
-        """Return the log-probs of the micro-batches' trained tokens, and with `want_hidden` their last hidden states."""
+        """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states."""
         fault_point("reference.logprobs")
         if self.offload:
             self.policy.to(self.device)

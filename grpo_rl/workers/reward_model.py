@@ -26,7 +26,10 @@ class RewardModelWorker:
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Per micro-batch, the float32 scores at its positions. An empty one becomes a dummy, so that every rank enters every collective."""
+        """Return, for each micro-batch, the float32 scores at its positions.
+
+        An empty one becomes a dummy, so that every rank enters every collective.
+        """
         if self.spec.param_offload:
             self.model.to(self.device)
         columns = []
@@ -42,7 +45,7 @@ class RewardModelWorker:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device) -> ScoreModel:
-    """The model, sharded over the worker set; only rank 0 reads the weights."""
+    """Return the model, sharded over the worker set; only rank 0 reads the weights."""
     alone = rank.world_size == 1
     model = _load(spec, on_meta=not alone)
     model.eval()

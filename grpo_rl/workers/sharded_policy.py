@@ -21,7 +21,7 @@ M = TypeVar("M", bound=PackedModel)
 
 
 def join_set(rank: Rank) -> torch.device:
-    """This process's device, after it has joined its group's process group (NCCL on GPUs, gloo on CPU)."""
+    """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device."""
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -52,14 +52,14 @@ def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch type that `auto`, `bfloat16` or `float32` stands for on this device."""
+    """Return the torch type that `auto`, `bfloat16` or `float32` stands for on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    """The policy, sharded over the worker set."""
+    """Return the policy, sharded over the worker set."""
     chunk_tokens = spec.model.lm_head_chunk_tokens
     return build_sharded(
         spec, rank, device, lambda lm: PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens)
@@ -67,7 +67,7 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
 
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
-    """What `wrap` makes of the language model, sharded over the worker set.
+    """Return what `wrap` makes of the language model, sharded over the worker set.
 
     Only rank 0 reads the weights; the others get their shards from it.
     """
@@ -95,7 +95,7 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
 
 
 def _whole_lm(spec: PolicySpec) -> Any:
-    """The unsharded language model with its weights, in host memory."""
+    """Return the unsharded language model with its weights, in host memory."""
     model, key = spec.model, spec.path_key
     config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, key=key)

@@ -28,7 +28,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """How to build the policy: the model, and what of the config decides its forward pass."""
+    """The settings from which a policy is built: the model, and what decides its forward pass."""
 
     model: ModelConfig
     temperature: float
@@ -41,7 +41,7 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class SenderSpec:
-    """How this actor's weights travel to the engines."""
+    """The settings of the transfer of weights from the actor to the engines."""
 
     backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
@@ -63,7 +63,7 @@ class ActorSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
     old_from_engine: bool = False
-    """Old log-probs are the engine's, so they do not say how far the engine is from the trainer."""
+    """Old log-probs are the engine's, so they cannot be compared with the engine's."""
 
 
 Rows = tuple[int, ...]

@@ -80,7 +80,7 @@ class TrainedRank(ABC, Generic[S, M]):
 
     @abstractmethod
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the global loss and of the statistics (see `Objective` for the key prefixes).
+        """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key prefixes.
 
         None is a rank without work in a pass in which others have some: FSDP gathers and reduces shards in every layer, so
         this rank has to run the same layers, and its loss is 0 with a gradient.

@@ -8,13 +8,29 @@ from typing import Any
 import torch
 
 from grpo_rl import faults
+from grpo_rl.cluster.processes import worker_host
 from grpo_rl.models import fsdp
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 
+_fetched: list[Any] = []
+_get = worker_host._get
+
+
+def _noted_get(ref: Any) -> Any:
+    _fetched.append(ref)
+    return _get(ref)
+
+
+worker_host._get = _noted_get
+
 
 class Armed:
     """What a test asks of a rank beside its work."""
+
+    def num_fetches(self) -> int:
+        """How many stored values this process has fetched: a share of a batch each."""
+        return len(_fetched)
 
     def arm(self, spec: str) -> None:
         faults.arm(spec)

@@ -73,3 +73,23 @@ def test_a_group_whose_restarts_are_switched_off_says_what_failed(actor_ranks):
         worker_set.is_restarted = True
     # What is left of the set is ended and made anew by the next call, with the state it had before.
     actor_ranks.role.update(make_batch(0))
+
+
+def test_a_rank_gets_its_share_of_a_batch_once_and_a_process_that_takes_its_place_gets_it_again(actor_ranks):
+    scene = actor_ranks
+    scene.begin()
+    call, fetches = scene.worker_set.call, []
+    for number in range(3):
+        batch = scene.role.old_logprobs(make_batch(number))
+        assert batch.old_logprobs_T is not None
+        if number == 1:
+            scene.arm("actor.update.mid_backward:kill9", 1)
+        scene.role.update(batch)
+        fetches.append(call("num_fetches"))
+    # Log-probs and update of a step need one fetch. The ranks that were made anew have only seen the second update.
+    assert fetches == [[fetches[0][0]] * 2, [1, 1], [2, 2]]
+    lost = scene.digest()
+    scene.begin()
+    for number in range(3):
+        scene.role.update(scene.role.old_logprobs(make_batch(number)))
+    assert scene.digest() == lost

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import socket
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.models import fsdp
+from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
+from grpo_rl.models import forward, fsdp
+from grpo_rl.models.heads import ValueModel
+from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.reward_model import RewardModelWorker
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec
+from grpo_rl.workers.sharded_policy import build_sharded, sequences_of
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, PolicySpec, Rank, RewardModelSpec
+from grpo_rl.workers.trained_rank import TrainedRank
 
 VOCAB = 64
 DEADLINE_S = 120.0
@@ -76,6 +82,21 @@ class RecordingActor(Recording, ActorWorker):
         self.trained = self.model
         self.record()
 
+    def update_counting_head_rows(self, *args: Any) -> int:
+        """Make an update; return how many hidden states the LM head was multiplied with."""
+        rows = []
+
+        def counting(x: Tensor, *rest: Tensor | None) -> Tensor:
+            rows.append(len(x))
+            return linear(x, *rest)
+
+        forward.linear = counting
+        try:
+            self.update(*args)
+        finally:
+            forward.linear = linear
+        return sum(rows)
+
 
 class RecordingCritic(Recording, CriticWorker):
     """A critic rank."""
@@ -86,7 +107,43 @@ class RecordingCritic(Recording, CriticWorker):
         self.record()
 
 
-KINDS = {ActorSpec: RecordingActor, CriticSpec: RecordingCritic, RewardModelSpec: RewardModelWorker}
+@dataclass(frozen=True)
+class PairSpec:
+    """Settings of a model that learns which of two responses is the better one."""
+
+    model: PolicySpec
+    optim: OptimConfig
+    total_optimizer_steps: int = 100
+    seed: int = 1
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+class PairWorker(Recording, TrainedRank[PairSpec, ValueModel]):
+    """A third kind of trained rank: the preferred response of each group comes first, and each has one trained token."""
+
+    role = "critic"
+
+    def __init__(self, spec: PairSpec, rank: Rank) -> None:
+        super().__init__(spec, rank)
+        self.trained = self.model
+        self.record()
+
+    def build(self) -> ValueModel:
+        return build_sharded(self.spec.model, self.rank, self.device, ValueModel)
+
+    def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
+        """Bradley and Terry (1952): -log sigmoid of the difference, averaged over the pairs."""
+        scores_T = self.model(sequences_of(batch, self.device))
+        if batch is None:
+            return scores_T.sum() * 0.0, {}
+        better_N, worse_N = scores_T[0::2], scores_T[1::2]
+        assert torch.equal(batch.group_N[0::2], batch.group_N[1::2]), "a pair was torn apart"
+        loss = -torch.nn.functional.logsigmoid(better_N - worse_N).sum() / step.counts.num_groups
+        return loss, {"share/loss": loss.detach()}
+
+
+KINDS = {PairSpec: PairWorker, ActorSpec: RecordingActor, CriticSpec: RecordingCritic, RewardModelSpec: RewardModelWorker}
 
 
 class RankProcesses:
@@ -109,7 +166,7 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.pipes)
 
-    def build(self, spec: ActorSpec | CriticSpec | RewardModelSpec) -> None:
+    def build(self, spec: ActorSpec | CriticSpec | PairSpec | RewardModelSpec) -> None:
         """New actors, critics or reward models in all processes, in a new process group."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -146,13 +203,19 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    worker: RecordingActor | RecordingCritic | RewardModelWorker | None = None
+    worker: RecordingActor | RecordingCritic | PairWorker | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
         try:
             if method == "build":
+                # FSDP's modules refer to each other in circles, and each holds the process group: left to themselves, its
+                # threads and some fifty sockets live on until a collection of garbage that may come amid the next group's
+                # collectives. Here they end before the next group is made.
+                worker = None
+                gc.collect()
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                gc.collect()
                 worker = KINDS[type(args[0])](*args)
                 answer = None
             else:

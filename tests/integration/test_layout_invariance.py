@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from rank_processes import PairSpec, RankProcesses, actor_group, make_batch, make_model
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
+from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.roles.dealing import combine_stats, deal
+from grpo_rl.cluster.roles.dealing import train as train_dealt
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
@@ -209,3 +213,78 @@ def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks,
     two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config, choose=corrected)
     assert_same(one, two)
     assert one.metrics[0]["actor/cov_selected"] > 0
+
+
+def several_turns(seed: int) -> Batch:
+    """Rollouts of two turns: of each response with five tokens or more, the middle third is tool output."""
+    batch = make_batch(seed)
+    places = [place for length in batch.response_lengths_N.tolist() for place in range(length)]
+    lengths = [length for length in batch.response_lengths_N.tolist() for _ in range(length)]
+    tool_T = torch.tensor([n >= 5 and n // 3 <= place < 2 * n // 3 for place, n in zip(places, lengths, strict=True)])
+    assert 0 < int(tool_T.sum()) < len(tool_T)
+    return batch.keep(~tool_T)
+
+
+def test_rollouts_of_several_turns_train_alike_in_every_layout(ranks, models, alone):
+    batches = [several_turns(seed) for seed in (1, 2)]
+    one = train(ranks, models[True], ALONE, grpo("prompt-mean"), batches)
+    for layout in LAYOUTS.values():
+        assert_same(one, train(ranks, models[True], layout, grpo("prompt-mean"), batches))
+    first, whole = one.gradients[0], alone["prompt-mean"].gradients[0]
+    assert max(float((first[name] - whole[name]).abs().max()) for name in first) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, 3 micro-batches each"])
+def test_the_head_never_runs_on_a_token_that_is_not_trained(ranks, models, layout, monkeypatch):
+    """A batch in which whole responses are left out as well: neither they nor ranks without work cost the head anything."""
+    layout = replace(LAYOUTS[layout], chunk_tokens=10_000)
+    batch = several_turns(3)
+    batch = batch.keep((batch.group_N != 1).repeat_interleave(batch.trained_lengths_N))
+    processes = ranks[layout.ranks]
+    processes.build(spec_for(models[True], layout, grpo("token-mean"), 1e6))
+    actor = actor_group(processes, ActorConfig(ppo_mini_batch_size=1), layout.rule, grpo("token-mean"))
+    rows: list[int] = []
+
+    def call_each(method: str, arguments: object) -> list[list[dict[str, float]]]:
+        assert method == "update"
+        rows.extend(type(processes).call_each(processes, "update_counting_head_rows", arguments))
+        return [[{}] * 4] * len(processes)
+
+    monkeypatch.setattr(processes, "call_each", call_each)
+    actor.update(batch)
+    assert len(rows) == layout.ranks and sum(rows) == batch.num_trained_tokens
+
+
+def test_a_third_kind_of_rank_trains_pairs_that_stay_together_alike_in_every_layout(ranks, models):
+    batch = make_batch(7, num_groups=6, group_size=2)
+    alive_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0], invert=True)
+    batch = batch.select(alive_N.nonzero()[:, 0])
+    last_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
+    last_T[batch.trained_lengths_N.cumsum(0) - 1] = True
+    batch, pairs = batch.keep(last_T), batch.group_N.tolist()
+    spec = PairSpec(
+        PolicySpec(ModelConfig(str(models[True]), enable_gradient_checkpointing=False), 1.0, "float32", train=True),
+        OptimConfig(lr=1e-2, clip_grad=1e6),
+    )
+
+    def learn(num_ranks: int, rule: MicroBatchRule) -> tuple[list[dict[str, Tensor]], list[float]]:
+        processes = ranks[num_ranks]
+        processes.build(spec)
+        rows = list(range(batch.num_rollouts))
+        losses = []
+        for _ in range(8):
+            dealt = deal(processes, batch, [rows], pairs)
+            results, counts = train_dealt(Cut(processes, rule), dealt, batch, [rows], ())
+            losses.append(combine_stats(results, counts, "pairs")["pairs/loss"])
+        return processes.call("gradients")[0], losses
+
+    gradients, losses = learn(1, WHOLE)
+    assert losses[0] == pytest.approx(math.log(2)) and losses[-1] < 0.5 * losses[0]
+    for num_ranks, rule in ((1, MicroBatchRule(None, 1)), (2, MicroBatchRule(None, 2)), (2, MicroBatchRule(70, None))):
+        other, other_losses = learn(num_ranks, rule)
+        assert other_losses[:3] == pytest.approx(losses[:3], rel=1e-4)
+        # The first step moves the head alone, which begins at 0; the second one moves the body.
+        for ours, theirs in zip(gradients[:2], other[:2], strict=True):
+            largest = max(float(gradient.abs().max()) for gradient in ours.values())
+            for name, gradient in ours.items():
+                torch.testing.assert_close(theirs[name], gradient, atol=1e-4 * largest, rtol=0, msg=name)

@@ -173,6 +173,7 @@ def test_heads_that_cannot_be_shared_by_the_devices_of_an_engine_are_refused(fol
 )
 def test_an_override_of_no_field_or_of_the_wrong_type_is_refused(folder: Path, override: str, key: str) -> None:
     assert problem_of(folder, f"{M}.override_config={override}").startswith(f"{M}.override_config.{key}")
+    assert problem_of("builtin:arithmetic", f"{M}.override_config={override}").startswith(f"{M}.override_config.{key}")
 
 
 # ---- broken folders ------------------------------------------------------------------------------------

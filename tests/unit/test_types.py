@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,3 +95,79 @@ def test_replacing_a_column_leaves_the_others_and_the_original_alone():
     changed = batch.replace(advantages_T=torch.tensor([1.0, 2.0]))
     assert changed.advantages_T.tolist() == [1, 2] and batch.advantages_T is None
     assert changed.token_ids_S is batch.token_ids_S
+
+
+# ---- which tokens are trained -------------------------------------------------------------------------
+
+
+def several_turns() -> Batch:
+    """Two rollouts: prompt 2, then trained 1, tool output 2, trained 2; and prompt 1, trained 1, context 1."""
+    return Batch(
+        prompt_lengths_N=torch.tensor([2, 1]),
+        response_lengths_N=torch.tensor([5, 2]),
+        group_N=torch.tensor([0, 0]),
+        token_ids_S=torch.tensor([10, 11, 12, 13, 14, 15, 16, 20, 21, 22]),
+        rewards_N=torch.zeros(2),
+        rollout_logprobs_T=torch.tensor([12.0, 15.0, 16.0, 21.0]),
+        positions_T=torch.tensor([2, 5, 6, 8]),
+        trained_lengths_N=torch.tensor([3, 1]),
+    )
+
+
+def test_in_one_turn_the_trained_tokens_are_the_responses():
+    batch = make_batch([(2, 1), (1, 2), (3, 0)])
+    assert batch.positions_T.tolist() == [2, 4, 5]
+    assert batch.trained_lengths_N.tolist() == [1, 2, 0]
+
+
+def test_context_between_trained_tokens_is_read_and_not_counted():
+    batch = several_turns()
+    assert batch.token_ids_S[batch.positions_T].tolist() == batch.rollout_logprobs_T.tolist()
+    assert batch.counts() == Counts(num_tokens=4, num_sequences=2, num_groups=1)
+    other_order = batch.select([1, 0])
+    assert other_order.positions_T.tolist() == [1, 5, 8, 9]
+    assert other_order.token_ids_S[other_order.positions_T].tolist() == other_order.rollout_logprobs_T.tolist()
+
+
+def test_keeping_tokens_makes_a_smaller_batch_with_right_counts():
+    batch = several_turns().replace(advantages_T=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    kept = batch.keep(torch.tensor([False, True, True, False]))
+    assert (kept.positions_T.tolist(), kept.trained_lengths_N.tolist()) == ([5, 6], [2, 0])
+    assert kept.advantages_T.tolist() == [2.0, 3.0]
+    assert kept.counts() == Counts(num_tokens=2, num_sequences=1, num_groups=1)
+    assert kept.token_ids_S is batch.token_ids_S and kept.num_rollouts == 2
+    nothing = batch.keep(torch.zeros(4, dtype=torch.bool))
+    assert nothing.counts() == Counts(0, 0, 0) and nothing.trained_lengths_N.tolist() == [0, 0]
+
+
+@given(rollout_lengths, st.randoms(use_true_random=False))
+def test_every_kept_token_still_names_itself_in_every_column(lengths, random):
+    batch = make_batch(lengths)
+    keep_T = torch.tensor([random.random() < 0.5 for _ in range(batch.num_trained_tokens)], dtype=torch.bool)
+    order = random.sample(range(len(lengths)), len(lengths))
+    kept = batch.keep(keep_T).select(order)
+    # A token's id is 1000 * rollout + place in the sequence, its columns 1000 * rollout + place in the response.
+    owner_T = torch.tensor(order).repeat_interleave(kept.trained_lengths_N)
+    prompt_T = torch.tensor([p for p, _ in lengths])[owner_T]
+    assert torch.equal(kept.token_ids_S[kept.positions_T] - prompt_T, kept.rollout_logprobs_T.long())
+    assert torch.equal(kept.old_logprobs_T, kept.rollout_logprobs_T + 0.25)
+    assert torch.equal(kept.support_ids_M, kept.rollout_logprobs_T.int().repeat_interleave(kept.support_counts_T))
+    # Choosing tokens and choosing rollouts may change places.
+    other = batch.select(order).keep(keep_T[batch.token_index(order)])
+    assert torch.equal(other.positions_T, kept.positions_T)
+    assert torch.equal(other.trained_lengths_N, kept.trained_lengths_N)
+
+
+def test_positions_without_their_lengths_are_refused():
+    with pytest.raises(ValueError, match="come together"):
+        make_batch([(1, 1)]).replace(positions_T=None)
+
+
+def test_a_batch_travels_with_its_columns_and_positions_only_where_they_say_something():
+    whole, some = make_batch([(2, 1), (1, 40)]), several_turns()
+    for batch in (whole, some):
+        back = pickle.loads(pickle.dumps(batch))
+        for column in dataclasses.fields(Batch):
+            before, after = getattr(batch, column.name), getattr(back, column.name)
+            assert (before is None and after is None) or torch.equal(before, after), column.name
+    assert b"positions_T" in pickle.dumps(some) and b"positions_T" not in pickle.dumps(whole)

@@ -32,7 +32,7 @@ _READ = ("advantages_T", "old_logprobs_T", "ref_logprobs_T", "ref_hidden_TD", "w
 
 
 class ActorRole:
-    """roles.Actor over FSDP2 ranks."""
+    """The `protocols.Actor` whose work is done by FSDP2 ranks."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ActorRole:
         return merge(self.worker_set.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+        """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
         self.worker_set.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
@@ -143,13 +143,13 @@ class ActorRole:
             self.tokenizer.save_pretrained(folder)
 
     def _deal(self, batch: Batch) -> Dealt:
-        """Return the batch as the ranks have it, dealt so that every mini-batch of the next update is even over them."""
+        """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
             self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
-        """Return the rollouts of each optimizer step: whole prompt groups, `ppo_mini_batch_size` of them, for every epoch."""
+        """Return the rollouts of each optimizer step: `ppo_mini_batch_size` whole prompt groups, for every epoch."""
         seeds: list[int | None] = [None] * self.config.ppo_epochs
         if self.config.shuffle:
             first = self.config.data_loader_seed * 1_000_003 + self.num_shuffles
@@ -157,7 +157,7 @@ class ActorRole:
         return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
 
     def _selected(self, batch: Batch, chosen: Sequence[Sequence[int]]) -> list[Tensor] | None:
-        """Return, for each mini-batch, which tokens of the whole batch the loss treats otherwise there; None for a loss without."""
+        """Return, for each mini-batch, which of the batch's tokens its loss treats otherwise; else None."""
         if not self.objective.needs_selection:
             return None
         assert batch.advantages_T is not None and batch.old_logprobs_T is not None

@@ -26,7 +26,7 @@ FOLDER = "critic"
 
 
 class CriticRole:
-    """roles.Critic over FSDP2 ranks."""
+    """The `protocols.Critic` whose work is done by FSDP2 ranks."""
 
     def __init__(
         self, worker_set: SupervisedSet, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
@@ -51,7 +51,7 @@ class CriticRole:
         return combine_stats(results, counts, role="critic") | _fit(batch.values_T, batch.returns_T)
 
     def _deal(self, batch: Batch) -> Dealt:
-        """Return the batch as the ranks have it, dealt so that every mini-batch of the next update is even over them."""
+        """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
             self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
         return self._dealt
@@ -65,7 +65,7 @@ class CriticRole:
         return merge(self.worker_set.call("save", str(folder / FOLDER)), FOLDER)
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+        """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
         make_folder(folder / FOLDER)
         self.worker_set.call("begin_save", str(folder / FOLDER), check)
 

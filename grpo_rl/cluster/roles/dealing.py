@@ -1,4 +1,4 @@
-"""A batch dealt to the ranks of a worker set: sent once per step, asked in micro-batches, and the answers gathered again.
+"""A batch dealt to the ranks of a worker set: sent once per step, worked on in micro-batches, and gathered again.
 
 The rollouts are assigned to ranks once. Each rank's share goes into Ray's object store, and every call of the step (old
 log-probs, values, the update, a second try after a failure) only refers to it: which rows of the share make which
@@ -9,7 +9,7 @@ call that refers to it and keeps it (`worker_host.Stored`).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,6 +55,8 @@ class Dealt:
     shares: list[list[int]]
     """The rollouts of each rank, in the order in which its share holds them."""
     stored: list[Any]
+    units: Sequence[int] | None = None
+    """The unit of each rollout, whose rollouts stay together in a micro-batch; None: each is one by itself."""
 
     def holds(self, batch: Batch) -> bool:
         """Return whether `batch` is this one, with other columns or with fewer trained tokens."""
@@ -68,8 +70,20 @@ class Dealt:
         lengths = self.batch.sequence_lengths_N.tolist()
         # A rollout that is not chosen may be longer than a micro-batch.
         own = [length if index in wanted else 0 for index, length in enumerate(lengths)]
-        cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=rule.max_rollouts)
+        most = rule.max_rollouts
+        if most is not None and self.units is not None:
+            # Memory that runs out halves the rule (`Cut`), and a unit is never cut.
+            most = max([most, *Counter(self.units[index] for index in wanted).values()])
+        cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=most, units=self.units)
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
+
+    def lengths(self, chosen: Sequence[int]) -> list[int]:
+        """Return the tokens of what stays together among the rollouts `chosen`: of each rollout, or of each unit."""
+        lengths = self.batch.sequence_lengths_N.tolist()
+        tokens: Counter[int] = Counter()
+        for index in chosen:
+            tokens[index if self.units is None else self.units[index]] += lengths[index]
+        return list(tokens.values())
 
     def updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
         """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
@@ -88,11 +102,12 @@ class Dealt:
         return updates
 
 
-def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = ()) -> Dealt:
+def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (), units: Sequence[int] | None = None) -> Dealt:
     """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share."""
-    shares = split_over_ranks(batch.sequence_lengths_N.tolist(), len(ranks), mini_batches=mini_batches)
-    bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS})
-    return Dealt(batch, shares, ranks.store([bare.select(share) for share in shares]))
+    lengths = batch.sequence_lengths_N.tolist()
+    shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches)
+    bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}).replace(token_ids_S=batch.token_ids_S.int())
+    return Dealt(batch, shares, ranks.store([bare.select(share) for share in shares]), units)
 
 
 def train(
@@ -124,13 +139,11 @@ def train(
                 own.append(OptimizerStep(counts[number], tuple(rows), entropy_coeff, chosen_T))
         return list(zip(dealt.stored, dealt.updates(batch, names, steps), strict=True))
 
-    lengths = batch.sequence_lengths_N.tolist()
-    return cut.call("update", [[lengths[index] for index in indices] for indices in trained if indices], arguments), counts
+    return cut.call("update", [dealt.lengths(indices) for indices in trained if indices], arguments), counts
 
 
 def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:
     """Return the ranks' results of a pass over the whole batch, and the rollouts that they are of, in that order."""
-    lengths = dealt.batch.sequence_lengths_N.tolist()
     chosen = (dealt.batch.trained_lengths_N > 0).nonzero()[:, 0].tolist()
     order: list[int] = []
 
@@ -139,7 +152,7 @@ def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tenso
         order[:] = [share[row] for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank for row in rows]
         return [(stored, rank, *arguments) for stored, rank in zip(dealt.stored, planned, strict=True)]
 
-    results = cut.call(method, [[lengths[index] for index in chosen]], ask)
+    results = cut.call(method, [dealt.lengths(chosen)], ask)
     return torch.tensor(order, dtype=torch.long), results
 
 
@@ -162,7 +175,10 @@ def per_token(cut: Cut, method: str, dealt: Dealt) -> Tensor:
 
 
 def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
-    """Return the rollouts of whole prompt groups, `num_groups` of them each, for one pass per seed; None keeps the prompts' order."""
+    """Return mini-batches of `num_groups` whole prompt groups, as rollouts: a pass over all groups for each seed.
+
+    A seed shuffles the groups of its pass; None keeps the prompts' order.
+    """
     groups = batch.group_N.unique()
     chosen: list[list[int]] = []
     for seed in seeds:

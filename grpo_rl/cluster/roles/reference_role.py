@@ -13,7 +13,7 @@ from grpo_rl.workers.specs import Rank
 
 
 class ReferenceRole:
-    """roles.Reference over forward-only ranks."""
+    """The `protocols.Reference` whose work is done by forward-only ranks."""
 
     def __init__(self, worker_set: WorkerSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
         self.worker_set = worker_set

@@ -1,4 +1,4 @@
-"""The reward model over its worker set: rollouts are collected as they end and scored in batches beside the sampling."""
+"""The reward model over its worker set, which scores rollouts in batches beside the sampling."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ranks(Protocol):
     def __len__(self) -> int: ...
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` on every rank with its own arguments; the results by rank."""
+        """Call `method` on every rank with its own arguments; return the results by rank."""
 
 
 @dataclass(slots=True)
@@ -48,9 +48,10 @@ class _Job:
 
 
 class RewardModelRole:
-    """rewards.combined.ModelReward over the reward model's ranks.
+    """The `rewards.combined.ModelReward` whose work is done by the reward model's ranks.
 
-    A thread scores what has come whenever it fills a forward pass on every rank, and the rest as soon as somebody waits.
+    A thread scores the rollouts that have come whenever they fill a forward pass on every rank, and the rest as soon as a
+    caller waits.
     """
 
     name = REWARD_MODEL
@@ -92,7 +93,7 @@ class RewardModelRole:
                 self._changed.notify_all()
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
-        """The score of each rollout. Raises what a call to the worker set raised."""
+        """Return the score of each rollout. Raises what a call to the worker set raised."""
         for rollout in rollouts:
             self.submit(rollout)
         jobs = [self._jobs[(rollout.prompt.uid, rollout.sample_index)] for rollout in rollouts]
@@ -120,7 +121,10 @@ class RewardModelRole:
             self._changed.notify_all()
 
     def _await(self, jobs: Sequence[_Job]) -> None:
-        """Return when all jobs are done. A call to the worker set has a deadline of its own; this one is for what is around it."""
+        """Return when all jobs are done.
+
+        A call to the worker set has a deadline of its own; this one is for what is around it.
+        """
         num_done, deadline = -1, 0.0
         while not all(job.done for job in jobs):
             now_done = sum(job.done for job in jobs)
@@ -152,7 +156,7 @@ class RewardModelRole:
         return self._queued_tokens >= self.pass_tokens * len(self.worker_set)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
-        """The model's scores, now, by all ranks."""
+        """Return the model's scores, computed now by all ranks."""
         rendered = [self.renderer(rollout) for rollout in rollouts]
         results: list[ModelScore | Failure | None] = [self._without_model(scorable) for scorable in rendered]
         rows = [index for index, result in enumerate(results) if result is None]
@@ -173,7 +177,7 @@ class RewardModelRole:
         return [result for result in results if result is not None]
 
     def _without_model(self, scorable: Scorable) -> ModelScore | Failure | None:
-        """What can be said without the model: too long for it, or without steps. None: it has to score."""
+        """Return the result of a response that is too long for the model or has no steps; None for all others."""
         if len(scorable.token_ids) > self.max_length:
             return Failure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
         # A policy's embedding may have rows for tokens that no tokenizer has, and a random one samples them.
@@ -185,7 +189,7 @@ class RewardModelRole:
 
 
 def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
-    """Sequences back to back, with flat positions."""
+    """Return the sequences back to back, with flat positions."""
     token_ids: list[int] = []
     positions: list[int] = []
     for scorable in scorables:
@@ -196,7 +200,7 @@ def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
 
 
 def model_score(scorable: Scorable, scores: Sequence[float]) -> ModelScore | Failure:
-    """The one score of a response, or those of its steps with their mean as the response's."""
+    """Return the one score of a response, or those of its steps with their mean as the response's."""
     if not all(map(math.isfinite, scores)):
         return Failure(INVALID, f"its score is {next(score for score in scores if not math.isfinite(score))}")
     if scorable.step_tokens is None:
@@ -208,7 +212,7 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> ModelScore | Fai
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSetup:
-    """What is known of the reward model before any process starts."""
+    """The facts about the reward model that are read before any process starts."""
 
     config: RewardModelConfig
     renderer: Renderer
@@ -216,7 +220,7 @@ class RewardModelSetup:
     vocab_size: int | None
 
     def over(self, worker_set: Ranks) -> RewardModelRole:
-        """The model at work in its processes."""
+        """Return the role over the model's processes."""
         tokens = self.config.max_token_len_per_gpu
         return RewardModelRole(
             worker_set,
@@ -229,7 +233,10 @@ class RewardModelSetup:
 
 
 def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
-    """Read the reward model's config and tokenizer. Raises ConfigError for what cannot be a reward model of this policy."""
+    """Read the reward model's config and tokenizer.
+
+    Raises ConfigError for what cannot be a reward model of this policy.
+    """
     own = config.reward.reward_model
     assert own.model_path is not None
     model_config = load_score_config(own.model_path, trust_remote_code=own.trust_remote_code)
@@ -248,13 +255,13 @@ def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
 
 
 def reward_model_spec(config: RewardModelConfig) -> RewardModelSpec:
-    """What every rank is told."""
+    """Return the settings of every rank."""
     assert config.model_path is not None
     return RewardModelSpec(config.model_path, config.dtype, config.trust_remote_code, config.param_offload)
 
 
 def reward_model_factory(*arguments: Any) -> Any:
-    """A RewardModelWorker, imported in the process that will run it."""
+    """Return a RewardModelWorker, imported in the process that will run it."""
     from grpo_rl.workers.reward_model import RewardModelWorker
 
     return RewardModelWorker(*arguments)

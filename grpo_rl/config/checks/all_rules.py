@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from grpo_rl.config.checks import (
     algorithm_rules,
     data_rules,
+    engine_arguments,
     input_rules,
     name_rules,
     reward_rules,
@@ -21,7 +22,7 @@ from grpo_rl.config.schema.tree import Config
 
 
 def check(config: Config, machine: Machine) -> list[str]:
-    """Everything that is wrong between the keys, one line each: key, value, rule, what to do. Empty if it can run.
+    """Return everything that is wrong between the keys, a line each with key, value, rule and remedy; nothing if it can run.
 
     Names are looked up in tables here; what they stand for is loaded later, by the plan.
     """
@@ -31,6 +32,7 @@ def check(config: Config, machine: Machine) -> list[str]:
         *size_rules.problems(config, machine),
         *switch_rules.problems(config),
         *security_rules.problems(config),
+        *engine_arguments.problems(config),
         *algorithm_rules.problems(config),
         *name_rules.problems(config),
         *reward_rules.problems(config, machine),
@@ -39,7 +41,7 @@ def check(config: Config, machine: Machine) -> list[str]:
 
 
 def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
-    """What is wrong between the keys that `problems` leave alone: `config` has defaults where those were found.
+    """Yield what is wrong between the keys that `problems` leave alone: `config` has defaults where those were found.
 
     A line that names a key with a problem of its own, or one that a misspelt key may have meant, is left out: it
     may follow from nothing but the default. Sizes that depend on the machine are the plan's.
@@ -56,6 +58,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         *size_rules.problems_without_machine(config),
         *switch_rules.problems(config),
         *security_rules.problems(config),
+        *engine_arguments.problems(config),
         *algorithm_rules.problems(config),
         *name_rules.problems(config),
     ]

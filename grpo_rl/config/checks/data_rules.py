@@ -14,7 +14,7 @@ DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow
 
 
 def problems(config: Config) -> Iterator[str]:
-    """What is wrong in `data`."""
+    """Yield what is wrong in `data`."""
     data = config.data
     if not data.train_files and not config.trainer.val_only:
         yield (
@@ -109,8 +109,6 @@ def _mixture(data: DataConfig) -> Iterator[str]:
         yield f"{shown}: a class of your own is one source; mix inside it, or leave out data.custom_cls"
     elif len(weights) != len(data.train_files):
         yield f"{shown}: {len(weights)} weights for {len(data.train_files)} entries of data.train_files; one for each"
-    if not all(0 < weight < float("inf") for weight in weights):
-        yield f"{shown}: each must be above 0 and finite; leave out the source that has 0"
     if data.train_max_samples > 0:
         yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
     if data.curriculum == "pass_rate":
@@ -125,7 +123,7 @@ def _curriculum(data: DataConfig) -> Iterator[str]:
 
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Keys of the data that need another setting: whether it is there, and what to say where it is not."""
+    """Return the keys of the data that need another setting: whether it is there, and the reason to give where it is not."""
     data = config.data
     by_rate = data.curriculum == "pass_rate" or data.dynamic_weights
     passes = data.retire_above is not None or by_rate

@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def problems(config: Config) -> Iterator[str]:
-    """What is named and cannot be found or read."""
+    """Yield what is named and cannot be found or read."""
     yield from _model(config)
     yield from _rewards(config)
     yield from _own_functions(config)
@@ -54,7 +54,7 @@ def _critic_model(config: Config) -> Iterator[str]:
 
 
 def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
-    """Why the folder cannot hold a model; None where it can, or where only a hub knows."""
+    """Return why the folder cannot hold a model; None where it can, or where only asking a hub would show it."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if _HUB_NAME.fullmatch(path):
@@ -88,7 +88,7 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _own_functions(config: Config) -> Iterator[str]:
-    """Files of functions that are not there: the registries would tell it too, but only after torch is loaded."""
+    """Yield files of functions that are not there. The registries find them too, but only after torch is loaded."""
     actor, custom = config.actor_rollout_ref.actor, config.data.custom_cls
     named = [
         ("algorithm.adv_estimator", config.algorithm.adv_estimator),

@@ -20,7 +20,7 @@ _OWN_KINDS = {"num_rows": "int", "seed": "int", "split": "all|train|val", "answe
 
 
 def problems(config: Config) -> Iterator[str]:
-    """What no task, data set or reward is called, and options that those named do not have.
+    """Yield names that no task, data set or reward has, and options that those named do not have.
 
     A task's own rules between its options are the plan's, which makes its rows.
     """
@@ -66,7 +66,7 @@ def _gym(name: str, options: dict[str, str], broken: list[str]) -> Iterator[str]
 
 @functools.cache
 def _gym_version() -> str | None:
-    """The installed one's; None without the package."""
+    """Return the installed version of reasoning-gym, None without the package."""
     try:
         return importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def _gym_version() -> str | None:
 
 
 def _taken_apart(spec: str) -> tuple[str, dict[str, str], list[str]]:
-    """Name and options of NAME?option=value&..., and what is wrong with their form."""
+    """Return name and options of NAME?option=value&..., and what is wrong with their form."""
     name, _, query = spec.partition("?")
     options: dict[str, str] = {}
     broken = []

@@ -23,7 +23,7 @@ NAMED_PARSERS = ("score", "last_number")
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
-    """What cannot be of reward.reward_model and reward.judge."""
+    """Yield what is wrong in reward.reward_model and reward.judge."""
     yield from _model(config, machine)
     yield from _judge(config)
 
@@ -158,7 +158,7 @@ def _key(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config, section: str, switch: str, reason: str) -> Iterator[str]:
-    """Settings of a section that is switched off."""
+    """Yield the settings of a section that is switched off."""
     values = config.reward.reward_model if section == _MODEL else config.reward.judge
     for key, leaf in leaves().items():
         group, _, name = key.rpartition(".")

@@ -15,13 +15,13 @@ _CODE_FILES = ("config.json", "tokenizer_config.json")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Paths and names that lead elsewhere, and model folders that bring code of their own."""
+    """Yield paths and names that lead elsewhere, and model folders that bring code of their own."""
     yield from _paths(config)
     yield from _code_in_models(config)
 
 
 def targets(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Each `_target_` and its relatives anywhere in `tree`: a configuration names no function to be called by Hydra."""
+    """Yield each `_target_` and its relatives anywhere in `tree`: a configuration names no function to be called by Hydra."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if str(name) in ("_target_", "_partial_", "_recursive_", "_convert_", "_args_"):
@@ -90,7 +90,7 @@ def _code_in_models(config: Config) -> Iterator[str]:
 
 
 def allows_code(config: Config) -> list[str]:
-    """The keys by which this configuration lets the code of model folders run."""
+    """Return the keys by which this configuration lets the code of model folders run."""
     allowed = {
         OWN_CODE: config.actor_rollout_ref.model.trust_remote_code,
         SCORER_CODE: config.reward.reward_model.trust_remote_code,
@@ -99,7 +99,7 @@ def allows_code(config: Config) -> list[str]:
 
 
 def brings_code(file: Path) -> bool:
-    """Whether a model's JSON file asks for Python code from its folder. False for one that is not there or no JSON."""
+    """Return whether a model's JSON file asks for Python code from its folder. False for one that is not there or no JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

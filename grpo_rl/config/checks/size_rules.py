@@ -9,18 +9,20 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 
 _NEAR = 100_000
+_MOST_ROLLOUTS = 2**24
+"""The most rollouts of a step: above it the responses of one step alone (a few kB each) fill the memory of any machine."""
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
-    """Sizes that do not fit, each with the nearest that do."""
+    """Yield sizes that do not fit, each with the nearest that do."""
     yield from problems_without_machine(config)
     yield from _devices(config, machine)
     yield from _placement(config, machine)
 
 
 def problems_without_machine(config: Config) -> Iterator[str]:
-    """Sizes that fit nowhere."""
+    """Yield sizes that fit on no machine."""
     yield from _batches(config)
     yield from _micro_batches(config)
     yield from _critic(config)
@@ -29,6 +31,12 @@ def problems_without_machine(config: Config) -> Iterator[str]:
 
 def _batches(config: Config) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    rollouts = batch * config.actor_rollout_ref.rollout.n
+    if rollouts > _MOST_ROLLOUTS:
+        yield (
+            f"data.train_batch_size={batch}: with actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} a step has "
+            f"{rollouts} responses, which the controller holds at once; at most {_MOST_ROLLOUTS}"
+        )
     if mini > batch:
         yield (
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: larger than the batch it is taken from, "
@@ -75,7 +83,7 @@ def _critic(config: Config) -> Iterator[str]:
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` just below and above `wanted`."""
+    """Return the divisors of `number` just below and above `wanted`."""
     # A mistyped size may have nineteen digits: look near the wanted one only.
     above_it = range(wanted + 1, min(number, wanted + _NEAR) + 1)
     below = next((value for value in range(wanted - 1, max(0, wanted - _NEAR), -1) if number % value == 0), None)

@@ -15,7 +15,7 @@ _RESUMABLE = ("model", "optimizer", "extra")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Contradictions, and every setting without an effect."""
+    """Yield contradictions, and every setting without an effect."""
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
@@ -60,7 +60,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+    if len(optim.betas) != 2:
         yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
         yield (
@@ -90,6 +90,7 @@ def _validation(config: Config) -> Iterator[str]:
             yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
         if trainer.val_only:
             yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+        return
     values, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
     if values.top_k == 0:
         yield f"{key}.top_k=0: would leave no token; -1 takes all"
@@ -120,7 +121,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
-    """Keys that need another setting: whether it is there, and what to say where it is not."""
+    """Return the keys that need another setting: whether it is there, and the reason to give where it is not."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     algorithm = config.algorithm
     adaptive = algorithm.kl_ctrl.type == "adaptive"
@@ -135,6 +136,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         **data_rules.switches(config),
+        **_engine_switches(config),
         **_run_switches(config),
         "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
@@ -167,8 +169,19 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     }
 
 
+def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for sampling: what only vLLM has, and what only validation reads."""
+    r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
+    of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
+    of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
+    return {
+        **{f"{r}.{name}": (rollout.name != "hf", f"is of {r}.name=vllm, and it is hf") for name in of_vllm},
+        **{key: (bool(config.data.val_files), "needs data.val_files: only validation reads it") for key in of_validation},
+    }
+
+
 def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """The same for rewards, the run and Ray."""
+    """Return the same for rewards, the run and Ray."""
     trainer = config.trainer
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
@@ -216,7 +229,7 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def value_of(config: Config, key: str) -> object:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import Count, Fraction, NonNegative, Positive, Range, RejectionMode
+from grpo_rl.config.schema.kinds import Coefficient, Count, Fraction, Positive, Ratio, RatioAboveOne, RejectionMode
 
 
 @dataclass(frozen=True, slots=True)
 class KlControlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """Keep kl_coef, or steer it to target_kl (Ziegler et al. 2019, section 2.2)."""
-    kl_coef: NonNegative = 0.001
+    kl_coef: Coefficient = 0.001
     """Weight of the KL penalty in the reward, at the start."""
     horizon: Count = 10000
     """Rollouts over which the adaptive controller works."""
@@ -24,15 +24,15 @@ class KlControlConfig:
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
-    rollout_is_threshold: Annotated[float, Range(gt=1, lt=float("inf"))] | None = None
+    rollout_is_threshold: RatioAboveOne | None = None
     """Larger weights are cut to this; null: 2, or not cut where rollout_rs bounds the same ratio."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean."""
     rollout_rs: list[RejectionMode] = field(default_factory=list)
     """What is compared with the bounds below; outside, the token (token_*) or the whole response (seq_*) is not trained."""
-    rollout_rs_threshold: list[Positive] = field(default_factory=list)
+    rollout_rs_threshold: list[Ratio] = field(default_factory=list)
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
-    rollout_rs_threshold_lower: list[Positive] = field(default_factory=list)
+    rollout_rs_threshold_lower: list[Ratio] = field(default_factory=list)
     """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction."""

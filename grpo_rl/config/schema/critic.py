@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_rl.config.schema.kinds import Count, Positive
+from grpo_rl.config.schema.kinds import Count, LearningRate, Positive, Prompts, Rollouts, Tokens
 from grpo_rl.config.schema.model import FsdpConfig, OptimConfig
 
 
@@ -18,7 +18,7 @@ class CriticModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CriticOptimConfig(OptimConfig):
-    lr: Positive = 1e-5
+    lr: LearningRate = 1e-5
     """Peak learning rate of AdamW."""
 
 
@@ -29,15 +29,15 @@ class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    ppo_mini_batch_size: Count | None = None
+    ppo_mini_batch_size: Prompts | None = None
     """Prompts per optimizer step, over all ranks; null: as actor_rollout_ref.actor.ppo_mini_batch_size."""
     ppo_epochs: Count | None = None
     """Passes over the rollouts of one training step; null: as actor_rollout_ref.actor.ppo_epochs."""
-    ppo_micro_batch_size_per_gpu: Count | None = None
+    ppo_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; null: as the actor, unless one of the sizes here is given."""
-    ppo_max_token_len_per_gpu: Count | None = None
+    ppo_max_token_len_per_gpu: Tokens | None = None
     """Most tokens, prompts included, in one micro-batch of one rank; null: as actor_rollout_ref.actor.ppo_max_token_len_per_gpu."""
     cliprange_value: Positive = 0.5
     """Farthest that a value may move from what it was before the update, in the value loss."""

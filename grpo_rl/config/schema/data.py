@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Range
+from grpo_rl.config.schema.kinds import CountOrOff, CountOrZero, Factor, Length, Positive, PositiveFraction, Prompts, Seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CustomClsConfig:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
-    train_weights: list[float] = field(default_factory=list)
+    train_weights: list[Positive] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     dynamic_weights: bool = False
     """Multiply train_weights by how near the pass rate of each source is to one half: 4p(1-p), at least curriculum_floor."""
@@ -49,19 +49,19 @@ class DataConfig:
     """Folder for the unpacked copies of parquet, Arrow and .gz files while the run lasts; null: the system's temporary folder."""
     allow_change: bool = False
     """Resume although the training data have changed since the checkpoint; the run goes on at the beginning of the next epoch."""
-    train_batch_size: Count = 1024
+    train_batch_size: Prompts = 1024
     """Prompts per training step. The number of rollouts is this times rollout.n."""
-    gen_batch_size: Count | None = None
+    gen_batch_size: Prompts | None = None
     """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups); null: train_batch_size."""
-    retire_above: Annotated[float, Range(gt=0, le=1)] | None = None
+    retire_above: PositiveFraction | None = None
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
     retire_metric: str = "score"
     """What a response passes by: named as algorithm.filter_groups.metric is."""
-    retire_score: float = 1.0
+    retire_score: Factor = 1.0
     """The least value of it with which a response passes."""
-    max_prompt_length: Count = 512
+    max_prompt_length: Length = 512
     """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
-    max_response_length: Count = 512
+    max_response_length: Length = 512
     """Longest response in tokens; sampling stops there with finish reason `length`."""
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
@@ -73,9 +73,9 @@ class DataConfig:
     """Order by difficulty_key, easiest first in every epoch; or prefer prompts whose latest pass rate is near one half."""
     difficulty_key: str = "extra_info.difficulty"
     """curriculum=difficulty: column with a number, a path with dots where it lies in another column."""
-    curriculum_floor: Annotated[float, Range(gt=0, le=1)] = 0.1
+    curriculum_floor: PositiveFraction = 0.1
     """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
-    seed: CountOrZero = 1
+    seed: Seed = 1
     """Seed of that order."""
     train_max_samples: CountOrOff = -1
     """Use only the first so many training rows; -1: all."""

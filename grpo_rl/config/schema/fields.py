@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from grpo_rl.config.schema.tree import Config, Range
@@ -26,7 +27,7 @@ class Kind:
     item: Kind | None = None
 
     def describe(self) -> str:
-        """The rule as a person says it: `a whole number >= 1, or null`."""
+        """Return the rule in words: `a whole number >= 1, or null`."""
         if self.choices:
             text = "one of " + ", ".join(self.choices)
         elif self.item is not None:
@@ -47,19 +48,19 @@ class Leaf:
 
 
 def describe_range(bounds: Range | None) -> str:
-    """`>= 1 and < 2`; empty where nothing is bounded. Infinity as a bound only says `finite`, which goes without saying."""
+    """Return the bounds as `>= 1 and < 2`, empty where there are none."""
     if bounds is None:
         return ""
     parts = []
     for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         bound = getattr(bounds, name)
-        if bound is not None and abs(bound) != float("inf"):
-            parts.append(f"{sign} {bound:g}")
-    return " and ".join(parts)
+        if bound is not None:
+            parts.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
+    return ("0, or " if bounds.zero else "") + " and ".join(parts)
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The Kind that a field's annotation stands for."""
+    """Return the Kind that a field's annotation stands for."""
     if get_origin(annotation) in (typing.Union, types.UnionType):
         inner = [part for part in get_args(annotation) if part is not type(None)]
         assert len(inner) == 1, f"a key takes one type or null: {annotation}"
@@ -80,14 +81,14 @@ def kind_of(annotation: Any) -> Kind:
 
 @cache
 def annotations_of(section: type) -> dict[str, Any]:
-    """The section's fields and their annotations, in the order in which they are written."""
+    """Return the section's fields and their annotations, in the order in which they are written."""
     hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of the schema by its full dotted name."""
+    """Return every key of the schema by its full dotted name."""
     return {leaf.key: leaf for leaf in _leaves(Config, Config(), "")}
 
 
@@ -105,7 +106,7 @@ def _leaves(section: type, defaults: Any, prefix: str) -> list[Leaf]:
 
 @cache
 def sections() -> frozenset[str]:
-    """The dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
+    """Return the dotted names of all groups of keys, e.g. `actor_rollout_ref.actor`."""
     names = set()
     for key in leaves():
         parts = key.split(".")[:-1]
@@ -114,7 +115,7 @@ def sections() -> frozenset[str]:
 
 
 def free_mapping(key: str) -> str | None:
-    """The key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
+    """Return the key with a free mapping as its value that `key` lies in, e.g. `...override_config` for `...override_config.a`."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         leaf = leaves().get(".".join(parts[:depth]))
@@ -123,28 +124,45 @@ def free_mapping(key: str) -> str | None:
     return None
 
 
+_NEAR = 0.75
 _LONGEST_GUESS = 200
-"""Comparing is quadratic in the length, and nobody meant a key of 10,000 characters."""
+"""The characters of a key that are compared: comparing is quadratic in the length."""
 
 
-def nearest(key: str, limit: int = 3) -> list[str]:
-    """Keys that somebody who typed `key` may have meant, the likeliest first."""
+@lru_cache(maxsize=1024)
+def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
+    """Return the keys that somebody who typed `key` may have meant, the likeliest first."""
     key = key[:_LONGEST_GUESS]
     last = key.rpartition(".")[2]
-    alike = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in leaves()}
     same_name = [name for name in leaves() if name.rpartition(".")[2] == last]
     if same_name:
-        return sorted(same_name, key=lambda name: -alike[name])[:limit]
+        alike = _alike(key, same_name, 0.0)
+        return tuple(sorted(same_name, key=lambda name: -alike[name])[:limit])
+    alike = _alike(key, leaves(), _NEAR)
     # A right name in the wrong group is as near as a misspelt name in the right one.
+    by_name = _alike(last, {name.rpartition(".")[2] for name in leaves()}, _NEAR)
     for name in leaves():
-        alike[name] = max(alike[name], difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio())
+        alike[name] = max(alike.get(name, 0.0), by_name.get(name.rpartition(".")[2], 0.0))
     best = max(alike.values())
-    near = [name for name, score in alike.items() if score >= max(0.75, best - 0.05)]
-    return sorted(near, key=lambda name: -alike[name])[:limit]
+    near = [name for name, score in alike.items() if score >= max(_NEAR, best - 0.05)]
+    return tuple(sorted(near, key=lambda name: -alike[name])[:limit])
+
+
+def _alike(text: str, names: Iterable[str], least: float) -> dict[str, float]:
+    """Return how alike `text` and each name are, from 0 to 1; names that are less than `least` are left out."""
+    # The matcher prepares its second text once; its two quick ratios are upper bounds that spare most comparisons.
+    matcher = difflib.SequenceMatcher(None)
+    matcher.set_seq2(text)
+    found = {}
+    for name in names:
+        matcher.set_seq1(name)
+        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least and (score := matcher.ratio()) >= least:
+            found[name] = score
+    return found
 
 
 def siblings(key: str) -> list[str]:
-    """Names of all keys directly in the group that `key` would lie in; none where there is no such group."""
+    """Return the names of all keys directly in the group that `key` would lie in; none where there is no such group."""
     group = key.rpartition(".")[0]
     names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
     return list(dict.fromkeys(names))

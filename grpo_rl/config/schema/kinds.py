@@ -1,4 +1,8 @@
-"""Kinds of values: numbers with bounds, and names of which one is chosen."""
+"""Kinds of values: numbers with bounds and the reason for them, and names of which one is chosen.
+
+Each number has two bounds. They refuse what is a slip of the keyboard (`rollout.n=1e12`) or what the arithmetic cannot
+hold (`temperature=1e-320`) before anything starts; they lie far outside of what somebody may want.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,68 @@ from typing import Annotated, Literal
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number, used as `Annotated[float, Range(gt=0)]`. NaN is never inside."""
+    """Bounds of a number, used as `Annotated[float, Range(gt=0, le=1, reason=...)]`. NaN is never inside."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    zero: bool = False
+    """0 is allowed too, though it lies below the lower bound."""
+    reason: str = ""
+    """Why there is nothing to gain outside: part of the message of a refusal, and of docs/configuration.md."""
 
 
-Count = Annotated[int, Range(ge=1)]
-CountOrZero = Annotated[int, Range(ge=0)]
-CountOrOff = Annotated[int, Range(ge=-1)]
+_A_COUNT = "counts of steps, rows and tries stay below 10^12"
+Count = Annotated[int, Range(ge=1, le=10**12, reason=_A_COUNT)]
+CountOrZero = Annotated[int, Range(ge=0, le=10**12, reason=_A_COUNT)]
+CountOrOff = Annotated[int, Range(ge=-1, le=10**12, reason=_A_COUNT)]
 """-1 switches it off, as in verl."""
-Positive = Annotated[float, Range(gt=0, lt=float("inf"))]
-NonNegative = Annotated[float, Range(ge=0, lt=float("inf"))]
-Fraction = Annotated[float, Range(ge=0, le=1)]
+
+Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files hold a seed in 64 bits")]
+Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]
+Responses = Annotated[int, Range(ge=1, le=2**16, reason="the responses to one prompt are held and compared together")]
+Rollouts = Annotated[int, Range(ge=1, le=2**20, reason="the rollouts of one pass are in memory together")]
+Length = Annotated[int, Range(ge=1, le=2**24, reason="no model reads more than some 10^7 tokens in one sequence")]
+Tokens = Annotated[int, Range(ge=1, le=2**26, reason="the tokens of one pass are in one device's memory")]
+TopK = Annotated[int, Range(ge=-1, le=2**24, reason="no vocabulary has more tokens")]
+Devices = Annotated[int, Range(ge=1, le=1024, reason="no machine has more GPUs, or cores for as many processes")]
+Nodes = Annotated[int, Range(ge=1, le=2**16, reason="no cluster has more machines")]
+NodesOrNone = Annotated[int, Range(ge=0, le=2**16, reason="no cluster has more machines")]
+Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine has more cores")]
+Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on this machine")]
+ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
+Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
+Megabytes = Annotated[int, Range(ge=1, le=2**16, reason="a piece of weights is held twice in a device's memory")]
+Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries double, so more would never be made")]
+
+_A_FACTOR = "beyond, float32 loses the smaller terms of the sum"
+Positive = Annotated[float, Range(ge=1e-12, le=1e12, reason=_A_FACTOR)]
+NonNegative = Annotated[float, Range(ge=1e-12, le=1e12, zero=True, reason=_A_FACTOR)]
+Factor = Annotated[float, Range(ge=-1e9, le=1e9, reason=_A_FACTOR)]
+"""Weights and scores of either sign."""
+Coefficient = Annotated[float, Range(ge=1e-12, le=1e6, zero=True, reason=_A_FACTOR)]
+Fraction = Annotated[float, Range(ge=0, le=1, reason="it is a share")]
+PositiveFraction = Annotated[float, Range(ge=1e-6, le=1, reason="it is a share, and a smaller one is 0 after rounding")]
+Ratio = Annotated[float, Range(ge=1e-9, le=1e9, reason="a probability ratio outside is float32's rounding; 1e9 never clips")]
+RatioAboveOne = Annotated[float, Range(gt=1, le=1e9, reason="a bound of 1 or less would cut every token; 1e9 cuts none")]
+LearningRate = Annotated[float, Range(ge=1e-15, le=10, reason="AdamW moves each weight by about lr, so 10 destroys any model")]
+Decay = Annotated[float, Range(ge=0, lt=1, reason="it is the share of an average that is kept")]
+Epsilon = Annotated[float, Range(ge=1e-30, le=1, reason="float32 holds no smaller one, and a larger one replaces the gradient")]
+WeightDecay = Annotated[
+    float, Range(ge=1e-12, le=100, zero=True, reason="lr times it is the share of a weight taken off a step")
+]
+GradientNorm = Annotated[float, Range(ge=1e-9, le=1e12, reason="a smaller norm stops training; 1e12 never clips")]
+Nats = Annotated[float, Range(ge=1e-9, le=100, reason="the entropy over any vocabulary is below 20 nats")]
+# vLLM raises a temperature between 0 and 0.01 to 0.01 (vllm/sampling_params.py), and the trainer would not.
+_TEMPERATURE = "engines raise smaller temperatures to 0.01; above 100 all tokens are alike"
+Temperature = Annotated[float, Range(ge=0.01, le=100, reason=_TEMPERATURE)]
+TemperatureOrGreedy = Annotated[float, Range(ge=0.01, le=100, zero=True, reason=_TEMPERATURE)]
+MemoryShare = Annotated[float, Range(ge=0.01, lt=1, reason="an engine needs some of a device's memory, and never gets all")]
+Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
+ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
+Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]
+RewardSeconds = Annotated[float, Range(ge=0.001, le=31 * 86_400, reason="no reward comes faster than 0.001 s or after a month")]
 
 KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Fraction, KlType, NonNegative, Positive, Range
+from grpo_rl.config.schema.kinds import (
+    Coefficient,
+    Count,
+    CountOrOff,
+    Decay,
+    Devices,
+    Epsilon,
+    Factor,
+    Fraction,
+    Gib,
+    GradientNorm,
+    KlType,
+    LearningRate,
+    Megabytes,
+    MemoryShare,
+    Nats,
+    NodesOrNone,
+    Positive,
+    PositiveFraction,
+    Prompts,
+    Ratio,
+    RatioAboveOne,
+    Responses,
+    Rollouts,
+    Seed,
+    Temperature,
+    TemperatureOrGreedy,
+    ThreadsOrAuto,
+    Tokens,
+    TopK,
+    WeightDecay,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +51,19 @@ class ModelConfig:
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
-    lm_head_chunk_tokens: Count = 2048
+    lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    lr: Positive = 1e-6
+    lr: LearningRate = 1e-6
     """Peak learning rate of AdamW."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's two decay rates."""
-    eps: Positive = 1e-8
+    eps: Epsilon = 1e-8
     """AdamW's epsilon."""
-    weight_decay: NonNegative = 0.01
+    weight_decay: WeightDecay = 0.01
     """AdamW's decoupled weight decay, applied to matrices and not to vectors (norms, biases)."""
     lr_warmup_steps: CountOrOff = -1
     """Optimizer steps of linear warm-up; -1: take lr_warmup_steps_ratio."""
@@ -42,7 +73,7 @@ class OptimConfig:
     """What follows the warm-up."""
     min_lr_ratio: Fraction = 0.0
     """Where linear and cosine end, as a share of lr."""
-    clip_grad: Positive = 1.0
+    clip_grad: GradientNorm = 1.0
     """Largest global gradient norm; larger gradients are scaled down."""
 
 
@@ -76,17 +107,17 @@ class PolicyLossConfig:
     """sapo: temperature of the gate elsewhere."""
     clip_cov_ratio: Fraction | None = None
     """clip_cov: share of the tokens that are left out."""
-    clip_cov_lb: float | None = None
+    clip_cov_lb: Factor | None = None
     """clip_cov: they have a covariance above this."""
-    clip_cov_ub: float | None = None
+    clip_cov_ub: Factor | None = None
     """clip_cov: and below this."""
     kl_cov_ratio: Fraction | None = None
     """kl_cov: share of the tokens that are held back."""
-    ppo_kl_coef: NonNegative | None = None
+    ppo_kl_coef: Coefficient | None = None
     """kl_cov: weight of the penalty on these."""
-    dro_beta: NonNegative | None = None
+    dro_beta: Coefficient | None = None
     """dro: weight of the pull towards the policy that sampled."""
-    max_ratio: Positive | None = None
+    max_ratio: Ratio | None = None
     """dppo_tv, dppo_kl: largest weight of a token."""
 
 
@@ -94,9 +125,9 @@ class PolicyLossConfig:
 class AdaptiveEntropyConfig:
     enable: bool = False
     """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
-    target: Positive = 0.2
+    target: Nats = 0.2
     """Entropy per trained token, in nats, that it holds; above it there is no bonus."""
-    delta: Positive = 0.005
+    delta: Nats = 0.005
     """By how much the weight rises after a step below the target, and falls after one above."""
 
 
@@ -114,39 +145,39 @@ class CheckpointConfig:
 class ActorConfig:
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Sharding of the trained model. Both names run FSDP2."""
-    ppo_mini_batch_size: Count = 256
+    ppo_mini_batch_size: Prompts = 256
     """Prompts per optimizer step, over all ranks. train_batch_size must be a multiple of it."""
-    ppo_micro_batch_size_per_gpu: Count | None = None
+    ppo_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
-    ppo_max_token_len_per_gpu: Count = 16384
+    ppo_max_token_len_per_gpu: Tokens = 16384
     """Most tokens, prompts included, in one micro-batch of one rank."""
     ppo_epochs: Count = 1
     """Passes over the rollouts of one training step."""
     shuffle: bool = False
     """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
-    data_loader_seed: CountOrZero = 42
+    data_loader_seed: Seed = 42
     """Seed of that order."""
-    clip_ratio: Positive = 0.2
+    clip_ratio: Ratio = 0.2
     """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: Positive | None = None
+    clip_ratio_low: Ratio | None = None
     """Lower side, if it differs from clip_ratio."""
-    clip_ratio_high: Positive | None = None
+    clip_ratio_high: Ratio | None = None
     """Upper side, if it differs from clip_ratio (DAPO: 0.28)."""
-    clip_ratio_c: Annotated[float, Range(gt=1, lt=float("inf"))] = 3.0
+    clip_ratio_c: RatioAboveOne = 3.0
     """Dual clip: bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020)."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; the denominators are those of the whole mini-batch."""
     loss_scale_factor: Positive | None = None
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
-    entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
+    entropy_coeff: Factor = 0.0
     """Weight of the entropy bonus."""
     adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     use_kl_loss: bool = True
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
-    kl_loss_coef: NonNegative = 0.001
+    kl_loss_coef: Coefficient = 0.001
     """Weight of that term (beta)."""
     kl_loss_type: KlType = "low_var_kl"
     """Its estimator. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
@@ -157,24 +188,24 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefConfig:
-    log_prob_micro_batch_size_per_gpu: Count | None = None
+    log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass on one rank."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Cut by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
-    log_prob_max_token_len_per_gpu: Count | None = None
+    log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class ValSamplingConfig:
-    temperature: NonNegative = 0.0
+    temperature: TemperatureOrGreedy = 0.0
     """0 is greedy."""
-    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: CountOrOff = -1
+    top_k: TopK = -1
     """Sample from the so many likeliest tokens; -1: all."""
-    n: Count = 1
+    n: Responses = 1
     """Responses per validation prompt."""
     do_sample: bool = False
     """false is greedy, and then temperature must be 0 and n 1."""
@@ -184,7 +215,7 @@ class ValSamplingConfig:
 class WeightSyncConfig:
     backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
     """How weights reach the engines: auto takes CUDA IPC when colocated, NCCL when apart, Ray's shared memory on CPU."""
-    update_weights_bucket_megabytes: Count = 512
+    update_weights_bucket_megabytes: Megabytes = 512
     """Size of the pieces they travel in."""
     verify_checksum: bool = False
     """After every transfer compare a digest of each tensor on both sides."""
@@ -201,59 +232,59 @@ class HfEngineConfig:
 class RolloutConfig:
     name: str = "vllm"
     """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and where vLLM is missing)."""
-    n: Count = 8
+    n: Responses = 8
     """Responses per prompt: the group of GRPO."""
-    temperature: Positive = 1.0
-    """Of sampling; the trainer's log-probs are taken at the same temperature."""
-    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    temperature: Temperature = 1.0
+    """Temperature of sampling; the trainer's log-probs are taken at the same one."""
+    top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens with at least this probability; the trainer's log-probs are of the same set."""
-    top_k: CountOrOff = -1
+    top_k: TopK = -1
     """Sample from the so many likeliest tokens; -1: all. Likewise. vllm: also bounds the sets of top_p and min_p."""
-    min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
+    min_p: Fraction = 0.0
     """Sample only tokens with at least this share of the likeliest one's probability. Likewise."""
     fp32_lm_head: bool = False
     """vllm: logits in float32 though `dtype` is less, as the trainer's always are."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Seed of sampling; each response has its own, derived from this, the step, the prompt and its number."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
-    nnodes: CountOrZero = 0
+    nnodes: NodesOrNone = 0
     """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
-    n_gpus_per_node: Count | None = None
+    n_gpus_per_node: Devices | None = None
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
-    gpu_memory_utilization: Annotated[float, Range(gt=0, lt=1)] = 0.5
+    gpu_memory_utilization: MemoryShare = 0.5
     """GPU: share of the device's memory for the engine."""
-    kv_cache_gib: Positive = 1.0
+    kv_cache_gib: Gib = 1.0
     """CPU: most memory for the engine's key-value cache, in GiB."""
     free_cache_engine: bool = True
     """GPU, colocated: the engine gives its memory back while the actor trains."""
     enforce_eager: bool | None = None
     """No compilation and CUDA graphs; null: true on CPU, false on GPU."""
-    max_num_seqs: Count = 256
+    max_num_seqs: Rollouts = 256
     """Most responses that one replica samples at once."""
-    max_num_batched_tokens: Count = 8192
+    max_num_batched_tokens: Tokens = 8192
     """Most tokens in one forward pass of the engine."""
-    max_model_len: Count | None = None
+    max_model_len: Tokens | None = None
     """Longest prompt plus response; null: max_prompt_length + max_response_length."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for all its responses."""
     ignore_eos: bool = False
     """Go on to max_response_length whatever is sampled (for benchmarks)."""
-    cpu_threads: CountOrZero = 0
+    cpu_threads: ThreadsOrAuto = 0
     """CPU: OpenMP threads of an engine; 0: chosen by the number of cores and replicas."""
-    log_prob_micro_batch_size_per_gpu: Count | None = None
+    log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass when the actor recomputes old log-probs."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Cut these by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
-    log_prob_max_token_len_per_gpu: Count | None = None
+    log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per such pass; null: as actor.ppo_max_token_len_per_gpu."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     hf: HfEngineConfig = field(default_factory=HfEngineConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed on to the engine's constructor, by engine name: {vllm: {...}}."""
+    """Settings of speed and memory for the engine's constructor, by engine name: {vllm: {block_size: 32}}. What another key owns, and what loads code, is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import Count, CountOrZero, NonNegative, Positive
+from grpo_rl.config.schema.kinds import (
+    Count,
+    Devices,
+    Factor,
+    Length,
+    NodesOrNone,
+    Positive,
+    Processes,
+    ProcessGib,
+    Requests,
+    RewardSeconds,
+    TemperatureOrGreedy,
+    Tokens,
+    Tries,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +34,7 @@ class CustomRewardConfig:
 
 @dataclass(frozen=True, slots=True)
 class OverlongBufferConfig:
-    len: Count | None = None
+    len: Length | None = None
     """Soft penalty for long training responses: it grows over so many tokens before data.max_response_length (DAPO); null: none."""
     penalty_factor: Positive = 1.0
     """Penalty of a response of the full length."""
@@ -36,19 +50,19 @@ class RewardModelConfig:
     """Folder of its tokenizer; null: model_path."""
     trust_remote_code: bool = False
     """Run Python code that lies in its folder."""
-    weight: float = 1.0
+    weight: Factor = 1.0
     """Factor of its score in the reward."""
     step_separator: str | None = None
     """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
     rerender: Literal["auto", "always", "never"] = "auto"
     """Render prompts with its own chat template and tokenizer; auto: only where they differ from the policy's."""
-    max_token_len_per_gpu: Count = 16384
+    max_token_len_per_gpu: Tokens = 16384
     """Most tokens in one forward pass of one rank, and in one rollout."""
     enable_resource_pool: bool = False
     """Give it devices of its own; false: it shares the actor's."""
-    nnodes: CountOrZero = 0
+    nnodes: NodesOrNone = 0
     """Nodes of its own pool."""
-    n_gpus_per_node: Count | None = None
+    n_gpus_per_node: Devices | None = None
     """Ranks per node of its own pool; null: as trainer.n_gpus_per_node."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
@@ -68,29 +82,29 @@ class JudgeConfig:
     """System message before it."""
     parser: str = "score"
     """How its answer becomes a number: score (the last `score: x`), last_number, json:KEY, or path.py:function(text) -> float."""
-    min_score: float | None = None
+    min_score: Factor | None = None
     """A lower score is invalid; null: any is valid."""
-    max_score: float | None = None
+    max_score: Factor | None = None
     """A higher score is invalid; null: any is valid."""
-    weight: float = 1.0
+    weight: Factor = 1.0
     """Factor of its score in the reward."""
-    max_tokens: Count = 512
+    max_tokens: Length = 512
     """Longest answer."""
-    temperature: NonNegative = 0.0
-    """Of its answers."""
+    temperature: TemperatureOrGreedy = 0.0
+    """Sampling temperature of its answers; 0 is greedy."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, e.g. {response_format: {type: json_object}}."""
-    max_concurrency: Count = 16
+    max_concurrency: Requests = 16
     """Requests at the same time."""
     requests_per_minute: Count | None = None
     """Most requests in a minute, tries again included; null: no limit."""
-    timeout_s: Positive = 60.0
+    timeout_s: RewardSeconds = 60.0
     """Longest time for one request."""
-    retries: CountOrZero = 4
+    retries: Tries = 4
     """Further tries after a timeout, a broken connection or answer, and the states 408, 425, 429 and 5xx."""
-    backoff_s: Positive = 1.0
+    backoff_s: RewardSeconds = 1.0
     """Wait before the first further try, doubled for each one after; the wait is drawn between half of it and all of it."""
-    deadline_s: Positive = 300.0
+    deadline_s: RewardSeconds = 300.0
     """Longest time for one judgement, all tries and waits included."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key; the key itself is in no file and no log."""
@@ -106,15 +120,15 @@ class RewardConfig:
     """Options of functions by their name: {my_function: {option: value}}."""
     batched: list[str] = field(default_factory=list)
     """Functions that are called once with all responses of a step: (data_sources, solution_strs, ground_truths, extra_infos), lists, -> list."""
-    num_workers: Count = 2
+    num_workers: Processes = 2
     """Processes that compute rewards."""
-    timeout_s: Positive = 10.0
+    timeout_s: RewardSeconds = 10.0
     """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
-    memory_limit_gb: Positive | None = 2.0
+    memory_limit_gb: ProcessGib | None = 2.0
     """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
     on_failure: Literal["drop", "value", "stop"] = "drop"
     """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
-    failure_value: float | None = None
+    failure_value: Factor | None = None
     """The reward of a failed one with on_failure=value."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Positive
+from grpo_rl.config.schema.kinds import Cores, Count, CountOrOff, CountOrZero, Devices, Gib, Nodes, Seconds, Seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class TrainerConfig:
     """Passes over the training data."""
     total_training_steps: Count | None = None
     """Training steps; null: total_epochs of the data."""
-    nnodes: Count = 1
+    nnodes: Nodes = 1
     """Nodes of the actor's pool."""
-    n_gpus_per_node: Count | None = None
+    n_gpus_per_node: Devices | None = None
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where there is a GPU."""
-    seed: CountOrZero = 1
+    seed: Seed = 1
     """Seed of everything in the trainer that is not data order or sampling (dropout, new weights)."""
     critic_warmup: CountOrZero = 0
     """First training steps in which only the critic learns."""
@@ -59,29 +59,29 @@ class TrainerConfig:
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
     dry_run: bool = False
     """Print the plan and stop."""
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: Seconds = 600.0
     """Longest time for workers to start (loading the model and the engine)."""
-    step_timeout_s: Positive = 3600.0
+    step_timeout_s: Seconds = 3600.0
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
     recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
     """When worker processes die or freeze: off ends the run; else they are started again. The actor's and the critic's
     state comes from a copy made in host memory after every update (memory) or from the newest checkpoint and the
     updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
-    recover_memory_gib: Positive = 0.5
+    recover_memory_gib: Gib = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
     on_out_of_memory: Literal["stop", "split"] = "stop"
     """When memory runs out in an update or a pass for log-probs or values: stop, or start the role's ranks again with the
     state they had and go on with micro-batches of half the size, until the end of the run. The gradient is the same up
     to rounding."""
-    heartbeat_s: Positive = 5.0
+    heartbeat_s: Seconds = 5.0
     """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
     max_restarts: CountOrZero = 5
     """Restarts of one worker within restart_window_s; then the run stops and names all causes."""
-    restart_window_s: Positive = 3600.0
+    restart_window_s: Seconds = 3600.0
     """How long a restart counts for max_restarts."""
-    collective_timeout_s: Positive = 600.0
+    collective_timeout_s: Seconds = 600.0
     """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
-    grace_s: Positive = 30.0
+    grace_s: Seconds = 30.0
     """Seconds that SIGTERM, SIGINT, SIGHUP or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """When loss or gradient are not finite: leave that update out on every rank and go on, or stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
@@ -93,9 +93,9 @@ class TrainerConfig:
 class RayInitConfig:
     address: str | None = None
     """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
-    num_cpus: Count | None = None
+    num_cpus: Cores | None = None
     """CPUs of a local cluster; null: all."""
-    wait_for_nodes_s: Positive = 5.0
+    wait_for_nodes_s: Seconds = 5.0
     """How long a cluster that is too small has to grow, by nodes that join late or an autoscaler; then the run ends."""
     allow_insecure: bool = False
     """Use the cluster at `address` though it asks nobody for a token; whoever reaches its ports can run code there."""

@@ -1,4 +1,4 @@
-"""Every option of the program: key, type, range, default, meaning. The only place where any of them is said.
+"""Every option of the program: key, type, range, default, meaning. The only place where any of them is defined.
 
 Keys and meanings are verl's wherever verl has one that is right. `docs/configuration.md` is generated
 from these files; `compose.py` builds these frozen classes from what Hydra composed, `checks.py` holds the

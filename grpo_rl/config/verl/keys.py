@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from grpo_rl.config.verl.critic_keys import CRITIC, Answer
+from dataclasses import dataclass
+from typing import Any
 
 
-def _switch(group: str, advice: str, name: str = "enable") -> dict[str, Answer]:
-    """A group of keys that may be switched off, and no more."""
-    return {group: Answer(advice), f"{group}.{name}": Answer(advice, (False,))}
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a key: the values that are right here, and the reason or replacement for all others."""
+
+    advice: str
+    accepts: tuple[Any, ...] = ()
+    hint: bool = False
+    """The key bears on speed, memory, logs or processes and never on what is learned: other values are taken with a note."""
+
+
+def _hint(advice: str, *accepts: Any) -> Answer:
+    """Return the answer to a key that changes nothing that is learned."""
+    return Answer(advice, accepts, hint=True)
+
+
+def _switch(group: str, advice: str, name: str = "enable", *, hint: bool = False) -> dict[str, Answer]:
+    """Return the answers for a group of keys that may be switched off, and no more; with `hint` it may be on, too."""
+    return {group: Answer(advice, hint=hint), f"{group}.{name}": Answer(advice, (False,), hint)}
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -36,45 +52,45 @@ _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 _FSDP: dict[str, Answer] = {
     "model_dtype": Answer("master weights are always float32; the compute type is fsdp_config.dtype", ("fp32", "float32")),
     "mixed_precision": Answer("use fsdp_config.dtype (float32 master weights and gradients are fixed)"),
-    "offload_policy": Answer("use fsdp_config.param_offload and optimizer_offload", (False,)),
-    "fsdp_size": Answer("the model is sharded over all ranks of the actor", (-1,)),
-    "forward_prefetch": Answer("FSDP2 prefetches by itself", _ANY_BOOL),
-    "use_orig_params": Answer("FSDP2 always keeps the original parameters", _ANY_BOOL),
-    "wrap_policy": Answer("each decoder layer is one unit of sharding; leave it out"),
-    "wrap_policy.min_num_params": Answer("each decoder layer is one unit of sharding", (0,)),
-    "use_torch_compile": Answer("the trained model is not compiled", (False,)),
-    "grad_offload": Answer("gradients live only during the update; use fsdp_config.optimizer_offload", (False,)),
+    "offload_policy": _hint("use fsdp_config.param_offload and optimizer_offload", False),
+    "fsdp_size": _hint("the model is sharded over all ranks of the actor", -1),
+    "forward_prefetch": _hint("FSDP2 prefetches by itself", *_ANY_BOOL),
+    "use_orig_params": _hint("FSDP2 always keeps the original parameters", *_ANY_BOOL),
+    "wrap_policy": _hint("each decoder layer is one unit of sharding; leave it out"),
+    "wrap_policy.min_num_params": _hint("each decoder layer is one unit of sharding", 0),
+    "use_torch_compile": _hint("the trained model is not compiled", False),
+    "grad_offload": _hint("gradients live only during the update; use fsdp_config.optimizer_offload", False),
     "seed": Answer("use trainer.seed"),
     "full_determinism": Answer("seeds are trainer.seed, data.seed and rollout.seed", (False,)),
     "strategy": Answer("use actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2")),
-    "forward_only": Answer("the reference is never trained, the actor always is"),
-    "ulysses_sequence_parallel_size": Answer(_ULYSSES, (1,)),
-    "entropy_from_logits_with_chunking": Answer(_HEAD, _ANY_BOOL),
-    "entropy_from_logits_chunk_size": Answer(_HEAD),
-    "entropy_checkpointing": Answer(_HEAD, _ANY_BOOL),
-    "use_no_sync_for_gradient_accumulation": Answer("gradients are reduced once per optimizer step where that pays", _ANY_BOOL),
-    "pad_to_length": Answer(_PACKED, (False,)),
-    "pad_to_length_bucket": Answer(_PACKED),
+    "forward_only": _hint("the reference is never trained, the actor always is"),
+    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
+    "entropy_from_logits_chunk_size": _hint(_HEAD),
+    "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
+    "use_no_sync_for_gradient_accumulation": _hint("gradients are reduced once per optimizer step where that pays", *_ANY_BOOL),
+    "pad_to_length": _hint(_PACKED, False),
+    "pad_to_length_bucket": _hint(_PACKED),
     **_switch("qat", _NO_QUANTIZATION),
     "turbo_config": Answer(_FSDP_ONLY),
 }
 
 _REFERENCE_FSDP: dict[str, Answer] = {
-    "reshard_after_forward": Answer("the reference frees every layer after its forward pass", (True,)),
-    "optimizer_offload": Answer("the reference has no optimizer", (False,)),
+    "reshard_after_forward": _hint("the reference frees every layer after its forward pass", True),
+    "optimizer_offload": _hint("the reference has no optimizer", False),
 }
 
 # Keys that the actor and the reference share.
 _BOTH: dict[str, Answer] = {
     "rollout_n": Answer("use actor_rollout_ref.rollout.n"),
-    "use_torch_compile": Answer("the trained model is not compiled", (False,)),
-    "use_remove_padding": Answer(_PACKED, (True,)),
-    "pad_to_length": Answer(_PACKED, (False,)),
-    "ulysses_sequence_parallel_size": Answer(_ULYSSES, (1,)),
-    "entropy_from_logits_with_chunking": Answer(_HEAD, _ANY_BOOL),
-    "entropy_from_logits_chunk_size": Answer(_HEAD),
-    "entropy_checkpointing": Answer(_HEAD, _ANY_BOOL),
-    **_switch("profiler", _NO_PROFILER),
+    "use_torch_compile": _hint("the trained model is not compiled", False),
+    "use_remove_padding": _hint(_PACKED, True),
+    "pad_to_length": _hint(_PACKED, False),
+    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
+    "entropy_from_logits_chunk_size": _hint(_HEAD),
+    "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
+    **_switch("profiler", _NO_PROFILER, hint=True),
     "megatron": Answer(_FSDP_ONLY),
     "veomni": Answer(_FSDP_ONLY),
     "torchtitan": Answer(_FSDP_ONLY),
@@ -86,17 +102,17 @@ _ACTOR: dict[str, Answer] = {
     "grad_clip": Answer(f"use {_A}.optim.clip_grad; verl reads grad_clip nowhere"),
     "tau_pos": Answer(f"use {_A}.policy_loss.tau_pos"),
     "tau_neg": Answer(f"use {_A}.policy_loss.tau_neg"),
-    "freeze_vision_tower": Answer(_NO_IMAGES, (False,)),
-    "calculate_entropy": Answer("the entropy is computed where entropy_coeff is not 0", (False,)),
+    "freeze_vision_tower": _hint(_NO_IMAGES, False),
+    "calculate_entropy": _hint("the entropy is computed where entropy_coeff is not 0", False),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
-    "use_prefix_grouper": Answer("prompts are not shared between the sequences of a forward pass", (False,)),
+    "use_prefix_grouper": _hint("prompts are not shared between the sequences of a forward pass", False),
     "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
-    "use_fused_kernels": Answer(_HEAD, _ANY_BOOL),
+    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
     "checkpoint.strict": Answer("a checkpoint is always loaded strictly", (True,)),
     "optim.optimizer": Answer("the optimizer is AdamW", ("AdamW", "adamw")),
-    "optim.optimizer_impl": Answer("the optimizer is torch's AdamW", ("torch.optim",)),
+    "optim.optimizer_impl": _hint("the optimizer is torch's AdamW", "torch.optim"),
     "optim.total_training_steps": Answer("optimizer steps are counted from trainer.total_training_steps", (-1,)),
     "optim.num_cycles": Answer("cosine is half a period", (0.5,)),
     "optim.zero_indexed_step": Answer("the first optimizer step is step 1 of the warm-up"),
@@ -111,41 +127,42 @@ _REFERENCE: dict[str, Answer] = {
 }
 
 _ROLLOUT: dict[str, Answer] = {
-    "mode": Answer("requests always go to the replicas one by one, by load", ("async",)),
+    "mode": _hint("requests always go to the replicas one by one, by load", "async"),
     "do_sample": Answer("training needs samples; greedy is for val_kwargs", (True,)),
     "full_determinism": Answer("every response has its own seed, derived from rollout.seed", (False,)),
     "prompt_length": Answer("use data.max_prompt_length"),
     "response_length": Answer("use data.max_response_length"),
-    "cudagraph_capture_sizes": Answer(f"use +{_R}.engine_kwargs.vllm.cudagraph_capture_sizes"),
+    "cudagraph_capture_sizes": _hint(f"use +{_R}.engine_kwargs.vllm.cudagraph_capture_sizes"),
     "data_parallel_size": Answer("the number of replicas follows from the devices and tensor_model_parallel_size", (1,)),
     "expert_parallel_size": Answer("experts are not spread over devices", (1,)),
     "pipeline_model_parallel_size": Answer("an engine is split by tensor_model_parallel_size only", (1,)),
-    "enable_chunked_prefill": Answer("the engine prefills in chunks on GPUs, and never on CPUs", (True,)),
+    "enable_chunked_prefill": _hint("the engine prefills in chunks on GPUs, and never on CPUs", True),
     "logprobs_mode": Answer("log-probs are taken after temperature, as the trainer's are", ("processed_logprobs",)),
-    "scheduling_policy": Answer("first come, first served", ("fcfs",)),
-    "load_format": Answer(
-        "engines get the actor's weights before the first response", ("dummy", "dummy_dtensor", "auto", "safetensors")
+    "scheduling_policy": _hint("first come, first served", "fcfs"),
+    "load_format": _hint(
+        "engines get the actor's weights before the first response", "dummy", "dummy_dtensor", "auto", "safetensors"
     ),
-    "layered_summon": Answer("weights travel in buckets: checkpoint_engine.update_weights_bucket_megabytes", (False,)),
+    "layered_summon": _hint("weights travel in buckets: checkpoint_engine.update_weights_bucket_megabytes", False),
     "log_prob_micro_batch_size": Answer(f"use {_R}.log_prob_micro_batch_size_per_gpu, which counts rollouts on one rank"),
-    "disable_log_stats": Answer("the engine's log goes to a file of the run", (True,)),
+    "disable_log_stats": _hint("the engine's log goes to a file of the run", True),
     "over_sample_rate": Answer("exactly n responses per prompt are sampled", (0,)),
-    "multi_stage_wake_up": Answer("the engine decides how it wakes up", _ANY_BOOL),
-    "router_config_path": Answer("requests go to the replica with the least work"),
+    "multi_stage_wake_up": _hint("the engine decides how it wakes up", *_ANY_BOOL),
+    "router_config_path": _hint("requests go to the replica with the least work"),
     **_switch("multi_turn", _NO_MULTI_TURN),
-    "calculate_log_probs": Answer("the engine's log-probs are always compared with the trainer's", (True,)),
+    "calculate_log_probs": _hint("the engine's log-probs are always compared with the trainer's", True),
     "agent": Answer("there are no agent loops: the controller sends requests to the replicas itself"),
+    "agent.num_workers": _hint("the controller sends requests to the replicas itself"),
     "agent.default_agent_loop": Answer(_NO_MULTI_TURN, ("single_turn_agent",)),
     "checkpoint_engine.engine_kwargs": Answer("the ways weights can travel are the values of checkpoint_engine.backend"),
     "checkpoint_engine.custom_backend_module": Answer(
         "the ways weights can travel are the values of checkpoint_engine.backend"
     ),
-    "trace": Answer("every response is in <run>/rollouts, see trainer.save_rollouts"),
-    "skip_tokenizer_init": Answer("engines take and return token ids", (True,)),
+    "trace": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
+    "skip_tokenizer_init": _hint("engines take and return token ids", True),
     "enable_rollout_routing_replay": Answer("there is no replay of expert routing", (False,)),
-    "moe_load_balance_metrics_interval": Answer("there are no metrics of experts", (0,)),
-    **_switch("profiler", _NO_PROFILER),
-    **_switch("prometheus", "metrics go to the sinks of trainer.logger"),
+    "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
+    **_switch("profiler", _NO_PROFILER, hint=True),
+    **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
     "quantization": Answer(_NO_QUANTIZATION),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
     **_switch("mtp", "there is no speculative decoding"),
@@ -155,15 +172,15 @@ _ROLLOUT: dict[str, Answer] = {
 
 _MODEL: dict[str, Answer] = {
     "hf_config_path": Answer(f"the config lies in {_M}.path; change it with {_M}.override_config"),
-    "use_shm": Answer("the model is read where it lies", (False,)),
+    "use_shm": _hint("the model is read where it lies", False),
     "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
-    "enable_activation_offload": Answer("use enable_gradient_checkpointing", (False,)),
-    "use_remove_padding": Answer(_PACKED, (True,)),
-    "use_liger": Answer("there are no Liger kernels", (False,)),
-    "use_fused_kernels": Answer(_HEAD, _ANY_BOOL),
-    "fused_kernel_options": Answer(_HEAD),
-    "fused_kernel_options.impl_backend": Answer(_HEAD, ("torch",)),
+    "enable_activation_offload": _hint("use enable_gradient_checkpointing", False),
+    "use_remove_padding": _hint(_PACKED, True),
+    "use_liger": _hint("there are no Liger kernels", False),
+    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
+    "fused_kernel_options": _hint(_HEAD),
+    "fused_kernel_options.impl_backend": _hint(_HEAD, "torch"),
     "lora_rank": Answer(_NO_LORA, (0,)),
     "lora_alpha": Answer(_NO_LORA),
     "lora": Answer(_NO_LORA),
@@ -171,28 +188,28 @@ _MODEL: dict[str, Answer] = {
     "lora_adapter_path": Answer(_NO_LORA),
     "target_modules": Answer(_NO_LORA),
     "exclude_modules": Answer(_NO_LORA),
-    **_switch("tiled_mlp", "the MLP is not cut into tiles; lower ppo_max_token_len_per_gpu", "enabled"),
+    **_switch("tiled_mlp", "the MLP is not cut into tiles; lower ppo_max_token_len_per_gpu", "enabled", hint=True),
     **_switch("mtp", "there is no speculative decoding"),
 }
 
 _DATA: dict[str, Answer] = {
     "tokenizer": Answer(f"use {_M}.tokenizer_path"),
-    "use_shm": Answer("files are read where they lie", (False,)),
-    "val_batch_size": Answer("all validation prompts go to the engines at once; leave it out"),
+    "use_shm": _hint("files are read where they lie", False),
+    "val_batch_size": _hint("all validation prompts go to the engines at once; leave it out"),
     "tool_config_path": Answer(_NO_MULTI_TURN),
     "function_tool_path": Answer(_NO_MULTI_TURN),
-    "return_raw_input_ids": Answer("rollouts always hold token ids and text", _ANY_BOOL),
-    "return_raw_chat": Answer("rollouts always hold token ids and text", _ANY_BOOL),
-    "return_full_prompt": Answer("rollouts always hold token ids and text", _ANY_BOOL),
-    "return_multi_modal_inputs": Answer(_NO_IMAGES, _ANY_BOOL),
-    "dataloader_num_workers": Answer("rows are tokenized by the controller; leave it out"),
-    "filter_overlong_prompts_workers": Answer("rows are tokenized by the controller; leave it out"),
+    "return_raw_input_ids": _hint("rollouts always hold token ids and text", *_ANY_BOOL),
+    "return_raw_chat": _hint("rollouts always hold token ids and text", *_ANY_BOOL),
+    "return_full_prompt": _hint("rollouts always hold token ids and text", *_ANY_BOOL),
+    "return_multi_modal_inputs": _hint(_NO_IMAGES, *_ANY_BOOL),
+    "dataloader_num_workers": _hint("rows are tokenized by the controller; leave it out"),
+    "filter_overlong_prompts_workers": _hint("rows are tokenized by the controller; leave it out"),
     "image_key": Answer(_NO_IMAGES),
     "video_key": Answer(_NO_IMAGES),
     "audio_key": Answer(_NO_IMAGES),
     "image_patch_size": Answer(_NO_IMAGES),
     "mm_processor_kwargs": Answer(_NO_IMAGES),
-    "validation_shuffle": Answer("validation rows keep their order", (False,)),
+    "validation_shuffle": _hint("validation rows keep their order", False),
     "trust_remote_code": Answer(f"use {_M}.trust_remote_code", (False,)),
     "sampler": Answer("the order is data.shuffle and data.seed, data.curriculum, data.train_weights"),
     "datagen": Answer("generated data are tasks: data.train_files=task:NAME"),
@@ -207,6 +224,28 @@ _ALGORITHM: dict[str, Answer] = {
     "pf_ppo": Answer("there is no preference-feedback reweighting"),
 }
 
+_AS_UPDATE = "values are computed in the micro-batches of the critic's update"
+_OF_ACTOR = "the critic's model is loaded as the actor's: set it in actor_rollout_ref.model"
+
+_CRITIC: dict[str, Answer] = {
+    "strategy": Answer("as actor_rollout_ref.actor.strategy: FSDP2", ("fsdp", "fsdp2")),
+    "ppo_micro_batch_size": Answer("use critic.ppo_micro_batch_size_per_gpu, which counts rollouts on one rank"),
+    "forward_micro_batch_size": _hint(_AS_UPDATE),
+    "forward_micro_batch_size_per_gpu": _hint(f"{_AS_UPDATE}: critic.ppo_micro_batch_size_per_gpu"),
+    "forward_max_token_len_per_gpu": _hint(f"{_AS_UPDATE}: critic.ppo_max_token_len_per_gpu"),
+    "shuffle": Answer("the critic's mini-batches keep the order of the prompts", (False,)),
+    "data_loader_seed": Answer("the critic's mini-batches keep the order of the prompts"),
+    "loss_agg_mode": Answer("the value loss is averaged over all trained tokens", ("token-mean",)),
+    "loss_scale_factor": Answer("the value loss is averaged over all trained tokens"),
+    "grad_clip": Answer("use critic.optim.clip_grad; verl reads grad_clip nowhere"),
+    "checkpoint.save_contents": Answer("the critic is saved with the actor, as a whole"),
+    "optim.warmup_style": Answer("use critic.optim.lr_scheduler_type"),
+    "model.fsdp_config": Answer("use critic.fsdp"),
+    "model.tokenizer_path": Answer("the critic reads the actor's tokens: actor_rollout_ref.model.tokenizer_path"),
+    "model.override_config": Answer(_OF_ACTOR),
+    "model.trust_remote_code": Answer(_OF_ACTOR, (False,)),
+}
+
 _REWARD: dict[str, Answer] = {
     "reward_manager": Answer(_WORKERS_OF_REWARDS),
     "reward_manager.name": Answer(_WORKERS_OF_REWARDS, ("naive", "remote")),
@@ -217,27 +256,27 @@ _REWARD: dict[str, Answer] = {
 }
 
 _TRAINER: dict[str, Answer] = {
-    "balance_batch": Answer("rollouts are always dealt to the ranks by their tokens", (True,)),
-    "log_val_generations": Answer("every response is in <run>/rollouts, see trainer.save_rollouts", (0,)),
-    "rollout_data_dir": Answer("every response is in <run>/rollouts, see trainer.save_rollouts"),
-    "validation_data_dir": Answer("every response is in <run>/rollouts, see trainer.save_rollouts"),
-    "esi_redundant_time": Answer("there is no saving ahead of a machine's end; use trainer.save_freq", (0,)),
+    "balance_batch": _hint("rollouts are always dealt to the ranks by their tokens", True),
+    "log_val_generations": _hint("every response is in <run>/rollouts, see trainer.save_rollouts", 0),
+    "rollout_data_dir": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
+    "validation_data_dir": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
+    "esi_redundant_time": _hint("there is no saving ahead of a machine's end; use trainer.save_freq", 0),
     "checkpoint_callback_class": Answer("there are no callbacks; checkpoints are folders, see trainer.save_freq"),
     "default_hdfs_dir": Answer("checkpoints go to trainer.default_local_dir"),
-    "del_local_ckpt_after_load": Answer("checkpoints are removed by trainer.max_actor_ckpt_to_keep", (False,)),
-    "remove_previous_ckpt_in_save": Answer("use trainer.max_actor_ckpt_to_keep", (False,)),
-    "max_critic_ckpt_to_keep": Answer("a checkpoint holds actor and critic: use trainer.max_actor_ckpt_to_keep"),
-    "ray_wait_register_center_timeout": Answer("use trainer.start_timeout_s"),
-    "use_v1": Answer(_ONE_SCHEDULE, _ANY_BOOL),
-    "use_legacy_worker_impl": Answer(_ONE_SCHEDULE),
+    "del_local_ckpt_after_load": _hint("checkpoints are removed by trainer.max_actor_ckpt_to_keep", False),
+    "remove_previous_ckpt_in_save": _hint("use trainer.max_actor_ckpt_to_keep", False),
+    "max_critic_ckpt_to_keep": _hint("a checkpoint holds actor and critic: use trainer.max_actor_ckpt_to_keep"),
+    "ray_wait_register_center_timeout": _hint("use trainer.start_timeout_s"),
+    "use_v1": _hint(_ONE_SCHEDULE, *_ANY_BOOL),
+    "use_legacy_worker_impl": _hint(_ONE_SCHEDULE),
     "v1": Answer(_ONE_SCHEDULE),
     "v1.trainer_mode": Answer(_ONE_SCHEDULE, ("sync",)),
-    "profile_steps": Answer(_NO_PROFILER),
+    "profile_steps": _hint(_NO_PROFILER),
 }
 
 _TOP: dict[str, Answer] = {
     "actor_rollout_ref.hybrid_engine": Answer("engines share the actor's devices unless rollout.nnodes is set", (True,)),
-    "actor_rollout_ref.nccl_timeout": Answer("use trainer.step_timeout_s"),
+    "actor_rollout_ref.nccl_timeout": _hint("use trainer.step_timeout_s"),
     "model_engine": Answer(_FSDP_ONLY, ("dp",)),
     "custom_reward_function": Answer("use reward.custom_reward_function"),
     "custom_reward_function.path": Answer("use reward.custom_reward_function.path; verl reads this one nowhere"),
@@ -258,16 +297,16 @@ _TOP: dict[str, Answer] = {
     "reward_model.strategy": Answer("the reward model runs FSDP2", ("fsdp", "fsdp2")),
     "reward_model.max_length": Answer("use reward.reward_model.max_token_len_per_gpu"),
     "reward_model.reward_manager": Answer(_WORKERS_OF_REWARDS, ("naive",)),
-    "reward_model.launch_reward_fn_async": Answer("rewards always start when a response ends", (True,)),
+    "reward_model.launch_reward_fn_async": _hint("rewards always start when a response ends", True),
     **_switch("reward_model.overlong_buffer", "use reward.overlong_buffer.len and penalty_factor; null is off"),
     "sandbox_fusion": Answer(_SANDBOX),
     **_switch("distillation", "there is no distillation", "enabled"),
-    **_switch("transfer_queue", "batches travel through Ray's object store"),
-    "global_profiler": Answer(_NO_PROFILER),
+    **_switch("transfer_queue", "batches travel through Ray's object store", hint=True),
+    "global_profiler": _hint(_NO_PROFILER),
     "skip": Answer("rollouts are always sampled"),
     "skip.rollout.enable": Answer("rollouts are always sampled", (False,)),
     "ray_init": Answer("use ray_kwargs.ray_init"),
-    "ray_kwargs.timeline_json_file": Answer(_NO_PROFILER),
+    "ray_kwargs.timeline_json_file": _hint(_NO_PROFILER),
     "ray_kwargs.ray_init.runtime_env": Answer("give it to `ray job submit --runtime-env`"),
     "hydra": Answer("Hydra's own job settings are not used; runs lie in trainer.default_local_dir"),
 }
@@ -280,7 +319,7 @@ def _table() -> dict[str, Answer]:
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
         "critic.fsdp.": _FSDP,
         "critic.model.": _MODEL,
-        "critic.": {**_BOTH, **of_update, **CRITIC},
+        "critic.": {**_BOTH, **of_update, **_CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},
         f"{_R}.": _ROLLOUT,

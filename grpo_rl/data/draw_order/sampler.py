@@ -18,7 +18,7 @@ class Sampler(Protocol):
 
     batch_size: int
     wants_rates: bool
-    """Whether it draws by pass rates, and so has to be told them."""
+    """Whether it draws by pass rates, and so has to get them."""
     least_rows: int
     """Fewest rows that must not be retired for another batch."""
 
@@ -39,11 +39,11 @@ class Sampler(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What decides which rows come next, for the log; nothing where the seed alone does."""
+        """Return what decides which rows come next, for the log; nothing where the seed alone does."""
         ...
 
     def position(self) -> dict[str, Any]:
-        """Where it is; small."""
+        """Return where it is; small."""
         ...
 
     def seek(self, position: dict[str, Any]) -> None:

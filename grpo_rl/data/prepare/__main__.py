@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.data.prepare.formats import FORMATS, Row
 from grpo_rl.data.prepare.original import read_original
-from grpo_rl.data.prepare.write import SUFFIXES, write_rows
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """The file written, and what was written in words."""
+    """Write the file, and return in words what was written."""
     original = FORMATS[arguments.format]
     target = Path(arguments.to).expanduser() / f"{arguments.split}{SUFFIXES[arguments.type]}"
     if target.exists() and not arguments.overwrite:
@@ -71,6 +75,34 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError
     return value
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The file `path` with these rows, its folder made where it is missing; raises ConfigError where it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(temporary, path.suffix, rows)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to: {path} cannot be written: {error.strerror or error}") from error
+
+
+def _write(path: Path, suffix: str, rows: list[dict[str, Any]]) -> None:
+    if suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=True) + "\n")
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from grpo_rl.rewards.rules.answers import last_boxed
+
 Record = dict[str, Any]
 Row = dict[str, Any]
 
@@ -43,7 +45,7 @@ def math(record: Record, split: str, index: int) -> Row:
     Raises ValueError for a record without problem or solution, or a solution without a complete box.
     """
     problem, solution = _text(record, "problem"), _text(record, "solution")
-    truth = last_boxed(solution)
+    truth = last_boxed(solution, bare_end="$")
     if truth is None:
         raise ValueError(f"the solution has no complete \\boxed{{...}}: {_shown(solution[-60:])}")
     row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
@@ -66,24 +68,6 @@ def countdown(record: Record, split: str, index: int) -> Row:
 
 
 FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math, "countdown": countdown}
-
-
-def last_boxed(solution: str) -> str | None:
-    r"""What the last \boxed{...} or \fbox{...} holds, braces balanced, or what follows `\boxed ` up to a $; None for neither."""
-    start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
-    if start < 0:
-        return None
-    rest = solution[start:].removeprefix("\\boxed").removeprefix("\\fbox")
-    if rest.startswith(" "):
-        return rest[1:].partition("$")[0].strip() or None
-    if not rest.startswith("{"):
-        return None
-    depth = 0
-    for place, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:place]
-    return None
 
 
 def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any]) -> Row:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.sources.source import BadRow, Rows, Source
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.errors import ConfigError, DataError, raised_in
 from grpo_rl.registry import load_function
 
 
@@ -24,14 +24,16 @@ class CustomDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-class _Custom(Rows):
+class UserRows(Rows):
+    """Rows that a user's own code makes, whatever it raises."""
+
     def row(self, index: int) -> dict[str, Any]:
         try:
             return super().row(index)
         except DataError:
             raise
         except Exception as error:
-            raise BadRow(f"{self.where(index)}: {type(error).__name__}: {error}") from error
+            raise BadRow(f"{self.where(index)}: {type(error).__name__}: {error}{raised_in(error)}") from error
 
 
 def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> Source:
@@ -45,7 +47,10 @@ def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> S
         rows = kind(data_files=list(files), tokenizer=tokenizer, config=config)
         length = len(rows)
     except Exception as error:
-        raise DataError(f"data.custom_cls: {name}(data_files=...) failed: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"data.custom_cls: {name} failed: {type(error).__name__}: {error}{raised_in(error)}; it is made as "
+            f"{config.custom_cls.name}(data_files=[...], tokenizer=..., config=...), then len() is taken of it"
+        ) from error
     if length == 0:
         raise DataError(f"data.custom_cls: {name} has no rows")
-    return _Custom(name, rows)
+    return UserRows(name, rows)

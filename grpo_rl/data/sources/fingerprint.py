@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its data: enough to notice that they were changed before the run goes on."""
+"""The fingerprint of the data in a checkpoint: enough to notice that they were changed before the run goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fingerprint_of(sources: Sequence[Source]) -> Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """What changed, one line per source; none where the data are the same."""
+    """Return what changed, one line per source; none where the data are the same."""
     if len(before) != len(now):
         return [f"there were {len(before)} sources ({_names(before)}), now there are {len(now)} ({_names(now)})"]
     found = []

@@ -8,11 +8,12 @@ from typing import Any
 
 from grpo_rl import hub
 from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
+from grpo_rl.data.sources.custom import UserRows
 from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import HubRows, Joined, Rows, Source
 from grpo_rl.data.sources.tables import Table
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
-from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -28,7 +29,8 @@ def open_source(name: str, cache_dir: str | None = None) -> Source:
     broken as a whole, and ConfigError for an option that does not exist.
     """
     if name.startswith(TASK_PREFIXES):
-        return Rows(name, task_rows(name))
+        rows = task_rows(name)
+        return Rows(name, rows) if is_built_in(name) else UserRows(name, rows)
     if name.startswith(HUB_PREFIX):
         return _from_hub(name)
     parts = [_file(label, path, cache_dir) for label, path in data_files(name)]

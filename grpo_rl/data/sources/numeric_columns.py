@@ -6,42 +6,12 @@ Whatever is not surely a finite number is NaN here, and the row has to be read b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from grpo_rl.data.sources.source import Source
-
 READ_AT_ONCE = 1_000
-
-
-def read_numbers(
-    parts: Sequence[Source],
-    key: str,
-    chosen: np.ndarray,
-    one: Callable[[int], float],
-    note: Callable[[int], None] | None = None,
-) -> np.ndarray:
-    """Column `key` of the rows `chosen` (ascending places in all `parts` together), in 8 bytes a row.
-
-    `one(row)`, with the number of a row among the chosen ones, is asked where the fast reading could not tell. `note`
-    is told, again and again, how many rows more are done.
-    """
-    values = np.full(len(chosen), np.nan)
-    start = done = 0
-    for block in (block for part in parts for block in part.numbers(key)):
-        end = int(np.searchsorted(chosen, start + len(block)))
-        values[done:end] = block[chosen[done:end] - start]
-        for row in (np.flatnonzero(np.isnan(values[done:end])) + done).tolist():
-            values[row] = one(row)
-        if note is not None:
-            note(end - done)
-        start, done = start + len(block), end
-        if done == len(chosen):
-            break
-    return values
 
 
 def unknown(length: int) -> Iterator[np.ndarray]:

@@ -75,7 +75,7 @@ def check_data_files(config: DataConfig) -> list[str]:
 
 
 def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float) -> list[str]:
-    """What is wrong with single rows of a file. Raises DataError for the file as a whole."""
+    """Return what is wrong with single rows of a file. Raises DataError for the file as a whole."""
     found, num_rows = [], 0
     with path.open("rb") as file:
         rows = (

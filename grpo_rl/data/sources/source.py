@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -109,6 +109,33 @@ class Joined:
     def _place(self, index: int) -> tuple[Source, int]:
         number = bisect_right(self._ends, index)
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def read_numbers(
+    parts: Sequence[Source],
+    key: str,
+    chosen: np.ndarray,
+    one: Callable[[int], float],
+    note: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Column `key` of the rows `chosen` (ascending places in all `parts` together), in 8 bytes a row.
+
+    `one(row)`, with the number of a row among the chosen ones, is asked where the fast reading could not tell. `note`
+    is called with the number of rows that were done since its last call.
+    """
+    values = np.full(len(chosen), np.nan)
+    start = done = 0
+    for block in (block for part in parts for block in part.numbers(key)):
+        end = int(np.searchsorted(chosen, start + len(block)))
+        values[done:end] = block[chosen[done:end] - start]
+        for row in (np.flatnonzero(np.isnan(values[done:end])) + done).tolist():
+            values[row] = one(row)
+        if note is not None:
+            note(end - done)
+        start, done = start + len(block), end
+        if done == len(chosen):
+            break
+    return values
 
 
 def plain(value: Any) -> Any:

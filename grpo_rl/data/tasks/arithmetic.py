@@ -6,8 +6,7 @@ import random
 import re
 from typing import Literal, NamedTuple
 
-from grpo_rl.data.tasks.lazy import Row
-from grpo_rl.data.tasks.splits import split_of_text
+from grpo_rl.data.tasks.made_rows import Row, split_of_text
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
@@ -112,7 +111,7 @@ def level(problem: Problem) -> int:
 
 
 def without_carries(problem: Problem) -> int:
-    """The answer of somebody who forgets every carry and borrow: 473+58 is 421, 47+68 is 105. A product is right.
+    """Return the answer without any carry or borrow: 473+58 is 421, 47+68 is 105. A product is right.
 
     The last column is written out in full, as one does on paper.
     """

@@ -6,8 +6,7 @@ import random
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from grpo_rl.data.tasks.lazy import LazyRows, Row
-from grpo_rl.data.tasks.splits import split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
 
 Template = Literal["tags", "short"]
@@ -24,7 +23,7 @@ PROMPTS = {
     ),
     "short": "{numbers} -> {target}",
 }
-"""Wording of the prompt: `tags` for a model that knows English, `short` (such as `3 25 7 -> 46`) for a small one."""
+"""Wording of the prompt: `tags` for a model that was trained on English, `short` (such as `3 25 7 -> 46`) for a small one."""
 
 
 class Solved(NamedTuple):

@@ -24,7 +24,7 @@ DEADLINE_S = 120.0
 
 
 def needs_own_process(name: str) -> bool:
-    """Whether entries made here could differ from those of another run."""
+    """Return whether entries made here could differ from those of another run."""
     return name in gym.HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED") != HASH_SEED
 
 
@@ -92,7 +92,7 @@ def serve(name: str, seed: int, options: gym.Options) -> None:
     for line in sys.stdin:
         try:
             answer = {"entry": gym.encode(gym.make_entry(name, options, seed, int(line)))}
-        except Exception as error:  # told to the other side, which knows the row
+        except Exception as error:  # sent to the other side, which names the row
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

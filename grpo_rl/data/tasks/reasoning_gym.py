@@ -8,9 +8,8 @@ from typing import Any
 
 from grpo_rl import gym
 from grpo_rl.data.tasks.gym_process import EntryProcess, needs_own_process
-from grpo_rl.data.tasks.lazy import LazyRows, Row
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.data.tasks.options import one_of, split_spec, whole
-from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError, DataError
 
 PREFIX = "reasoning_gym:"
@@ -35,7 +34,7 @@ class GymSpec:
     """The package's own, as text."""
     num_rows: int
     seed: int
-    """Of the package: drawn from the user's, so that seeds 0 and 1 do not share all rows but one."""
+    """The package's seed, drawn from the user's so that seeds 0 and 1 do not share all rows but one."""
     split: str
     answer_tags: bool
 

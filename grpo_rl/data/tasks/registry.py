@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.lazy import Row
+from grpo_rl.data.tasks.made_rows import Row
 from grpo_rl.data.tasks.options import split_spec
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError, raised_in
 from grpo_rl.registry import Registry
 
 TASK_PREFIX = "task:"
@@ -31,13 +31,32 @@ def task_rows(spec: str) -> Sequence[Row]:
     """The rows that `task:NAME?option=value&...` or `reasoning_gym:NAME?...` stands for, in verl's format; not to be changed.
 
     Options have the types and defaults of the task function's signature, or of the package's configuration. Raises
-    ConfigError for an unknown task or option, or a value of another type.
+    ConfigError for an unknown task or option, or a value of another type, and DataError where a user's own task fails.
     """
     if spec.startswith(GYM_PREFIX):
         return reasoning_gym_rows(spec)
     name, texts = split_spec(spec, TASK_PREFIX)
     task = TASKS.get(name)
-    return task(**_typed(name, task, texts))
+    options = _typed(name, task, texts)
+    if name in TASKS:
+        return task(**options)
+    called = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+    try:
+        rows = task(**options)
+        len(rows)
+    except GrpoRlError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{spec}: {type(error).__name__}: {error}{raised_in(error)}; it is called as {called} and returns a sequence of "
+            "rows, each a dict in the row format"
+        ) from error
+    return rows
+
+
+def is_built_in(spec: str) -> bool:
+    """Return whether the task is one of ours, and no function of the user's."""
+    return spec.startswith(GYM_PREFIX) or split_spec(spec, TASK_PREFIX)[0] in TASKS
 
 
 def _typed(name: str, task: Callable[..., Sequence[Row]], texts: dict[str, str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def assertions(text: str, function: str | None) -> list[Judged]:
 
 
 def _is_idle(node: ast.stmt) -> bool:
-    """Whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
+    """Return whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
     if isinstance(node, ast.Assert):
         return isinstance(node.test, ast.Constant) and node.test.value is True
     if isinstance(node, ast.Assign):

@@ -42,7 +42,7 @@ class Test:
     """Gets standard output where the case is a program, the returned value where it is a call."""
 
     def holds(self, outcome: Outcome) -> bool:
-        """Whether the outcome is what the test asks for; an error or a forged value is not."""
+        """Return whether the outcome is what the test asks for; an error or a forged value is not."""
         if not outcome.succeeded:
             return False
         try:
@@ -124,7 +124,7 @@ def _call_pair(function: str, given: Any, wanted: Any) -> Test:
 
 
 def same_value(value: Any, wanted: Any) -> bool:
-    """Whether a returned value is the JSON value that is wanted, or the one element of the list that is (APPS wraps them)."""
+    """Return whether a value is the JSON value that is expected, or the one element of the list that is (APPS wraps them)."""
     plain = _as_json(value)
     return _equal(plain, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(plain, wanted[0]))
 
@@ -149,7 +149,7 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 
 def same_output(text: str, wanted: str) -> bool:
-    """Whether two outputs have the same words on the same lines; where a number is wanted with a point, within 1e-6 of it."""
+    """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
     lines, wanted_lines = _words(text), _words(wanted)
     return len(lines) == len(wanted_lines) and all(
         len(words) == len(others) and all(map(_same_word, words, others))

@@ -65,7 +65,7 @@ def code(
     if sandbox_url is None:
         outcomes = _here(source, tests, limits, deadline)
     else:
-        # Only here, for what it takes to load: every reward process knows this function, few ask a service.
+        # Only here, for what it takes to load: every reward process loads this function, few ask a service.
         from grpo_rl.rewards.sandbox.remote import RemoteSandbox
 
         outcomes = _elsewhere(RemoteSandbox(sandbox_url, source, limits, retry_s), tests, deadline, max_concurrent)
@@ -109,7 +109,7 @@ def _elsewhere(sandbox: RemoteSandbox, tests: list[Test], deadline: float, max_c
 
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
-    """What is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
+    """Return what is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
     options = _options(function)
     if options is None:
         return []
@@ -177,7 +177,7 @@ def last_program(text: str) -> str | None:
 
 
 def _fence(text: str, start: int) -> tuple[int, int] | None:
-    """Where the next fence begins that has only spaces before it on its line, and how many; None without one."""
+    """Return where the next fence begins that has only spaces before it on its line, and how many; None without one."""
     while (found := text.find(FENCE, start)) >= 0:
         before = max(0, found - MOST_INDENT - 1)
         indent = found - 1 - text.rfind("\n", before, found) if "\n" in text[before:found] or not before else None

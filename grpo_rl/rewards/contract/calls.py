@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from grpo_rl.errors import raised_in
 from grpo_rl.rewards.contract.failures import ERROR, INVALID, RewardFailure
 from grpo_rl.rewards.contract.results import Result, read_result
 
@@ -19,7 +20,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 
 
 class Sample(NamedTuple):
-    """What a reward function is told of a response."""
+    """The arguments of a reward function for one response."""
 
     data_source: str
     solution_str: str
@@ -69,8 +70,8 @@ def _returned(component: Component, arguments: dict[str, Any]) -> Any:
     try:
         returned = component.function(**arguments)
         return _event_loop().run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: whatever it raises is told with its place
-        raise RewardFailure(ERROR, f"{type(error).__name__}: {error}") from error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: whatever it raises is reported with its place
+        raise RewardFailure(ERROR, f"{type(error).__name__}: {error}{raised_in(error)}") from error
 
 
 @functools.cache

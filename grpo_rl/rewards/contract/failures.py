@@ -1,4 +1,4 @@
-"""What became of a reward that is none: three kinds, each with its cause."""
+"""Failures of reward functions: three kinds, each with its cause."""
 
 from __future__ import annotations
 

@@ -2,6 +2,12 @@
 
 A reward function returns them under the key `steps`: a list of (end, reward) in the order of the text. `end` counts
 the characters of the response up to and including the step's last one, so that `solution_str[:end]` ends with the step.
+
+Training gives a step's reward to the step's last token, so the character has to become a token. Tokens are not cut where
+steps are: one may hold the end of a step and the beginning of the next, and one character may take several tokens, of
+which no one alone can be decoded. A step therefore ends with the first token up to which the decoded response contains
+all of the step. That token is searched by decoding the response's own tokens; the text is never tokenized again, as that
+may give other tokens than those that were sampled.
 """
 
 from __future__ import annotations
@@ -66,6 +72,7 @@ def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
     for end in ends:
         while end > reached:
             start, chars, stop, reached = _block(token_ids, decode, text, stop, reached)
+        # The shortest run of tokens whose text begins with the step. Longer runs do so too, so halving the range finds it.
         low, high = start + 1, stop
         while low < high:
             middle = (low + high) // 2
@@ -86,10 +93,12 @@ def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, char
     size = BLOCK
     while start + size < len(token_ids):
         for stop in range(start + size, min(start + size + 4, len(token_ids))):
+            # A block that is cut inside a character decodes to a mark for it, or to other text: up to 4 bytes, up to 4 tries.
             piece = decode(token_ids[start:stop])
             if not piece.endswith(UNFINISHED) and text.startswith(piece, chars):
                 return start, chars, stop, chars + len(piece)
         size *= 2
+    # Some tokenizers treat the first token differently (they drop its space): then only all tokens together decode right.
     if decode(token_ids[start:]) != text[chars:]:
         start = chars = 0
     return start, chars, len(token_ids), len(text)

@@ -18,7 +18,7 @@ MAX_NESTING = 6
 MAX_POWERS = 8
 MAX_EXPONENT = 99
 MAX_GROUP_EXPONENT = 4
-"""Of brackets, whose power multiplies out."""
+"""The largest power of brackets: an algebra system multiplies it out."""
 MAX_FUNCTIONS = 4
 MAX_SEPARATORS = 12
 MAX_CELLS = 9
@@ -94,7 +94,7 @@ RELATION = re.compile(r"[=<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|in)\b")
 
 
 def refusal(text: str) -> str | None:
-    """Why a text must not reach the algebra system; None when it may. Takes time linear in the text."""
+    """Return why a text must not reach the algebra system; None when it may. Takes time linear in the text."""
     if len(text) > MAX_LENGTH:
         return f"it has more than {MAX_LENGTH} characters"
     if not CHARACTERS.fullmatch(text):
@@ -143,7 +143,7 @@ def _powers(text: str) -> str | None:
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal. Both must have passed `refusal`.
+    """Return whether math-verify finds the two equal. Both must have passed `refusal`.
 
     Its own timeouts are off: they use signals, which work in main threads only; the deadline of the reward does that.
     A text that it cannot read is equal to nothing.

@@ -14,7 +14,7 @@ from grpo_rl.rewards.math.math_tokens import MAX_TEXT, readings, spelling, squee
 from grpo_rl.rewards.math.math_values import Number, TwoNumbers, Unreadable, close, values
 
 MAX_ELEMENTS = 60
-"""Of a set whose elements may stand in any order; a larger one must be written alike."""
+"""Elements of a set that may stand in any order; a larger one must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
 """Digits that a decimal must have to stand for a number that no decimal is, such as 1/3 or a root."""
@@ -42,7 +42,7 @@ class Answer:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether `answer` is `gold`; None where it takes algebra to tell. `nan` is equal to nothing."""
+    """Return whether `answer` is `gold`; None where it takes algebra to tell. `nan` is equal to nothing."""
     one, other = squeezed(gold), squeezed(answer)
     if "nan" in (one.casefold(), other.casefold()):
         return False
@@ -69,7 +69,7 @@ def number(text: str) -> float | None:
 
 
 def _readings(text: str) -> list[Answer]:
-    """What the text can mean: `1,200` is a number and a list of two."""
+    """Return what the text can mean: `1,200` is a number and a list of two."""
     return [_read(reading) for reading in readings(text)]
 
 
@@ -181,7 +181,7 @@ def _approximation(sides: list[Tokens], text: str, nesting: int) -> Answer:
 
 
 def _rounds_to(exact: Answer, rounded: Answer) -> bool:
-    """Whether a number, rounded or cut off, is the other: both plain numbers, without variables."""
+    """Return whether a number, rounded or cut off, is the other: both plain numbers, without variables."""
     if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
         return False
     if rounded.decimals < 0 or exact.marks or rounded.marks:
@@ -209,7 +209,7 @@ def _split(found: Tokens, separator: str) -> list[Tokens]:
 
 
 def _between(found: Tokens) -> Tokens | None:
-    """What the outermost brackets hold, where they hold everything."""
+    """Return what the outermost brackets hold, where they hold everything."""
     if len(found) < 3 or found[0] not in OPENING or found[-1] not in CLOSING:
         return None
     depth = 0
@@ -337,7 +337,7 @@ def _solution(answer: Answer) -> list[tuple[str, Answer]]:
 
 
 def _assigned(parts: tuple[Answer, ...]) -> bool:
-    """Whether the elements of a list give values to different variables, two or more."""
+    """Return whether the elements of a list give values to different variables, two or more."""
     names = {part.parts[0].spelling for part in parts if _is_assignment(part)}
     return len(parts) > 1 and len(names) == len(parts)
 

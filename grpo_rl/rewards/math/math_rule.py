@@ -49,7 +49,7 @@ def _bare(gold: str) -> str:
 
 
 def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
-    """Whether the answer is right, and whether it was refused."""
+    """Return whether the answer is right, and whether it was refused."""
     settled = compare(gold, answer)
     if settled is not None:
         return settled, False

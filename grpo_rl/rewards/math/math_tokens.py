@@ -31,28 +31,29 @@ CHARACTERS = str.maketrans(
         "\u202f": "\\,",
     }
 )
-SCIENTIFIC = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2})(?![0-9A-Za-z^]|\.[0-9]|\s*_)")
+SCIENTIFIC = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2})(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
 """`1e3`, `1.5E-3` and Python's `1e-05`. Not `2e-3`, which is twice Euler's number minus 3."""
-TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC.pattern}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
+TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
 RELATIONS = (
     # `5!=120` says what 5! is: after a digit or a bracket the sign is a factorial.
-    (re.compile(r"(?<![0-9)\]}!])!=(?!=)|\\not\s*="), r"\\ne "),
-    (re.compile(r"<=(?!=)"), r"\\le "),
-    (re.compile(r">=(?!=)"), r"\\ge "),
+    (r"(?<![0-9)\]}!])!=(?!=)|\\not\s*=", r"\\ne "),
+    (r"<=(?!=)", r"\\le "),
+    (r">=(?!=)", r"\\ge "),
 )
-FORMULA_MARK = re.compile(r"(\\\\)|\\[()\[\]]")
+FORMULA_MARK = r"(\\\\)|\\[()\[\]]"
 """`\\(` and the like around a formula, and `\\\\`, which ends a row and may stand before a bracket."""
 
-# Thousands. All patterns use possessive repeats: they never read a digit twice, so time stays linear.
+# Thousands. Patterns are text: `re` compiles one when it is first asked for, and keeps it, so that the start of a process
+# does not pay for it. Repeats are possessive: they never read a digit twice, so time stays linear.
 _FIRST, _END = r"(?<![0-9.,])[1-9][0-9]{0,2}", r"(?![0-9]|[.,][0-9]|,\\!|\{,\})"
-COMMAS = re.compile(rf"{_FIRST}(?:,[0-9]{{3}})++(?:\.[0-9]++)?+{_END}")
+COMMAS = rf"{_FIRST}(?:,[0-9]{{3}})++(?:\.[0-9]++)?+{_END}"
 """`1,000`: the comma may separate thousands or the elements of a list."""
-TIGHT_COMMAS = re.compile(rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})++(?:\.[0-9]++)?+{_END}")
+TIGHT_COMMAS = rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})++(?:\.[0-9]++)?+{_END}"
 """`1,\\!000` and `1{,}000`: the writer took the space after the comma away, so the comma separates thousands."""
-SPACES = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})++(?:\.[0-9]++)?+")
+SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})++(?:\.[0-9]++)?+"
 """`12\\,345`, where an answer holds nothing else."""
-DECIMAL_COMMA = re.compile(rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}")
-LIST_COMMA = re.compile(r",(?:\s|\\[,;: ]|~|\\q?quad)")
+DECIMAL_COMMA = rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}"
+LIST_COMMA = r",(?:\s|\\[,;: ]|~|\\q?quad)"
 """A comma with space after it never separates thousands: it separates the elements of a list."""
 NOTHING = {
     *("\\left", "\\right", "\\bigl", "\\bigr", "\\big", "\\Big", "\\Bigl", "\\Bigr", "\\displaystyle", "\\limits"),
@@ -185,14 +186,14 @@ def readings(text: str) -> list[tuple[str, ...]]:
     plain = text.translate(CHARACTERS).strip().rstrip(".")
     if "=" in plain:
         for relation, command in RELATIONS:
-            plain = relation.sub(command, plain)
-    plain = FORMULA_MARK.sub(r"\1", plain)
+            plain = re.sub(relation, command, plain)
+    if "\\" in plain:
+        plain = re.sub(FORMULA_MARK, r"\1", plain)
     if "," in plain:
-        plain = TIGHT_COMMAS.sub(lambda match: re.sub(r"[^0-9.]", "", match.group()), plain)
-        plain = (
-            DECIMAL_COMMA.sub(lambda match: match.group().replace("{,}", "."), plain).replace(",\\!", ",").replace("{,}", ",")
-        )
-    if plain[-1:].isdigit() and SPACES.fullmatch(plain.strip("$\\ ")):
+        plain = re.sub(TIGHT_COMMAS, lambda match: re.sub(r"[^0-9.]", "", match.group()), plain)
+        plain = re.sub(DECIMAL_COMMA, lambda match: match.group().replace("{,}", "."), plain)
+        plain = plain.replace(",\\!", ",").replace("{,}", ",")
+    if plain[-1:].isdigit() and re.fullmatch(SPACES, plain.strip("$\\ ")):
         plain = re.sub(r"[^-+0-9.]", "", plain)
     return [_tokens(reading) for reading in (_thousands(plain) if "," in plain else [plain])]
 
@@ -203,9 +204,9 @@ def _thousands(plain: str) -> list[str]:
     A group that begins with 0, as in `1,050`, is always one of thousands. In the brackets of a tuple or a set a comma
     separates elements, unless other commas there have a space after them, as in `(1,200, 3,400)`.
     """
-    spaced = LIST_COMMA.search(plain) is not None
+    spaced = re.search(LIST_COMMA, plain) is not None
     joined, apart, place, depth = "", "", 0, 0
-    for match in COMMAS.finditer(plain):
+    for match in re.finditer(COMMAS, plain):
         between = plain[place : match.start()]
         depth += sum(map(between.count, "([")) + between.count("\\{") - sum(map(between.count, ")]")) - between.count("\\}")
         whole, place = match.group(), match.end()
@@ -237,7 +238,7 @@ def _tokens(plain: str) -> tuple[str, ...]:
             elif found[-1:] == ["^"]:
                 found.pop()
         else:
-            found.append(format(Decimal(token), "f") if SCIENTIFIC.fullmatch(token) else token)
+            found.append(format(Decimal(token), "f") if token[0].isdigit() and "e" in token.lower() else token)
     return _without_units(found)
 
 

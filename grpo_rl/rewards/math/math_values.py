@@ -16,7 +16,7 @@ from typing import Any
 MAX_DEPTH = 40
 MAX_TOKENS = 500
 MAX_BITS = 8_000
-"""Of a numerator or denominator: about 2,400 digits."""
+"""Bits of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000
 MAX_FACTORIAL = 500
 MAX_CHOSEN = 100
@@ -154,7 +154,7 @@ class Expression:
         return _apply(operator.mul, whole, part)
 
     def _argument(self) -> Number:
-        """What a command or a power applies to: a group in braces, one digit, or one sign."""
+        """Return what a command or a power applies to: a group in braces, one digit, or one sign."""
         if self._next() == "{":
             return self._atom()
         token = self._next()
@@ -313,7 +313,7 @@ def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:
 
 
 def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
-    """Whether two values are the same: exactly for fractions, else up to a relative `tolerance`."""
+    """Return whether two values are the same: exactly for fractions, else up to a relative `tolerance`."""
     if isinstance(first, Fraction) and isinstance(second, Fraction) and tolerance <= 1e-9:
         return first == second
     try:

@@ -71,7 +71,7 @@ class Renderer:
 
 
 def split_steps(text: str, separator: str) -> list[int]:
-    """Where each step ends: the characters of the text up to and including the separator after it, or all for the last.
+    """Return where each step ends: the characters of the text up to and including the separator after it, or all for the last.
 
     A piece of nothing but white space is no step of its own; it belongs to the step before it.
     """

@@ -10,18 +10,15 @@ OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
 """Characters at the end of a response in which an answer without a box or tags is looked for."""
-FORMULA = re.compile(
-    r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]",
-    re.DOTALL,
-)
+FORMULA = r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]"
 """A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and where it never closes.
+def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
+    """Return what stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and where it never closes.
 
-    `\\boxed 7` without braces holds what follows up to a space, a `$` or the end of the line.
+    `\\boxed 7` without braces holds what follows up to one of the characters in `bare_end`.
     """
     start, command = max((text.rfind(command), command) for command in BOXES)
     if start < 0:
@@ -30,8 +27,8 @@ def last_boxed(text: str) -> str | None:
     rest = text[begin:]
     body = rest.lstrip()
     if not body.startswith("{"):
-        end = re.search(r"[\s$]", body)
-        bare = body[: end.start()] if end else body
+        end = re.search(f"[{re.escape(bare_end)}]", body)
+        bare = body[: end.start()].strip() if end else body.strip()
         return bare if body is not rest and bare else None
     depth = 0
     for match in BRACE.finditer(body):
@@ -42,14 +39,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """What stands between the last closing tag and the opening one before it; None where they are not there."""
+    """Return what stands between the last closing tag and the opening one before it; None where they are not there."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, max(0, end))
     return text[start + len(opening) : end] if 0 <= start < end else None
 
 
 def after_thought(text: str) -> str:
-    """What follows the last `</think>`; nothing where a thought was begun and never ended; all of a text without thoughts."""
+    """Return what follows the last `</think>`: nothing where a thought never ended, all of a text without thoughts."""
     end = text.rfind(CLOSE_THINK)
     if end >= 0:
         return text[end + len(CLOSE_THINK) :]
@@ -57,7 +54,7 @@ def after_thought(text: str) -> str:
 
 
 def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """What the last pair of tags holds, pairs read from the left: what the last match of `opening(.*?)closing` would be."""
+    """Return what the last pair of tags holds, pairs read from the left: the last match of `opening(.*?)closing`."""
     found, place = None, 0
     while True:
         start = text.find(opening, place)
@@ -80,7 +77,7 @@ def after_phrase(text: str) -> str | None:
         return None
     # The answer may stand on a line after the phrase: `Answer:`, an empty line, then `$$`, the number, and `$$`.
     rest = tail[end:].lstrip(" \t\r\n:*")
-    marked = FORMULA.match(rest)
+    marked = re.match(FORMULA, rest, re.DOTALL)
     inside = next((group for group in marked.groups() if group is not None), None) if marked else None
     if inside is not None and not (rest[1] != "$" and ". " in inside and inside[:1].isdigit()):
         return inside

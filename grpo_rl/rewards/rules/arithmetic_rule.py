@@ -27,7 +27,7 @@ def arithmetic(
 def arithmetic_process(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `arithmetic` gives, and each written character as a step: 1 where the answer has the same one there, else 0.
+    """Return what `arithmetic` gives, and each written character as a step: 1 where the answer has the same one there, else 0.
 
     `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
     """

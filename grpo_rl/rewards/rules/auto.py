@@ -42,7 +42,7 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
 def auto(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float]:
-    """What the rule for this `data_source` gives. Raises RewardError when there is none."""
+    """Return what the rule for this `data_source` gives. Raises RewardError when there is none."""
     rule = rule_for(data_source)
     if rule is None:
         raise RewardError(_no_rule([data_source]))

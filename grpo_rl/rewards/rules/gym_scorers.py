@@ -18,7 +18,7 @@ LIST_CHARACTERS = re.compile(r"[\[\](),'\"\w\s.+-]*")
 LONGEST_LIST = 4096
 DEEPEST_LIST = 4
 MAX_OPERATIONS = 400
-"""Of a formula whose derivative is simplified."""
+"""Characters of a formula whose derivative is simplified."""
 
 
 class Unreadable(ValueError):
@@ -115,7 +115,7 @@ SCORERS: dict[str, Callable[[Any, str, Entry], float]] = {
 
 
 def _same(written: Callable[[], str], right: str) -> bool:
-    """Whether the text that is made of a list is the right one; no when there is no such list."""
+    """Return whether the text that is made of a list is the right one; no when there is no such list."""
     try:
         return written() == right
     except (Unreadable, TypeError):

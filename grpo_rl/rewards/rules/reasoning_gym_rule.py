@@ -61,7 +61,7 @@ def extract_answer(response: str) -> tuple[str, bool]:
 
 
 def _may_be_read(name: str, answer: str, truth: Any) -> bool:
-    """Whether the scorer's work on this answer is bounded."""
+    """Return whether the scorer's work on this answer is bounded."""
     right = truth if isinstance(truth, str) else ""
     if answer == right:
         return True

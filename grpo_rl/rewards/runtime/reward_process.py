@@ -26,7 +26,7 @@ PIECE = 2**16
 KILL_S = 5.0
 """A killed process is gone within this time, or is left to the system."""
 STALL_S = 0.05
-"""A call that takes longer keeps those behind it from nobody: they are taken back and go to other processes."""
+"""Seconds after which the calls behind a slow one are taken back and go to other processes."""
 LAST_MOMENT_S = 0.2
 """A process that has closed its channel is about to end, which takes no longer."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -44,7 +44,7 @@ class Reply:
 
 
 def setup_of(config: RewardConfig, data_sources: list[str]) -> dict[str, Any]:
-    """What a process is told at its start: names, paths and options."""
+    """Return what a process gets at its start: names, paths and options."""
     custom = config.custom_reward_function
     limit = config.memory_limit_gb
     return {
@@ -69,7 +69,7 @@ class Worker:
         self._log, self._stopping = log, stopping
         self._channel, theirs = socket.socketpair()
         self._buffer = bytearray()
-        # The process takes one byte before each call after the first: who has taken a call's byte makes it.
+        # The process takes one byte before each call after the first: whichever process takes a call's byte makes the call.
         ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._permits, self._permit = (open(end, mode, buffering=0) for end, mode in zip(ends, ("rb", "wb"), strict=True))  # noqa: SIM115
         words = [str(theirs.fileno()), str(ends[0]), str(os.getpid())]
@@ -120,7 +120,7 @@ class Worker:
         timeout_s: float,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a request with one call for each of the `replies`, and fill these in their order; `told` hears of each that is complete.
+        """Send a request with one call for each of the `replies`, and fill these in their order; `told` is called after each that is complete.
 
         A call has `num_answers`, fewer where one says `failure`, and `timeout_s` from the end of the one before it. At that deadline
         the process is killed, and where it ends before, the call that it was at has ended too. What no call was begun for is left as
@@ -236,7 +236,7 @@ class Worker:
         return bool(data)
 
     def _obituary(self, error: Exception) -> str:
-        """How the process ended, or what it did instead of answering."""
+        """Return how the process ended, or what it did instead of answering."""
         if isinstance(error, ValueError):
             return str(error)
         deadline = time.monotonic() + LAST_MOMENT_S

@@ -1,6 +1,6 @@
-"""A reward process: `python -m grpo_rl.rewards.runtime.reward_process_main CHANNEL PERMITS PARENT`, started by `pool.py` and by nobody else.
+"""A reward process: `python -m grpo_rl.rewards.runtime.reward_process_main CHANNEL PERMITS PARENT`, started by `reward_process.py` only.
 
-It loads no torch, is told by name which functions to call, and answers on its channel only; what functions
+It loads no torch, gets the names of the functions to call, and answers on its channel only; what functions
 print goes to the log that its parent keeps.
 """
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, permits, parent = map(int, arguments)
     remember_environment()
     _die_with_parent()
-    # Orphans come to this process, so that the one who ends it finds them.
+    # Orphans come to this process, so that whatever ends it finds them.
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(1)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _is_permitted(permits: int) -> bool:
-    """Whether the next call is this process's, which it is from then on; False where its parent has taken it back."""
+    """Return whether the next call is this process's, which it is from then on; False where its parent has taken it back."""
     try:
         return bool(os.read(permits, 1))
     except BlockingIOError:

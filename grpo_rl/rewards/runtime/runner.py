@@ -57,7 +57,7 @@ class RewardRunner:
         self._broken: str | None = None
         self._last_news = time.monotonic()
         self.pids: dict[int, int] = {}
-        """The process of each place, for those who watch them."""
+        """The process of each place, for code that watches them."""
         paths = [None if log_folder is None else log_folder / f"reward-{place}.log" for place in range(config.num_workers)]
         self._threads = [threading.Thread(target=self._work, args=(i, path), daemon=True) for i, path in enumerate(paths)]
         for thread in self._threads:
@@ -113,7 +113,7 @@ class RewardRunner:
     # ---- functions that take lists -------------------------------------------------------------------
 
     def _spared(self, job: Job) -> list[Outcome]:
-        """What the function says of each response; those that make the whole call fail take their scores from no others."""
+        """Return the function's result for each response; one that makes the whole call fail costs the others nothing."""
         outcomes = [row[0] for row in job.outcomes]
         if not (job.failed_as_whole and job.is_joint):
             return outcomes

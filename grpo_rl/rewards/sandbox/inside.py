@@ -168,7 +168,7 @@ def _fresh_tmp(setup: dict[str, Any]) -> None:
 
 
 def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
-    """What a candidate did with one case: status, exit code, standard output, returned value, standard error."""
+    """Return what a candidate did with one case: status, exit code, standard output, returned value, standard error."""
     stdin = os.memfd_create("stdin")
     write_all(stdin, case.pop("stdin"))
     os.lseek(stdin, 0, os.SEEK_SET)
@@ -216,7 +216,7 @@ def _watch(
     outputs = [bytearray() for _ in reads]
     poll = select.poll()
     for descriptor in (*reads, watched, control):
-        # A channel that hangs up means that nobody waits for the answer; data on it would be the next case.
+        # A channel that hangs up means that no process waits for the answer; data on it would be the next case.
         poll.register(descriptor, 0 if descriptor == control else select.POLLIN)
     deadline = time.monotonic() + time_s
     status, total, open_reads, ended = b"E", [0, 0, 0], set(reads), False

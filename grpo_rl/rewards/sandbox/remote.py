@@ -43,7 +43,7 @@ class RemoteSandbox:
         pass
 
     def run(self, case: Case, time_s: float | None = None) -> Outcome:
-        """What the source does with the case; asked again, after a pause that doubles, while the service is busy."""
+        """Return what the source does with the case; asked again, after a pause that doubles, while the service is busy."""
         allowed = min(self._limits.time_s, time_s or self._limits.time_s)
         deadline = time.monotonic() + self._patience_s
         pause, mark = FIRST_PAUSE_S, secrets.token_hex(16)
@@ -106,7 +106,7 @@ def _with_call(source: str, case: Case, mark: str) -> str:
 
 
 def _outcome(reply: Any, mark: str | None) -> Outcome:
-    """What the service's answer says of the candidate. Raises _Again where it speaks of the service itself."""
+    """Return what the service's answer says of the candidate. Raises _Again where it is about the service itself."""
     run = reply.get("run_result") if isinstance(reply, dict) else None
     if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
         raise _Again(f"status {reply.get('status')!r}: {reply.get('message')}" if isinstance(reply, dict) else "no object")

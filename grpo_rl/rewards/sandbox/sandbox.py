@@ -23,7 +23,6 @@ from typing import Any
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.sandbox import inside
 from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
-from grpo_rl.rewards.sandbox.unavailable import SandboxUnavailable, unavailable
 
 NOBODY = 65534
 START_S = 20.0
@@ -138,7 +137,7 @@ class Sandbox:
         self.close()
 
     def run(self, case: Case, time_s: float | None = None) -> Outcome:
-        """What the source does with the case, within `time_s` (the limit's, or less).
+        """Return what the source does with the case, within `time_s` (the limit's, or less).
 
         Raises RewardError when the sandbox itself fails: that is no verdict on the source.
         """
@@ -231,7 +230,7 @@ def interpreter() -> str:
 
 
 def _mounts() -> dict[str, list[tuple[str, str]]]:
-    """What of this machine is visible inside: (what, where) of the interpreter's libraries, and the links between them."""
+    """Return the parts of this machine that are visible inside: (what, where) of the interpreter's libraries and links."""
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
     own = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
@@ -248,7 +247,7 @@ def _mounts() -> dict[str, list[tuple[str, str]]]:
 def _map_ids(pid: int) -> bool:
     """Give the launcher's user namespace its ids; True when it has two, so that a candidate has another than the keeper.
 
-    Whoever may, which is root, maps itself and nobody; anyone else maps itself, to be called nobody inside.
+    Root, which may, maps itself and the user `nobody`; any other user maps itself, under the name `nobody` inside.
     """
     folder = Path(f"/proc/{pid}")
     uid, gid = os.geteuid(), os.getegid()
@@ -275,3 +274,37 @@ def check_available() -> None:
     if not outcome.succeeded or outcome.stdout != b"42\n":
         said = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
         raise SandboxUnavailable(unavailable(f"run a first program: {said}"))
+
+
+# ---- machines without a sandbox ----------------------------------------------------------------------
+
+
+class SandboxUnavailable(RewardError):
+    """This machine has no sandbox: which step failed, and what to do."""
+
+
+SWITCHES = (
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"),
+)
+"""Settings that forbid namespaces: file under /proc/sys, forbidding value, remedy."""
+
+
+def unavailable(step: str, settings: Path = Path("/proc/sys")) -> str:
+    """The message for a step that failed, with the remedy for the setting of the kernel that forbids it, where one does."""
+    remedies = [remedy for name, value, remedy in SWITCHES if _setting(settings / name) == value] or [
+        "in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "(Kubernetes: seccompProfile Unconfined), or with --cap-add SYS_ADMIN"
+    ]
+    return (
+        f"no sandbox for code on this machine, and code of a model is never run without one. Failed: {step}. "
+        f"To do: {'; '.join(remedies)}; or use a remote sandbox with reward.function_kwargs.code.sandbox_url"
+    )
+
+
+def _setting(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

@@ -73,7 +73,7 @@ def call_filter(machine: str) -> bytes:
     """The BPF program for a machine as `uname -m` names it. Raises RewardError for one whose calls are not listed here."""
     if machine not in MACHINES:
         raise RewardError(
-            f"the sandbox for code knows the system calls of {' and '.join(MACHINES)}, not of {machine}; "
+            f"the sandbox for code has the list of system calls of {' and '.join(MACHINES)}, not of {machine}; "
             f"use a remote one: reward.function_kwargs.code.sandbox_url"
         )
     architecture, refused, special = MACHINES[machine]

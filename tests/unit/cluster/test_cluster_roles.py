@@ -366,3 +366,50 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
 def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
     steps = run_update(make_batch([(1, 2)]), num_ranks=1, entropy_coeff=0.01)
     assert steps[0][0][0].entropy_coeff is None
+
+
+# ---- what is sent ---------------------------------------------------------------------------------------
+
+
+def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_only():
+    def answer(share: Batch, *rest: Any) -> Any:
+        return empty_stats(share, *rest) if isinstance(rest[0], Update) else echo(share, *rest)
+
+    ranks = Ranks(2, answer)
+    group = actor(ranks, old_logprobs="actor", ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+    batch = group.old_logprobs(INTERLEAVED)
+    batch = with_advantages(batch).keep(batch.rollout_logprobs_T % 3 != 0)
+    group.update(batch)
+    [shares] = ranks.sent
+    assert sorted(torch.cat([share.token_ids_S for share in shares]).tolist()) == INTERLEAVED.token_ids_S.tolist()
+    assert [method for method, _ in ranks.asked] == ["logprobs", "update"]
+    for _, arguments in ranks.asked:
+        assert all(args[0] is share for args, share in zip(arguments, shares, strict=True))
+    for share, update in ranks.asked[1][1]:
+        assert set(update.columns) == {"advantages_T", "old_logprobs_T"}
+        assert len(update.columns["advantages_T"]) == int(update.keep_T.sum()) < share.num_trained_tokens
+        complete = update.complete(share)
+        assert torch.equal(complete.rollout_logprobs_T % 3 != 0, torch.ones(complete.num_trained_tokens, dtype=torch.bool))
+    group.update(with_advantages(INTERLEAVED))
+    assert len(ranks.sent) == 2, "another step is another batch"
+
+
+def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
+    batch = INTERLEAVED.keep(INTERLEAVED.token_ids_S[INTERLEAVED.positions_T] > 20)
+    [steps] = run_update(batch, ppo_mini_batch_size=5)
+    trained = torch.cat([part.trained_lengths_N for part in gathered(steps, 0)])
+    assert int(trained.min()) > 0 and len(trained) == int((batch.trained_lengths_N > 0).sum()) < 15
+
+
+@pytest.mark.parametrize("rule", [MicroBatchRule(None, 1), MicroBatchRule(None, 4), MicroBatchRule(30, None)])
+def test_rollouts_that_stay_together_share_a_micro_batch_whatever_the_rule(rule):
+    units = [n // 3 for n in range(15)]
+    ranks = Ranks(2, empty_stats)
+    dealt = deal(ranks, INTERLEAVED, units=units)
+    assert sorted(dealt.lengths(range(15))) == sorted(
+        int(INTERLEAVED.sequence_lengths_N[3 * unit : 3 * unit + 3].sum()) for unit in range(5)
+    )
+    planned = dealt.micro_batches(range(15), rule)
+    together = [{share[row] for row in rows} for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank]
+    for unit in range(5):
+        assert sum({3 * unit, 3 * unit + 1, 3 * unit + 2} <= rows for rows in together) == 1

@@ -90,7 +90,7 @@ def numbers_of(kind: Kind) -> st.SearchStrategy[Any]:
         return st.integers(-(2**63) + 1 if low is None else int(low), 2**63 - 1 if high is None else int(high))
     low = None if low == -math.inf else low
     high = None if high == math.inf else high
-    return st.floats(
+    inside = st.floats(
         low,
         high,
         exclude_min=exclude_low and low is not None,
@@ -98,6 +98,7 @@ def numbers_of(kind: Kind) -> st.SearchStrategy[Any]:
         allow_nan=False,
         allow_infinity=False,
     )
+    return st.just(0.0) | inside if bounds is not None and bounds.zero else inside
 
 
 def any_settings() -> st.SearchStrategy[dict[str, Any]]:

@@ -15,6 +15,7 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.derived import Machine
 
 V = f"{R}.val_kwargs"
+VAL = {"data.val_files": ["task:arithmetic"]}
 ONE_GPU = Machine(num_gpus=1, num_cpus=8, device="cuda")
 NO_GPU_FOUND = Machine(num_gpus=0, num_cpus=8, device="cuda")
 CLUSTER = Machine(num_gpus=0, num_cpus=8, device="cuda", cluster=True)
@@ -25,14 +26,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"data.train_files": ["no/such.parquet"]}, CPU, "data.train_files=no/such.parquet", "there is no file"),
     ({"data.train_files": ["pyproject.lock"]}, CPU, "data.train_files=pyproject.lock", "there is no file"),
     ({"data.val_files": ["."]}, CPU, "data.val_files=.", "is a folder"),
-    ({"data.val_files": [__file__]}, CPU, "data.val_files=", ".parquet, .json, .jsonl"),
+    ({"data.val_files": [__file__]}, CPU, "data.val_files=", ".parquet, .jsonl, .json"),
     ({"data.train_max_samples": 0}, CPU, "data.train_max_samples=0", "-1"),
     ({"data.train_max_samples": 31}, CPU, "data.train_max_samples=31", "32"),
     ({"data.val_max_samples": 5}, CPU, "data.val_max_samples=5", "data.val_files"),
     ({"data.seed": 5, "data.shuffle": False}, CPU, "data.seed=5", "data.shuffle=true"),
     ({"data.train_files": ["task:arithmetic", "hf:openai/gsm8k"]}, CPU, "data.train_files=hf:openai/gsm8k", "split=train"),
     ({"data.train_weights": [0.5, 0.5]}, CPU, "data.train_weights=[0.5,0.5]", "2 weights for 1 entries"),
-    ({"data.train_weights": [0.0]}, CPU, "data.train_weights=[0]", "above 0"),
     ({"data.train_weights": [1.0], "data.train_max_samples": 64}, CPU, "data.train_weights=[1]", "train_max_samples"),
     ({"data.train_weights": [1.0], "data.curriculum": "pass_rate"}, CPU, "data.train_weights=[1]", "dynamic_weights"),
     ({"data.train_weights": [1.0], "data.dynamic_weights": True}, CPU, "data.dynamic_weights=true", "two sources"),
@@ -131,8 +131,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({f"{A}.data_loader_seed": 1}, CPU, f"{A}.data_loader_seed=1", "shuffle=true"),
     # optimizer
     ({f"{A}.optim.betas": [0.9]}, CPU, f"{A}.optim.betas=[0.9]", "two numbers"),
-    ({f"{A}.optim.betas": [0.9, 1.0]}, CPU, f"{A}.optim.betas=[0.9,1.0]", "< 1"),
-    ({f"{A}.optim.betas": [-0.1, 0.9]}, CPU, f"{A}.optim.betas", ">= 0"),
     ({f"{A}.optim.min_lr_ratio": 0.1}, CPU, f"{A}.optim.min_lr_ratio=0.1", "lr_scheduler_type=linear or cosine"),
     (
         {f"{A}.optim.lr_warmup_steps": 5, f"{A}.optim.lr_warmup_steps_ratio": 0.1},
@@ -141,11 +139,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "no effect",
     ),
     # validation
-    ({f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
-    ({f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
-    ({f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
-    ({f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
-    ({f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
+    ({**VAL, f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
+    ({**VAL, f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
+    ({**VAL, f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
+    ({**VAL, f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
+    ({**VAL, f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
     ({f"{R}.top_k": 0}, CPU, f"{R}.top_k=0", "-1"),
     ({f"{R}.top_p": 0.8}, CPU, f"{R}.top_p=0.8", "top_k"),
     ({f"{R}.min_p": 0.1}, CPU, f"{R}.min_p=0.1", "top_k"),
@@ -157,7 +155,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{R}.fp32_lm_head=true",
         "rollout.name=vllm",
     ),
-    ({f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
+    ({**VAL, f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
     ({"trainer.test_freq": 5}, CPU, "trainer.test_freq=5", "data.val_files"),
     ({"trainer.test_freq": 0}, CPU, "trainer.test_freq=0", "-1"),
     ({"trainer.val_only": True}, CPU, "trainer.val_only=true", "data.val_files"),
@@ -251,8 +249,9 @@ def test_everything_wrong_is_reported_together() -> None:
     keys = {
         "trainer.save_freq": 0,
         f"{R}.max_model_len": 1,
-        f"{A}.optim.betas": [1],
+        f"{A}.optim.betas": [0.5],
         "data.train_files": ["none.csv"],
+        **VAL,
         f"{V}.n": 2,
     }
     starts = ["data.train_files=none.csv", f"{R}.max_model_len=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
@@ -291,7 +290,7 @@ RUNS: list[tuple[dict[str, Any], Machine]] = [
     ({"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}, CPU),
     ({f"{A}.use_kl_loss": False, f"{A}.kl_loss_coef": 0.0, "algorithm.kl_ctrl.kl_coef": 0.0}, CPU),
     ({f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}, CPU),
-    ({f"{V}.do_sample": True, f"{V}.temperature": 1.0, f"{V}.top_p": 0.7, f"{V}.n": 4}, CPU),
+    ({**VAL, f"{V}.do_sample": True, f"{V}.temperature": 1.0, f"{V}.top_p": 0.7, f"{V}.n": 4}, CPU),
     ({f"{R}.top_p": 0.8, f"{R}.min_p": 0.05, f"{R}.top_k": 50}, CPU),
     ({f"{R}.top_p": 0.8, f"{R}.name": "hf"}, CPU),
     ({f"{R}.fp32_lm_head": True, f"{R}.dtype": "bfloat16"}, CPU),

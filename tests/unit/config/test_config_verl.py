@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from config_tools import A, R
+from config_tools import CPU, A, R
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections
-from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, refusals
+from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, notes, refusals
+from grpo_rl.plan.make import make_plan
 
 GRPO_COMMAND = """
 algorithm.adv_estimator=grpo
@@ -75,12 +78,15 @@ def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(ANSWERS))
-def test_every_answer_takes_its_right_values_and_null_and_refuses_others_with_advice(key: str) -> None:
+def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_others_with_advice(key: str) -> None:
     answer = ANSWERS[key]
     for value in (None, *answer.accepts):
         assert refusals(key, value) == []
-    (problem,) = refusals(key, "something else") or [""]
-    assert problem.startswith(key) and answer.advice in problem
+        assert notes(key, value) == []
+    refused, noted = refusals(key, "something else") or [], notes(key, "something else")
+    (line,) = [*refused, *noted]
+    assert line.startswith(key) and answer.advice in line
+    assert bool(noted) == answer.hint == ("has no meaning here" in line)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +109,10 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
     [
         (f"{R}.over_sample_rate", False),
         (f"{R}.over_sample_rate", 1),
-        ("actor_rollout_ref.model.use_remove_padding", 1),
-        ("actor_rollout_ref.model.use_remove_padding", False),
+        (f"{R}.do_sample", 1),
+        (f"{R}.do_sample", False),
         (f"{R}.pipeline_model_parallel_size", True),
-        (f"{R}.mode", "sync"),
+        (f"{R}.logprobs_mode", "raw_logprobs"),
     ],
 )
 def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -> None:
@@ -149,17 +155,15 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
 @pytest.mark.parametrize(
     "key",
     [
-        "critic.optim.optimizer_impl",
+        "critic.optim.optimizer",
         "reward_model.model.path",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
         f"{R}.multi_turn.max_assistant_turns",
         f"{R}.engine_kwargs_sglang",
         "actor_rollout_ref.model.lora_rank",
-        f"{A}.ulysses_sequence_parallel_size",
-        "data.val_batch_size",
+        "data.image_key",
         "algorithm.rollout_correction.loss_type",
         "distillation.teacher_key",
-        "global_profiler.tool",
     ],
 )
 def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key: str) -> None:
@@ -170,3 +174,122 @@ def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
     problems = refusals("reward_model", {"enable": False, "model": {"path": "x"}, "micro_batch_size": None})
     assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["reward_model.model.path"]
+
+
+DAPO_COMMAND = """
+data.train_files=task:arithmetic
+data.val_files=task:arithmetic
+data.prompt_key=prompt
+data.truncation='left'
+data.return_raw_chat=True
+data.max_prompt_length=512
+data.max_response_length=1024
+data.gen_batch_size=96
+data.train_batch_size=32
+data.dataloader_num_workers=8
+data.val_batch_size=64
+actor_rollout_ref.rollout.n=16
+algorithm.adv_estimator=grpo
+algorithm.use_kl_in_reward=False
+algorithm.kl_ctrl.kl_coef=0.0
+actor_rollout_ref.actor.use_kl_loss=False
+actor_rollout_ref.actor.kl_loss_coef=0.0
+actor_rollout_ref.actor.clip_ratio_low=0.2
+actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0
+algorithm.filter_groups.enable=True
+algorithm.filter_groups.max_num_gen_batches=10
+algorithm.filter_groups.metric=acc
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.use_shm=True
+actor_rollout_ref.model.path=builtin:arithmetic
+actor_rollout_ref.model.enable_gradient_checkpointing=True
++actor_rollout_ref.model.override_config.attention_dropout=0.
+actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.optim.lr_warmup_steps=10
+actor_rollout_ref.actor.optim.weight_decay=0.1
+actor_rollout_ref.actor.ppo_mini_batch_size=32
+actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.entropy_checkpointing=True
+actor_rollout_ref.actor.loss_agg_mode=token-mean
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+actor_rollout_ref.rollout.gpu_memory_utilization=0.80
+actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.mode=sync
+actor_rollout_ref.rollout.layered_summon=True
+actor_rollout_ref.rollout.load_format=safetensors
+actor_rollout_ref.rollout.enable_chunked_prefill=False
+actor_rollout_ref.rollout.max_num_batched_tokens=11264
+actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.top_p=1.0
+actor_rollout_ref.rollout.top_k=-1
+actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+actor_rollout_ref.rollout.val_kwargs.top_p=0.7
+actor_rollout_ref.rollout.val_kwargs.do_sample=True
+actor_rollout_ref.rollout.val_kwargs.n=1
+actor_rollout_ref.ref.ulysses_sequence_parallel_size=4
+actor_rollout_ref.actor.fsdp_config.fsdp_size=8
+reward.overlong_buffer.len=512
+reward.overlong_buffer.penalty_factor=1.0
+trainer.logger=["console","tensorboard"]
+trainer.n_gpus_per_node=1
+trainer.nnodes=1
+trainer.balance_batch=False
+trainer.val_before_train=True
+trainer.test_freq=5
+trainer.save_freq=5
+trainer.total_epochs=1
+trainer.resume_mode=auto
+""".strip().splitlines()
+"""A DAPO launch command in verl's keys, small enough for two cores."""
+
+
+def test_verls_dapo_command_runs_and_says_which_of_its_keys_have_no_meaning_here() -> None:
+    composed = compose(DAPO_COMMAND)
+    plan = make_plan(composed, CPU)
+    for key, value in (
+        ("data.dataloader_num_workers", "8"),
+        ("data.val_batch_size", "64"),
+        ("actor_rollout_ref.model.use_shm", "true"),
+        (f"{A}.ulysses_sequence_parallel_size", "4"),
+        (f"{R}.mode", "sync"),
+        (f"{R}.layered_summon", "true"),
+        (f"{R}.enable_chunked_prefill", "false"),
+        ("trainer.balance_batch", "false"),
+    ):
+        (note,) = [note for note in composed.notes if note.startswith(f"{key}={value}: ")]
+        assert "has no meaning here: " in note
+        assert " ".join(plan.render().split()).count(" ".join(note.split())) == 1
+    # What is right here anyway is taken without a word.
+    assert not [note for note in composed.notes if "use_remove_padding" in note or "forward_prefetch" in note]
+
+
+def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: [/recipe/arithmetic/grpo, _self_]\ntrainer: {balance_batch: false}\n")
+    (note,) = compose([f"recipe={recipe}"]).notes
+    assert note.startswith("trainer.balance_batch=false: has no meaning here (in recipe ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{A}.fsdp_config.model_dtype", "bf16"),
+        (f"{R}.logprobs_mode", "raw_logprobs"),
+        (f"{R}.over_sample_rate", 0.1),
+        ("actor_rollout_ref.model.lora_rank", 32),
+        (f"{R}.multi_turn.enable", True),
+        ("critic.loss_agg_mode", "seq-mean-token-mean"),
+        ("algorithm.use_pf_ppo", True),
+        (f"{A}.optim.optimizer", "SGD"),
+    ],
+)
+def test_what_changes_the_mathematics_is_still_refused(key: str, value: object) -> None:
+    assert refusals(key, value) and not notes(key, value)

@@ -114,3 +114,50 @@ def test_a_sequence_over_the_budget_is_refused():
 def test_one_of_the_two_budgets_must_be_given(rule):
     with pytest.raises(ValueError, match="either max_tokens or max_rollouts"):
         plan_micro_batches([1], 1, **rule)
+
+
+# ---- units, and mini-batches ----------------------------------------------------------------------------
+
+units_of_three = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12)), max_size=40)
+
+
+@given(units_of_three, ranks, st.booleans())
+def test_rollouts_of_a_unit_land_in_one_micro_batch_on_one_rank(pairs, num_ranks, by_tokens):
+    lengths_N, units = [length for length, _ in pairs], [unit for _, unit in pairs]
+    members = {unit: [i for i, other in enumerate(units) if other == unit] for unit in units}
+    most = max((sum(lengths_N[i] for i in rows) if by_tokens else len(rows) for rows in members.values()), default=1)
+    rule = {"max_tokens": most + 10} if by_tokens else {"max_rollouts": most + 1}
+    plan = plan_micro_batches(lengths_N, num_ranks, units=units, **rule)
+    assert sorted(flat(plan)) == list(range(len(lengths_N)))
+    for rows in members.values():
+        assert sum(set(rows) <= set(micro_batch) for rank in plan for micro_batch in rank) == 1
+    sizes = [sum(lengths_N[i] for i in rows) if by_tokens else len(rows) for rank in plan for rows in rank]
+    assert max(sizes) <= next(iter(rule.values()))
+    assert len({len(rank) for rank in plan}) == 1
+
+
+def test_a_unit_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="12 tokens that stay together do not fit into a micro-batch of 10"):
+        plan_micro_batches([6, 6, 3], 1, max_tokens=10, units=[0, 0, 1])
+    with pytest.raises(ValueError, match="2 rollouts that stay together do not fit into a micro-batch of 1"):
+        plan_micro_batches([6, 6, 3], 1, max_rollouts=1, units=[0, 0, 1])
+
+
+@given(lengths, ranks, st.integers(1, 4))
+def test_every_mini_batch_is_even_over_the_ranks_by_itself(lengths_N, num_ranks, num_parts):
+    parts = [list(range(start, len(lengths_N), num_parts)) for start in range(num_parts)]
+    shares = split_over_ranks(lengths_N, num_ranks, mini_batches=parts)
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths_N)))
+    for part in parts:
+        loads = [sum(cost(lengths_N[i]) for i in share if i in set(part)) for share in shares]
+        assert max(loads) - min(loads) <= max((cost(lengths_N[i]) for i in part), default=0)
+
+
+def test_epochs_that_mix_the_groups_anew_stay_even_too():
+    # 16 groups of 4 in two epochs of 4 mini-batches each; no assignment can be even for all, a good one nearly is.
+    lengths_N = [50 + 13 * (n % 7) for n in range(64)]
+    epochs = [[[n for n in range(64) if (n // 4 * stride) % 16 // 4 == part] for part in range(4)] for stride in (1, 5)]
+    shares = split_over_ranks(lengths_N, 4, mini_batches=[part for epoch in epochs for part in epoch])
+    for part in (part for epoch in epochs for part in epoch):
+        loads = [sum(cost(lengths_N[i]) for i in share if i in part) for share in shares]
+        assert max(loads) < 1.35 * sum(loads) / 4

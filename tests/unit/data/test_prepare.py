@@ -6,7 +6,8 @@ import pyarrow.parquet
 import pytest
 
 from grpo_rl.data.prepare.__main__ import main
-from grpo_rl.data.prepare.formats import countdown, gsm8k, last_boxed, math
+from grpo_rl.data.prepare.formats import countdown, gsm8k, math
+from grpo_rl.rewards.rules.answers import last_boxed
 
 DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
@@ -41,7 +42,7 @@ def test_the_original_gsm8k_becomes_verls_file_row_by_row(tmp_path, capsys):
     ],
 )
 def test_the_last_box_is_taken_with_its_braces_balanced(solution, expected):
-    assert last_boxed(solution) == expected
+    assert last_boxed(solution, bare_end="$") == expected
 
 
 def test_math_comes_from_one_file_per_problem_in_the_order_of_their_numbers(tmp_path):

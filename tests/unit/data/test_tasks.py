@@ -1,8 +1,9 @@
 import pytest
 
+from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, level, split_of, without_carries
 from grpo_rl.data.tasks.registry import task_rows
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError
 
 
 def contents(rows):
@@ -134,3 +135,39 @@ def test_a_wrong_spec_is_refused_with_the_rule(spec, message):
 def test_a_misspelt_split_given_from_python_is_refused():
     with pytest.raises(ConfigError, match="must be train or val"):
         arithmetic(split="test")  # type: ignore[arg-type]
+
+
+OWN_TASK = """
+def rows(n: int = 2, fail: bool = False):
+    if fail:
+        return [][n]
+    return Rows(n)
+
+def none():
+    return None
+
+class Rows:
+    def __init__(self, n):
+        self.n = n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        if index == 1:
+            raise KeyError("no such problem")
+        return {"data_source": "a", "prompt": "1", "reward_model": {"ground_truth": "1"}}
+"""
+
+
+def test_failures_in_a_users_own_task_name_its_file_and_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_TASK)
+    with pytest.raises(
+        DataError, match=rf"IndexError: list index .* \({file}, line 4, in rows\); it is called as .*n=5, fail=True"
+    ):
+        task_rows(f"task:{file}:rows?n=5&fail=true")
+    with pytest.raises(DataError, match=r"TypeError: .* has no len\(\).* returns a sequence of rows"):
+        task_rows(f"task:{file}:none")
+    source = open_source(f"task:{file}:rows")
+    assert source.row(0)["prompt"] == "1"
+    with pytest.raises(DataError, match=rf"row 1: KeyError: 'no such problem' \({file}, line 17, in __getitem__\)"):
+        source.row(1)

@@ -14,7 +14,14 @@ from tiny_models import FAMILIES, VOCAB, Ragged, make_folder, packed_policy, pla
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from grpo_rl.algos.losses.contract import LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
+from grpo_rl.models import forward
 from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.linear import linear
+from grpo_rl.types import Batch
+from grpo_rl.workers.sharded_policy import sequences_of
 
 RAGGED = Ragged(prompt_lengths=[3, 7, 1, 12, 5], response_lengths=[1, 9, 14, 1, 0], seed=1)
 CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -233,3 +240,63 @@ def test_only_empty_responses_give_no_outputs_and_a_backward_pass_that_changes_n
     assert out.logprobs_T.shape == out.entropy_T.shape == (0,)
     out.logprobs_T.sum().backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in policy.parameters())
+
+
+# ---- several turns --------------------------------------------------------------------------------------
+
+
+def test_trained_tokens_with_context_between_them_have_the_plain_logprobs_and_gradients(folder):
+    """Two conversations; the loss is the mean of -advantage * log-prob, worked out below from the plain model's logits."""
+    batch = Batch(
+        prompt_lengths_N=torch.tensor([3, 2]),
+        response_lengths_N=torch.tensor([6, 3]),
+        group_N=torch.tensor([0, 0]),
+        token_ids_S=torch.tensor([5, 9, 2, 7, 7, 1, 30, 8, 4, 11, 3, 6, 2, 14]),
+        rewards_N=torch.zeros(2),
+        rollout_logprobs_T=torch.zeros(5),
+        # Turn, tool output of two tokens, turn; and a context token in front of two trained ones.
+        positions_T=torch.tensor([3, 6, 8, 12, 13]),
+        trained_lengths_N=torch.tensor([3, 2]),
+    )
+    advantages = [0.5, -1.0, 2.0, 1.5, -0.25]
+    policy, plain = packed_policy(folder("qwen3", False), temperature=0.9), plain_model(folder("qwen3", False))
+    logprobs_T = policy(sequences_of(batch, torch.device("cpu"))).logprobs_T
+    inputs = LossInput(logprobs_T, torch.tensor(advantages), Segments(batch.trained_lengths_N))
+    Objective()(inputs, batch.counts())[0].backward()
+
+    terms = []
+    for begin, end, trained in ((0, 9, [3, 6, 8]), (9, 14, [3, 4])):
+        ids = batch.token_ids_S[begin:end]
+        distributions = (plain(ids[None]).logits[0] / 0.9).log_softmax(-1)
+        terms += [distributions[place - 1, ids[place]] for place in trained]
+    torch.testing.assert_close(logprobs_T.detach(), torch.stack(terms).detach(), atol=2e-5, rtol=0)
+    (-sum(a * term for a, term in zip(advantages, terms, strict=True)) / 5).backward()
+    expected = dict(plain.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in expected.values())
+    for name, parameter in policy.lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4 * largest, rtol=0, msg=name)
+    # What lies between the turns is read: another tool output gives other log-probs later on, and none before.
+    changed = batch.replace(token_ids_S=batch.token_ids_S.clone().index_fill(0, torch.tensor([5]), 13))
+    difference_T = policy(sequences_of(changed, torch.device("cpu"))).logprobs_T - logprobs_T
+    assert difference_T[0] == 0 and difference_T[1:3].abs().min() > 1e-4
+
+
+def test_the_head_multiplies_the_states_of_trained_tokens_only(folder, monkeypatch):
+    batch = Batch(
+        prompt_lengths_N=torch.tensor([2, 4]),
+        response_lengths_N=torch.tensor([7, 5]),
+        group_N=torch.tensor([0, 0]),
+        token_ids_S=torch.arange(2, 20),
+        rewards_N=torch.zeros(2),
+        rollout_logprobs_T=torch.arange(12.0),
+    ).keep(torch.arange(12) % 3 == 0)
+    rows = []
+
+    def counting(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(x))
+        return linear(x, *rest)
+
+    policy = packed_policy(folder("qwen3", False))
+    monkeypatch.setattr(forward, "linear", counting)
+    policy(sequences_of(batch, torch.device("cpu")), want_entropy=True).logprobs_T.sum().backward()
+    assert rows == [4] and batch.num_trained_tokens == 4

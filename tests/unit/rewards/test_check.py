@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from grpo_rl.rewards.check import main, percentile
-from grpo_rl.rewards.check_data import gold_response, read_rows, solve
+from grpo_rl.rewards.check import gold_response, main, percentile, read_rows, solve
 from grpo_rl.rewards.rules.countdown_rule import evaluate
 from grpo_rl.rewards.runtime.reward_process import Worker
 
@@ -126,7 +125,7 @@ def test_an_interrupt_ends_the_trial_and_its_process_and_shows_what_there_is(che
         ("math", ["--options", "[]"], "must be a JSON object"),
         ("math", ["--rows", "0"], "--rows is 0"),
         ("math", ["--timeout_s", "0"], "--timeout_s is 0; it must be above 0"),
-        ("math", ["--column", "answer"], "there is no column answer; the row has data_source"),
+        ("math", ["--column", "answer"], "there is no column 'answer'. The row has data_source"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(check, function, arguments, message):
@@ -138,13 +137,13 @@ def test_what_cannot_run_is_refused_with_the_reason(check, function, arguments, 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "x", "must be one of .parquet, .jsonl, .json"),
-        ("a.jsonl", "", "has no rows"),
-        ("a.jsonl", "{", "cannot be read as jsonl"),
-        ("a.jsonl", "[1]", "row 0: it is a list"),
-        ("a.jsonl", '{"prompt": 1}', "row 0: reward_model has no ground_truth; the row has prompt"),
-        ("a.json", "{}", "it is no list of rows"),
-        ("a.parquet", "PAR1", "cannot be read as parquet"),
+        ("a.csv", "x", "must end in .parquet, .jsonl, .json"),
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", "{", "line 1, column 2: broken JSON"),
+        ("a.jsonl", "[1]", "line 1: expected an object with the row's columns, found list"),
+        ("a.jsonl", '{"prompt": 1}', "line 1: there is no column 'reward_model'. The row has prompt"),
+        ("a.json", "[]", "the file has no rows"),
+        ("a.parquet", "PAR1", "not a readable parquet file"),
     ],
 )
 def test_a_file_that_is_not_what_it_should_be_is_named(tmp_path, name, text, message):
@@ -177,3 +176,13 @@ def test_a_countdown_is_solved_with_each_number_once():
 
 def test_a_percentile_is_the_smallest_value_that_enough_do_not_exceed():
     assert [percentile([4, 1, 3, 2], share) for share in (0.5, 0.75, 0.99)] == [2, 3, 4]
+
+
+def test_a_failure_in_a_users_own_function_names_its_file_and_line(check, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def helper(text):\n    return text.nothing\n\ndef compute_score(data_source, solution_str, **rest):\n    return helper(solution_str)\n"
+    )
+    code, shown = check(str(own), [row(response="four")])
+    assert code == 2
+    assert f"AttributeError: 'str' object has no attribute 'nothing' ({own}, line 2, in helper)" in shown

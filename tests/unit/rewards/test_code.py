@@ -20,8 +20,7 @@ from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.candidate import encode
 from grpo_rl.rewards.sandbox.returned_values import decode
-from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandbox
-from grpo_rl.rewards.sandbox.unavailable import SandboxUnavailable, unavailable
+from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandbox, SandboxUnavailable, unavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."

@@ -10,9 +10,9 @@ import pytest
 from grpo_rl import gym
 from grpo_rl.config.compose import compose
 from grpo_rl.data.tasks.gym_process import EntryProcess
+from grpo_rl.data.tasks.made_rows import split_of_text
 from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
-from grpo_rl.data.tasks.splits import split_of_text
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
 from grpo_rl.rewards.rules.reasoning_gym_rule import extract_answer

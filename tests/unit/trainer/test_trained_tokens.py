@@ -9,7 +9,7 @@ import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
 from grpo_rl.trainer.trained_tokens import TrainedTokens, penalize_overlong
-from grpo_rl.types import Batch, Prompt, Rollout
+from grpo_rl.types import Batch, Counts, Prompt, Rollout
 
 
 def rollout(length: int, reward: float) -> Rollout:
@@ -97,3 +97,12 @@ def test_rejections_are_made_among_the_responses_that_were_not_truncated() -> No
 def test_with_bypass_the_engines_own_logprobs_are_compared_with_nothing() -> None:
     out, metrics = trained(make_batch([0.0], [1]), bypass_mode=True)
     assert metrics == {} and out.num_trained_tokens == 1 and out.weights_T is None
+
+
+def test_a_step_whose_responses_were_all_cut_off_trains_nothing_and_its_metrics_say_so() -> None:
+    out, metrics = trained(make_batch([0.0, 0.0, 0.0], [1, 2], [True, True]), mask_truncated=True)
+    assert metrics["rollout/masked_fraction"] == 1.0 and metrics["rollout/trained_token_fraction"] == 0.0
+    assert out.counts() == Counts(0, 0, 0)
+    assert trained(make_batch([0.0, 0.0, 0.0], [1, 2], [True, False]), mask_truncated=True)[1][
+        "rollout/trained_token_fraction"
+    ] == pytest.approx(2 / 3)

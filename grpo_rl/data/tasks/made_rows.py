@@ -1,11 +1,14 @@
-"""Rows that are made when they are asked for."""
+"""Rows that are made when they are asked for, and the split that each belongs to."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 Row = dict[str, Any]
+VALIDATION_SHARE = 5
+"""One problem in so many belongs to the validation split."""
 
 
 class LazyRows(Sequence[Row]):
@@ -28,3 +31,9 @@ class LazyRows(Sequence[Row]):
         if not -self._num_rows <= index < self._num_rows:
             raise IndexError(index)
         return self._make(index % self._num_rows)
+
+
+def split_of_text(text: str) -> Literal["train", "val"]:
+    """The split that a problem belongs to, by the hash of the text that tells it from others."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"

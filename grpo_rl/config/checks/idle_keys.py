@@ -1,0 +1,46 @@
+"""Settings that a run cannot use and that are no mistake: they bear on speed and memory only, and are set by habit.
+
+verl's commands give sizes for the reference and for old log-probs whether these passes exist or not. So such a setting
+is not refused; the plan has one line for each. What bears on the mathematics is refused (`switch_rules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_rl.config.checks.switch_rules import value_of
+from grpo_rl.config.convert import show
+from grpo_rl.config.derived import Machine, has_kl_in_loss, is_colocated
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.tree import Config
+
+_A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+
+
+def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bool) -> Iterator[str]:
+    """Yield a line for each setting without an effect.
+
+    `reference`: a reference runs; `old_logprobs`: the actor makes a pass for old log-probs.
+    """
+    idle: dict[str, str] = {}
+    if not reference:
+        idle |= {key: "no reference runs" for key in leaves() if key.startswith(f"{_REF}.")}
+    if not old_logprobs:
+        why = "no pass computes old log-probs: a step has one update, for which they are the engine's"
+        idle |= {key: why for key in leaves() if key.startswith(f"{_R}.log_prob_")}
+    if machine.device == "cpu":
+        idle |= {f"{_R}.{name}": "is for GPUs" for name in ("gpu_memory_utilization", "free_cache_engine")}
+    else:
+        idle |= {f"{_R}.{name}": "is for CPUs" for name in ("kv_cache_gib", "cpu_threads")}
+    if not is_colocated(config):
+        idle[f"{_R}.free_cache_engine"] = "engines have devices of their own, and keep their memory"
+    if not config.data.val_files:
+        idle["trainer.val_before_train"] = "there is nothing to validate on"
+    if not has_kl_in_loss(config):
+        idle[f"{_A}.kl_loss_type"] = "the KL has no weight in the loss"
+    if config.ray_kwargs.ray_init.address is not None:
+        idle["ray_kwargs.ray_init.num_cpus"] = "is of a local cluster"
+    for key, why in idle.items():
+        value = value_of(config, key)
+        if value != leaves()[key].default:
+            yield f"{key}={show(value)}: has no effect in this run: {why}"

@@ -1,0 +1,61 @@
+"""A value that several calls carry is fetched by a process once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster.processes import worker_host
+from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHost
+
+
+class Echo:
+    def both(self, one: Any, other: Any = None) -> tuple[Any, Any]:
+        return one, other
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was fetched, in order; a reference is fetched as itself in upper case."""
+    found: list[str] = []
+
+    def get(ref: str) -> str:
+        if ref == "lost":
+            raise OSError("the object is gone")
+        found.append(ref)
+        return ref.upper()
+
+    monkeypatch.setattr(worker_host, "_get", get)
+    return found
+
+
+def make_host() -> WorkerHost:
+    host = WorkerHost.__new__(WorkerHost)
+    host._worker, host._fetched = Echo(), ("", None)
+    return host
+
+
+def test_calls_that_carry_a_stored_value_fetch_it_once_until_another_takes_its_place(fetched: list[str]) -> None:
+    host, first, second = make_host(), Stored("a", "1"), Stored("b", "2")
+    assert host.call("both", first, 5) == ("A", 5)
+    assert host.call("both", first) == ("A", None)
+    assert host.call("both", "plain", first) == ("plain", "A")
+    assert fetched == ["a"]
+    assert host.call("both", second) == ("B", None)
+    assert host.call("both", first) == ("A", None)
+    assert fetched == ["a", "b", "a"]
+
+
+def test_a_process_that_takes_anothers_place_fetches_the_value_itself(fetched: list[str]) -> None:
+    value = Stored("a", "1")
+    assert [make_host().call("both", value)[0] for _ in range(2)] == ["A", "A"]
+    assert fetched == ["a", "a"]
+
+
+def test_a_value_that_is_gone_is_reported_as_any_other_failure_and_asked_for_again(fetched: list[str]) -> None:
+    host = make_host()
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="the object is gone"):
+            host.call("both", Stored("lost", "3"))
+    assert host.call("both", Stored("a", "1")) == ("A", None)

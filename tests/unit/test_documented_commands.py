@@ -1,0 +1,161 @@
+"""Every command and every `key=value` in the README, the documents and the recipes' pages is one that works, tried dry."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import grpo_rl
+from grpo_rl.config.compose import compose
+from grpo_rl.config.convert import value_problem
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.fields import free_mapping, leaves, sections
+from grpo_rl.config.verl.verl_answers import answer_for
+from grpo_rl.plan.make import make_plan
+
+ROOT = Path(grpo_rl.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").rglob("README.md"))]
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
+CLUSTER = Machine(num_gpus=8, num_cpus=64, device="cuda", cluster=True)
+
+_RUNS = re.compile(r"(?:python -m grpo_rl\.main|bash scripts/submit\.sh)\s(?P<words>.*)")
+_MODULE = re.compile(r"python -m (grpo_rl\.[\w.]+)(?P<words>[^`]*)")
+_SPAN = re.compile(r"`([^`\n]+)`")
+_SETTING = re.compile(r"[+~]*(?P<key>[a-z_]+(?:\.\w+)+)=(?P<value>[^\s|]+)")
+_FILE_KEYS = ("data.train_files", "data.val_files")
+_NO_MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Yield the logical lines of the shell blocks of a page, without comments."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def commands() -> list[tuple[str, tuple[str, ...]]]:
+    found = []
+    for page in PAGES:
+        for line in blocks(page):
+            match = _RUNS.search(line)
+            if match is not None:
+                text = match["words"].partition("; do")[0]
+                words = [word for word in shlex.split(text, comments=True) if "=" in word or word == "..."]
+                found.append((str(page.relative_to(ROOT)), tuple(words)))
+    return found
+
+
+def settings() -> list[tuple[str, str, str]]:
+    found = []
+    for page in PAGES:
+        for span in _SPAN.findall(page.read_text()):
+            for match in _SETTING.finditer(span):
+                if match["key"].partition(".")[0] in {name.partition(".")[0] for name in sections()}:
+                    found.append((str(page.relative_to(ROOT)), match["key"], match["value"]))
+    return list(dict.fromkeys(found))
+
+
+COMMANDS, SETTINGS = commands(), settings()
+
+
+def test_the_pages_have_the_commands_that_are_tried() -> None:
+    assert len(COMMANDS) > 30 and len(SETTINGS) > 40
+    assert {page for page, _ in COMMANDS} >= {
+        "README.md",
+        "docs/model_rewards.md",
+        "recipes/README.md",
+        "recipes/arithmetic/README.md",
+    }
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with small real files under the names that the pages use."""
+    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
+    rows = pa.Table.from_pylist([row | {"extra_info": {"index": index}} for index in range(2048)])
+    pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
+    (tmp_path / "my.yaml").write_text("defaults: [/recipe/arithmetic/grpo, _self_]\n")
+    (tmp_path / "my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (scorer / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (scorer / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", "a-key-of-the-test")
+    return tmp_path
+
+
+def filled(words: tuple[str, ...], ground: Path) -> list[str]:
+    """Replace what a page leaves to the reader by the small files of `ground`."""
+    given = ["recipe=arithmetic/grpo" if word == "recipe=..." else word for word in words if word != "..."]
+    if "..." in words:
+        # The page shows a part of a command only.
+        given += ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+        if any("reward_model." in word for word in given) and "reward.reward_model.enable=true" not in given:
+            given.append("reward.reward_model.enable=true")
+    own_recipe = "recipe=./my.yaml" in given
+    config = compose([word for word in given if not own_recipe or not word.startswith("recipe=")]).config
+    replaced = {}
+    for key in _FILE_KEYS:
+        files = config.data.train_files if key == "data.train_files" else config.data.val_files
+        mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
+        if mine != files:
+            replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
+    if not config.actor_rollout_ref.model.path.startswith("builtin:"):
+        replaced["actor_rollout_ref.model.path"] = "builtin:arithmetic"
+        # The embedded model reads 64 tokens: what is tried is the command, not the model's size.
+        replaced |= {"data.max_prompt_length": "24", "data.max_response_length": "24"}
+    if config.reward.reward_model.enable:
+        replaced["reward.reward_model.model_path"] = str(ground / "scorer")
+    return [*(word for word in given if word.partition("=")[0] not in replaced), *(f"{k}={v}" for k, v in replaced.items())]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS])
+def test_a_documented_command_is_planned(page: str, words: tuple[str, ...], ground: Path) -> None:
+    composed = compose(filled(words, ground))
+    trainer = composed.config.trainer
+    on_gpus = trainer.device == "cuda" or (trainer.n_gpus_per_node or 1) > 2
+    machine = CLUSTER if trainer.nnodes > 1 else GPUS if on_gpus else CPU
+    assert make_plan(composed, machine).render()
+
+
+@pytest.mark.parametrize(("page", "key", "value"), SETTINGS, ids=[f"{page}: {key}={value}" for page, key, value in SETTINGS])
+def test_a_documented_setting_is_one_that_a_key_takes(page: str, key: str, value: str) -> None:
+    if free_mapping(key) is not None or answer_for(key) is not None:
+        return
+    assert key in leaves() or key in sections(), "unknown key"
+    kind = leaves()[key].kind if key in leaves() else None
+    if kind is not None and (kind.choices or kind.base in (int, float, bool)):
+        for choice in value.rstrip(",;:").split("|"):
+            if not choice.isupper() and choice not in ("...", "N"):
+                assert value_problem(key, {"null": None}.get(choice, choice)) is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_a_documented_module_exists_and_has_the_options(page: Path) -> None:
+    for match in _MODULE.finditer(page.read_text().replace("\\\n", " ")):
+        spec = importlib.util.find_spec(match[1])
+        assert spec is not None and spec.origin is not None, match[1]
+        origin = Path(spec.origin)
+        source = (origin.with_name("__main__.py") if origin.name == "__init__.py" else origin).read_text()
+        for option in re.findall(r"(--[a-z][\w-]+)", match["words"].splitlines()[0] if match["words"] else ""):
+            assert f'"{option}"' in source, f"{match[1]} has no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_a_documented_script_exists(page: Path) -> None:
+    for name in set(re.findall(r"\bscripts/[\w.-]+\.(?:sh|py)\b", page.read_text())):
+        assert (ROOT / name).is_file(), name
