@@ -47,7 +47,8 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
     config = plan.config
     path = config.actor_rollout_ref.model.path
     folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
-    tokenizer = _tokenizer(config, folder)
+    with console.progress("reading the model's settings and its tokenizer"):
+        tokenizer = _tokenizer(config, folder)
     train_data, val_data = _data(plan, tokenizer, console, run_dir.path)
     models = ModelRewards(plan, tokenizer, decoder(tokenizer))
     rules = None

@@ -29,6 +29,8 @@ from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
+TAKEN_DOWN_S = 20.0
+"""How long a run that has ended may take to leave a cluster that is gone."""
 MOST_CHANGES = 20
 """Changed keys that a resumed run shows; its folder has both configurations."""
 
@@ -202,6 +204,10 @@ def ends_the_run(status: Status, run_dir: RunDir, console: Console) -> Callable[
     """Return what to do, in another thread, when the cluster is lost: the main one may be in Ray and not come back."""
 
     def end(cause: str) -> None:
+        if status.ended_with is not None:
+            # The run is over and is being taken down, which the loss may hold up but no longer changes.
+            time.sleep(TAKEN_DOWN_S)
+            os._exit(status.ended_with)
         error = ClusterError(cause)
         error.where, error.advice = status.where(), status.going_on()
         log = run_dir.logs / "error.log"

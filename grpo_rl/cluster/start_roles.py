@@ -107,9 +107,8 @@ class Cluster:
         timeout_s = self.config.trainer.collective_timeout_s
         return [Rank(i, len(worker_set), address, port, self.plan.machine.device, timeout_s) for i in range(len(worker_set))]
 
-    def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]]) -> None:
-        """Wait until all workers are made, one progress line per role with the time since now: they start side by side."""
-        began = time.monotonic()
+    def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
+        """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
         for worker_set, refs, title in starts:
             with self.console.progress(title, since=began):
                 wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
@@ -153,6 +152,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:
         cluster.pool(planned.name)
+    began = time.monotonic()
     # All processes first: they start beside each other.
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
@@ -177,7 +177,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     if scorers is not None:
         ranked.append((scorers, reward_model_factory, (reward_model_spec(plan.config.reward.reward_model),), ()))
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
-    cluster.build(starts)
+    cluster.build(starts, began)
     for worker_set, *_ in ranked:
         worker_set.built()
     return StartedRoles(

@@ -39,6 +39,8 @@ class Status:
         }
         self._changed = threading.Condition()
         self._version = self._written = 0
+        self.ended_with: int | None = None
+        """The exit code that `end` wrote down; None while the run goes on."""
         self._thread: threading.Thread | None = None
         if path is not None:
             self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -77,7 +79,14 @@ class Status:
             self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write how the run ended: done, preempted or failed. It is on the disk when this returns, unless that takes FINAL_WAIT_S."""
+        """Write how the run ended: done, preempted or failed. It is on the disk when this returns, unless that takes FINAL_WAIT_S.
+
+        The first call decides: what fails while the run is being taken down does not change how it ended.
+        """
+        with self._changed:
+            if self.ended_with is not None:
+                return
+            self.ended_with = 0 if error is None else exit_code_of(error)
         if error is None:
             self.update(state="done", phase="end")
         else:

@@ -145,3 +145,18 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
         [sys.executable, "-m", "grpo_rl.main", "nonsense"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "code"),
+    [
+        ("--help", "| true", 0),
+        ("--version", ">&-", 0),
+        ("trainer.dry_run=true trainer.device=cpu", "> /dev/full", 0),
+        ("trainer.save_frq=1", "2>&1 | true", 2),
+    ],
+)
+def test_output_that_nobody_can_read_changes_no_exit_code(words: str, redirection: str, code: int) -> None:
+    command = f"{sys.executable} -m grpo_rl.main {words} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "Exception" not in done.stderr and "BrokenPipe" not in done.stderr

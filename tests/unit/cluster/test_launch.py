@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,3 +45,31 @@ def test_any_other_error_in_c_stays_what_it_is(tmp_path: Path) -> None:
     error, state = end_of(RunDir.create(str(tmp_path), "other"), raised_in_c(ValueError("bad")))
     assert isinstance(error, SystemError)
     assert state == "failed"
+
+
+LOST = """
+import sys, time
+from pathlib import Path
+from grpo_rl.cluster import launch
+from grpo_rl.errors import Preempted
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
+
+launch.TAKEN_DOWN_S = 0.2
+run_dir = RunDir.create(sys.argv[1], "lost")
+status = Status(run_dir.status_file)
+if sys.argv[2] == "ended":
+    status.end(Preempted("by SIGTERM: step 1 of 2 is saved"))
+launch.ends_the_run(status, run_dir, Console())("the Ray cluster is lost")
+"""
+
+
+@pytest.mark.parametrize(("when", "code", "state"), [("going on", 6, "failed"), ("ended", 75, "preempted")])
+def test_a_cluster_that_is_lost_ends_a_run_and_changes_nothing_about_one_that_has_ended(
+    when: str, code: int, state: str, tmp_path: Path
+) -> None:
+    done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path), when], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert json.loads((tmp_path / "lost" / "status.json").read_text())["state"] == state
+    assert ("the Ray cluster is lost" in done.stderr) == (code == 6)
