@@ -198,11 +198,11 @@ def test_a_machine_that_can_just_carry_a_world_may() -> None:
 
 def test_more_cores_than_a_machine_could_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    words = [*BASE, "trainer.device=cpu"]
+    words, wanted = [*BASE, "trainer.device=cpu"], 9 * available_cores()
     with pytest.raises(ConfigError) as caught:
-        make_plan(compose([*words, "ray_kwargs.ray_init.num_cpus=1000000000"]))
+        make_plan(compose([*words, f"ray_kwargs.ray_init.num_cpus={wanted}"]))
     (problem,) = caught.value.problems
-    assert problem.startswith(f"ray_kwargs.ray_init.num_cpus=1000000000: this machine has {available_cores()} cores")
+    assert problem.startswith(f"ray_kwargs.ray_init.num_cpus={wanted}: this machine has {available_cores()} cores")
     assert make_plan(compose([*words, f"ray_kwargs.ray_init.num_cpus={4 * available_cores()}"]))
 
 
