@@ -85,7 +85,9 @@ def train(
 ) -> Trained:
     processes = ranks[layout.ranks]
     processes.build(spec_for(path, layout, objective, clip_grad))
-    actor = actor_group(processes, config or ActorConfig(), layout.rule, objective)
+    config = config or ActorConfig()
+    updates = config.ppo_epochs * -(-batches[0].group_N.unique().numel() // config.ppo_mini_batch_size)
+    actor = actor_group(processes, config, layout.rule, objective, updates_per_step=updates)
     metrics = [actor.update(choose(actor.old_logprobs(batch))) for batch in batches]
     return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
 
