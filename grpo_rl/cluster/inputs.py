@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
@@ -16,6 +16,7 @@ from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
+from grpo_rl.registry import needs_of
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
@@ -49,7 +50,7 @@ def read_inputs(config: Config, run_dir: RunDir, console: Console, stack: ExitSt
     models = ModelRewards(config, tokenizer, decoder(tokenizer))
     rules = None
     if config.reward.functions:
-        reads_steps = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).steps and not models.score_steps
+        reads_steps = "steps" in needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)) and not models.score_steps
         reward = RewardFunction.from_config(config.reward, decode=decoder(tokenizer) if reads_steps else None)
         data_sources = {*train_data.data_sources, *(val_data.data_sources if val_data else [])}
         reward.check_data_sources(data_sources)

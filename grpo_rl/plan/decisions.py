@@ -91,7 +91,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         raise ConfigError(problems)
     rows = _bind_names(config, machine)
 
-    from grpo_rl.plan.algorithm import needs_critic, recomputes_old_logprobs
+    from grpo_rl.plan.algorithm import needs_critic, needs_reference, recomputes_old_logprobs
     from grpo_rl.plan.text import describe
     from grpo_rl.rollout.engine import weight_backend
 
@@ -104,7 +104,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         "num_replicas": derived.num_replicas(config, machine),
         "colocated": derived.is_colocated(config),
         "weight_backend": weight_backend(config, machine.device),
-        "uses_reference": derived.needs_reference(config),
+        "uses_reference": needs_reference(config),
         "uses_critic": needs_critic(config),
         "recomputes_old_logprobs": recomputes_old_logprobs(config),
         "updates_per_step": derived.updates_per_step(config),

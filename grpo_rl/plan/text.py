@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.options import options_of
 from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
 from grpo_rl.plan.memory import ModelSize, gib, memory_by_role, model_size
+from grpo_rl.registry import needs_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.trainer import selection
-from grpo_rl.trainer.advantage import estimator_options
 
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
@@ -111,7 +109,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
     replicas = _count(plan.num_replicas, "replica")
     yield "rollout", f"{replicas}{per_replica} of {rollout.name}, {place}; weights by {way}"
     if plan.uses_reference:
-        why = "the KL in the loss" if derived.has_kl_in_loss(config) else "the KL in the reward"
+        why = "the KL in the reward" if derived.has_kl_in_reward(config) else "the loss"
+        why = "the KL in the loss" if derived.has_kl_in_loss(config) else why
         yield "reference", f"{_count(plan.world_size, 'rank')} on the actor's devices, for {why}"
     else:
         yield "reference", "not started: no KL term has a weight above 0"
@@ -132,7 +131,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor = config.data, config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
-    greedy = ", and a greedy one to compare with" if needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)).baselines else ""
+    greedy = (
+        ", and a greedy one to compare with" if "baselines" in needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)) else ""
+    )
     yield (
         "sample",
         f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {derived.rollouts_per_step(config):,} rollouts{greedy}, "
@@ -162,6 +163,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         ratio = "exactly 1 (one update per batch)"
         old = f"computed for {_old_readers(config)} only" if plan.recomputes_old_logprobs else "not computed"
         yield "ratio", f"{ratio}; old log-probs are {old}"
+        if idle := without_effect_on_policy(config):
+            yield "no effect", f"with one update per batch: {', '.join(idle)}"
     else:
         yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
 
@@ -193,16 +196,16 @@ def _micro_batches(config: Config, plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
-    yield "A", f"= {_advantage(config)}  [{algorithm.adv_estimator}]"
+    yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.uses_critic:
-        formula = formula_of(value_loss).replace("cliprange_value", f"{config.critic.cliprange_value:g}")
+        formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})
         yield "critic loss", f"= 1/num_tokens Σ_tokens {formula};  R the returns of A"
     if algorithm.use_kl_in_reward:
         control, estimator = algorithm.kl_ctrl, KL_ESTIMATORS.get(algorithm.kl_penalty)
         target = f", steered to {control.target_kl:g}" if control.type == "adaptive" else ""
         yield (
             "R =",
-            f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
+            f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {shown(estimator, algorithm.kl_penalty_options)}  [{algorithm.kl_penalty}]",
         )
     if config.reward.overlong_buffer.len is not None:
         buffer = config.reward.overlong_buffer
@@ -230,31 +233,6 @@ def _objective(config: Config, plan: Plan) -> Rows:
         name, _, value = line.partition("=")
         value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value
         yield name.strip(), f"= {value.strip()}"
-
-
-def _advantage(config: Config) -> str:
-    """The estimator's formula with its options as numbers."""
-    estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
-    options = options_of(estimator) | estimator_options(config.algorithm)
-    formula = _divided(formula_of(estimator).removeprefix("A = "), options.get("std"))
-    values = {name: value for name, value in options.items() if isinstance(value, float) and name not in ("gamma", "lam")}
-    for name, value in values.items():
-        formula = re.sub(rf"\b{name}\b", f"{value:g}", formula)
-    return formula + "".join(f"; {name} = {options[name]:g}" for name in ("gamma", "lam") if name in options)
-
-
-_STDS = {"batch": "std(deviations in the batch)", "batch_rewards": "std(R of batch)"}
-
-
-def _divided(formula: str, std: str | None) -> str:
-    """The formula with the standard deviation that the option `std` names; it is written for the group's."""
-    if std == "none":
-        return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
-    if std is not None and "of group) + epsilon" not in formula:
-        # Written without one, as its default is none.
-        head, semicolon, rest = formula.partition(";")
-        formula = f"{head} / (std(R of group) + epsilon){semicolon}{rest}"
-    return re.sub(r"std\([Rr] of group\)", _STDS[std], formula) if std in _STDS else formula
 
 
 def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:

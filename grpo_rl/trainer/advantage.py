@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, needs_of, token_rewards
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
-from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
+from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import needs_of, options_of
 from grpo_rl.types import Batch, Metrics
 
 _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
@@ -22,14 +23,10 @@ _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> dict[str, Any]:
     """Keywords for the configured estimator. `factors` are those of the reward's parts, for one that reads the parts."""
     estimate = ADVANTAGES.get(config.adv_estimator)
-    options: dict[str, Any] = {
-        name: value for name, value in (("gamma", config.gamma), ("lam", config.lam)) if name in options_of(estimate)
-    }
-    if config.adv_estimator == "grpo" and not config.norm_adv_by_std_in_grpo:
-        options["std"] = "none"
-    if needs_of(estimate).parts and "weights" in options_of(estimate):
+    options = chosen_options(ESTIMATOR, config, options_of(estimate))
+    if "parts" in needs_of(estimate) and "weights" in options_of(estimate):
         options["weights"] = list(factors.values())
-    return options | config.adv_options
+    return options
 
 
 class Advantage:
@@ -40,7 +37,7 @@ class Advantage:
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
         self.needs = needs_of(self.estimate)
-        self.parts = tuple(factors) if self.needs.parts else ()
+        self.parts = tuple(factors) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         control = config.kl_ctrl
         self.kl_controller = (
@@ -84,7 +81,8 @@ class Advantage:
     def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
         """KL of each token between sampling policy and reference; steers the controller with its mean per response."""
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
-        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty)
+        options = self.config.kl_penalty_options
+        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty, options=options)
         mean = float(Segments(batch.response_lengths_N).mean(kl_T).mean())
         metrics["actor/reward_kl_penalty"] = mean
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value

@@ -105,7 +105,7 @@ class SyncTrainer:
 
     def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
         """Scored rollouts of these prompts; each is scored as it ends."""
-        n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
+        n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
         with timer("gen"):
             finished = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
             rollouts = self.rollout.generate(prompts, n, self._step_sampling(), finished, greedy=greedy)

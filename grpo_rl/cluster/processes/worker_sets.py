@@ -15,14 +15,23 @@ from grpo_rl.cluster.processes.placement import Place, Slot
 from grpo_rl.cluster.processes.termination import end_process
 from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
-from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
+from grpo_rl.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    FunctionError,
+    GrpoRlError,
+    OutOfMemory,
+    RewardError,
+)
 
 LOG_TAIL_LINES = 12
 # How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
 BLAME_S = 2.0
 # What a worker says of a user's mistake is raised again as what it was, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
-    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RewardError)
+    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, FunctionError, RewardError)
 }
 
 

@@ -24,11 +24,6 @@ Positive = Annotated[float, Range(gt=0, lt=float("inf"))]
 NonNegative = Annotated[float, Range(ge=0, lt=float("inf"))]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 
-KlType = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-    "k3_unbiased", "full",
-]  # fmt: skip
 RejectionMode = Literal[
     "token_k1", "token_k2", "token_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Fraction, KlType, NonNegative, Positive, Range
+from grpo_rl.config.schema.kinds import Count, CountOrOff, CountOrZero, Fraction, NonNegative, Positive, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class RefFsdpConfig:
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the loss that have no key of their own, e.g. {size: 2.0}; for your own loss all of its options."""
     tau_pos: Positive | None = None
     """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
     tau_neg: Positive | None = None
@@ -128,17 +130,19 @@ class ActorConfig:
     """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
     data_loader_seed: CountOrZero = 42
     """Seed of that order."""
-    clip_ratio: Positive = 0.2
-    """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio: Positive | None = None
+    """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]; null: the loss's own default, 0.2 for all of ours."""
     clip_ratio_low: Positive | None = None
     """Lower side, if it differs from clip_ratio."""
     clip_ratio_high: Positive | None = None
     """Upper side, if it differs from clip_ratio (DAPO: 0.28)."""
-    clip_ratio_c: Annotated[float, Range(gt=1, lt=float("inf"))] = 3.0
-    """Dual clip: bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020)."""
+    clip_ratio_c: Annotated[float, Range(gt=1, lt=float("inf"))] | None = None
+    """vanilla: dual clip, the bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020); null: 3."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; the denominators are those of the whole mini-batch."""
+    loss_agg_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an average of your own."""
     loss_scale_factor: Positive | None = None
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Annotated[float, Range(gt=float("-inf"), lt=float("inf"))] = 0.0
@@ -148,8 +152,10 @@ class ActorConfig:
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
     kl_loss_coef: NonNegative = 0.001
     """Weight of that term (beta)."""
-    kl_loss_type: KlType = "low_var_kl"
-    """Its estimator. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
+    kl_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an estimator of your own."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

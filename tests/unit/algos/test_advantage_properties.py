@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, Needs, gae, needs, needs_of
-from grpo_rl.algos.options import options_of
-from grpo_rl.registry import load_function
+from grpo_rl.registry import load_function, options_of
 
 ALL = sorted(ADVANTAGES)
-GROUPED = [name for name in ALL if needs_of(ADVANTAGES.get(name)).group]
+GROUPED = [name for name in ALL if "group" in needs_of(ADVANTAGES.get(name))]
 PER_RESPONSE = sorted(set(GROUPED) - {"grpo_process"})
 OF_THE_BATCH = {"gpg", "gdpo", "reinforce_plus_plus_baseline"}
 """Estimators whose scale is taken over the whole batch."""

@@ -56,7 +56,7 @@ def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from grpo_rl.algos.advantages.registered import AdvantageOutput, needs\n"
-        "@needs(values=True)\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
+        "@needs('values')\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
     )
     with pytest.raises(ConfigError, match="gives no returns_T"):
         Advantage(AlgorithmConfig(adv_estimator=f"{file}:mine"))(make_batch([1.0], [2], [0], values_T=torch.zeros(2)))
