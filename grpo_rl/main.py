@@ -99,7 +99,7 @@ def _run(words: list[str]) -> int:
 
 def _plan(composed: Composed) -> Plan:
     # Imported late: a misspelt key is refused before torch is loaded.
-    from grpo_rl.plan.decisions import make_plan
+    from grpo_rl.plan.make import make_plan
 
     return make_plan(composed)
 

@@ -36,7 +36,7 @@ LOOKS = 6
 
 
 class InProcess:
-    """A worker group of one rank, in this process."""
+    """A worker set of one rank, in this process."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -70,7 +70,7 @@ def make_worker(model: Path) -> Any:
 def make_saving(worker: Any, run_dir: Path) -> Any:
     """The saves of a run with this one rank, which keeps two checkpoints."""
     from grpo_rl.algos.objective import Objective
-    from grpo_rl.cluster.roles.actor_role import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorRole
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.config.schema.tree import ActorConfig, Config, TrainerConfig
     from grpo_rl.telemetry.metrics.durable import DurableMetrics
@@ -79,7 +79,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     group: Any = InProcess(worker)
     group.is_restarted = False
     rule = MicroBatchRule(None, 8)
-    actor = ActorGroup(group, ActorConfig(), train_rule=rule, forward_rule=rule, always_old=False, objective=Objective())
+    actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, old_logprobs="none", objective=Objective())
     metrics = DurableMetrics(run_dir / "metrics.jsonl", print)
     output: Any = SimpleNamespace(
         run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),

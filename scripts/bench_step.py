@@ -177,16 +177,15 @@ class BareLoop:
 
 def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     """One run: program and bare parts in turns, and the table."""
-    from grpo_rl.cluster.inputs import num_training_steps
     from grpo_rl.cluster.session.ray_session import ray_session
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.config.derived import Machine
     from grpo_rl.data.dataset import load_dataset
     from grpo_rl.models.load import load_tokenizer
+    from grpo_rl.plan.decisions import decide
     from grpo_rl.rewards.compose import RewardFunction
     from grpo_rl.rewards.runtime.runner import RewardRunner
-    from grpo_rl.rollout.engine import EngineSpec
     from grpo_rl.telemetry.console import Console
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
@@ -215,20 +214,23 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         tokenizer = load_tokenizer(str(model))
         train = load_dataset(config.data.train_files, config.data, tokenizer, max_samples=-1)
         stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus, run_dir.session_file))
-        cluster = Cluster(config, machine, str(model), run_dir.logs, console)
+        plan = decide(config, machine, num_train_rows=len(train))
+        cluster = Cluster(plan, str(model), run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        total_steps = num_training_steps(config, len(train))
-        actor, reference, critic, rollout, _ = start_roles(cluster, tokenizer, total_steps)
+        started = start_roles(cluster, plan, tokenizer)
+        rollout = started.rollout
         rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
-        roles = Roles(actor=actor, rollout=rollout, rewarder=rewarder, reference=reference, critic=critic)
+        roles = Roles(
+            actor=started.actor, rollout=rollout, rewarder=rewarder, reference=started.reference, critic=started.critic
+        )
         trainer = SyncTrainer(
             config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), total_steps=steps
         )
-        slot = cluster.actor_pool().slots()
-        spec = EngineSpec.from_config(config, "cpu", model_path=str(model), cores=machine.num_cpus)
-        bare_engine = cluster.group("bare_engine", slot, spec.threads)
-        bare_loop = cluster.group("bare_loop", slot, machine.num_cpus)
+        slot = cluster.pools["actor"].slots()
+        spec = replace(plan.engine, model_path=str(model))
+        bare_engine = cluster.worker_set("bare_engine", slot, spec.threads)
+        bare_loop = cluster.worker_set("bare_loop", slot, machine.num_cpus)
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [

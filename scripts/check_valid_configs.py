@@ -24,7 +24,7 @@ from grpo_rl.config.checks.all_rules import check  # noqa: E402
 from grpo_rl.config.compose import compose  # noqa: E402
 from grpo_rl.config.convert import convert  # noqa: E402
 from grpo_rl.errors import ConfigError  # noqa: E402
-from grpo_rl.plan.decisions import make_plan  # noqa: E402
+from grpo_rl.plan.make import make_plan  # noqa: E402
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 # Makes .venv with pinned versions, or brings it up to date; does nothing when it is.
 #
 #   scripts/setup.sh [EXTRA ...]     extras of pyproject.toml beside cpu/gpu, e.g. dev wandb
+#   scripts/setup.sh light           makes .venv-light, without Ray and vLLM: enough for the unit tests of algos, data,
+#                                    config, rewards and telemetry (scripts/test.sh light)
 #
 #   GRPO_RL_DEVICE=cpu|cuda   which build of vLLM and torch; default: cuda where nvidia-smi finds a GPU
 #   PYTHON=python3.12         which Python; default: the first of 3.11, 3.12, 3.13 that is there
@@ -11,8 +13,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly UV_VERSION=0.13.8
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-readonly VENV_PYTHON=.venv/bin/python
-readonly LOG=.venv/setup.log
+if [[ ${1:-} == light ]]; then readonly VENV=.venv-light; else readonly VENV=.venv; fi
+readonly VENV_PYTHON=$VENV/bin/python
+readonly LOG=$VENV/setup.log
 
 fail() {
     printf '\nsetup failed: %s\n' "$1" >&2
@@ -76,7 +79,7 @@ make_venv() {
         fail "$python cannot make virtual environments; install its venv package,
 e.g. 'sudo apt-get install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')'"
     fi
-    step "making .venv with $("$python" --version)" "$python" -m venv .venv
+    step "making $VENV with $("$python" --version)" "$python" -m venv "$VENV"
 }
 
 # uv does not read pip's settings, which is where a mirror or a folder with wheels is usually named.
@@ -95,7 +98,7 @@ install_cpu_torch() {
     if [[ -z ${UV_FIND_LINKS:-} ]]; then from=(--index "$TORCH_CPU_INDEX"); fi
     # Alone, so that nothing else is taken from that index; its dependencies come with the next step.
     step "installing torch $version for CPU" \
-        .venv/bin/uv pip install --python "$VENV_PYTHON" --no-deps "${from[@]}" "torch==$version+cpu"
+        "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --no-deps "${from[@]}" "torch==$version+cpu"
 }
 
 install_all() {
@@ -113,6 +116,22 @@ install_all() {
     step "compiling to bytecode" compile_bytecode
 }
 
+# The dependencies of pyproject.toml except Ray, and what the tests need. The package is found through a path file, so
+# that nothing asks for the missing one.
+install_light() {
+    install_cpu_torch
+    "$VENV_PYTHON" - >"$VENV/requirements.txt" <<'END'
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+print(*(line for line in wanted if not line.startswith(("ray==", "torch=="))), sep="\n")
+END
+    step "installing what the unit tests need" \
+        "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --constraint scripts/constraints.txt -r "$VENV/requirements.txt"
+    "$VENV_PYTHON" -c 'import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/grpo_rl.pth", "w"))'
+}
+
 # uv leaves this to the first import, which a run makes in ten processes at once, and which keeps nothing where
 # PYTHONDONTWRITEBYTECODE is set: importing vLLM took 22 s then instead of 9. Some packages ship files that are
 # no Python of this version: not an error.
@@ -124,10 +143,10 @@ compile_bytecode() {
 
 main() {
     local device extra stamp missing=()
-    device=$(choose_device)
-    mkdir -p .venv
+    if [[ $VENV == .venv-light ]]; then device=cpu; else device=$(choose_device); fi
+    mkdir -p "$VENV"
     # Two scripts started at once must not install into one environment at once. (.venv/.lock is uv's own.)
-    exec 9>.venv/.setup-lock
+    exec 9>"$VENV/.setup-lock"
     flock 9
 
     stamp=$(
@@ -137,21 +156,21 @@ main() {
         } | sha256sum | cut -c 1-16
     )
     for extra in base "$@"; do
-        if [[ $(cat ".venv/.stamp-$extra" 2>/dev/null) != "$stamp" ]]; then missing+=("$extra"); fi
+        if [[ $(cat "$VENV/.stamp-$extra" 2>/dev/null) != "$stamp" ]]; then missing+=("$extra"); fi
     done
     if [[ ${#missing[@]} == 0 && -x $VENV_PYTHON ]]; then return; fi
 
     check_machine "$device"
-    echo "Preparing .venv for $device. The first time this takes some minutes and several GB of disk (CPU: 4)."
+    echo "Preparing $VENV for $device. The first time this takes some minutes and several GB of disk (CPU: 4, light: 2)."
     # Removed first: a setup that is broken off must not look finished the next time.
-    rm -f .venv/.stamp-*
+    rm -f "$VENV"/.stamp-*
     : >"$LOG"
     "$VENV_PYTHON" -c '' 2>/dev/null || make_venv
     hand_pip_settings_to_uv
     step "installing uv $UV_VERSION" "$VENV_PYTHON" -m pip install --disable-pip-version-check "uv==$UV_VERSION"
-    install_all "$device" "$@"
-    for extra in base "$@"; do echo "$stamp" >".venv/.stamp-$extra"; done
-    echo "Ready: .venv ($device)"
+    if [[ $VENV == .venv-light ]]; then install_light; else install_all "$device" "$@"; fi
+    for extra in base "$@"; do echo "$stamp" >"$VENV/.stamp-$extra"; done
+    echo "Ready: $VENV ($device)"
 }
 
 main "$@"

@@ -3,8 +3,17 @@
 #
 #   scripts/test.sh                        everything
 #   scripts/test.sh PART [argument ...]    one of: lint types gpu unit faults integration; arguments go to its tool
+#   scripts/test.sh unit FILE ...          the tests of these files or folders alone; likewise `integration FILE`, `faults FILE`
+#   scripts/test.sh light [FILE ...]       the unit tests that need neither Ray nor vLLM, in an environment made in a minute
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ ${1:-} == light ]]; then
+    shift
+    bash scripts/setup.sh light || exit 1
+    if (($# == 0)); then set -- tests/unit/{algos,config,data,rewards,telemetry}; fi
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 exec .venv-light/bin/python -m pytest "$@"
+fi
 
 extras=(dev)
 # One package of the tasks is built from source; without a compiler their tests are skipped, with the reason.
@@ -41,6 +50,15 @@ types() {
     "$PYTHON" -m mypy "$@"
 }
 
+# names_tests ARGUMENT...: whether one of the arguments is a file, a folder or a test in a file.
+names_tests() {
+    local argument
+    for argument in "$@"; do
+        if [[ $argument != -* && -e ${argument%%::*} ]]; then return 0; fi
+    done
+    return 1
+}
+
 # The tests of one half of the unit tests; the other half is everything else.
 readonly HALF=(tests/unit/{config,data,rewards,security,telemetry})
 
@@ -53,6 +71,10 @@ unit() {
     local -x OMP_NUM_THREADS=1
     # Of pytest's plugins those that are used: the others come with packages, and pytest rewrites all of a plugin's package.
     local command=("$PYTHON" -m pytest --disable-plugin-autoload -p pytest_timeout -p _hypothesis_pytestplugin)
+    if names_tests "$@"; then
+        "${command[@]}" "$@"
+        return
+    fi
     local rest=(tests --ignore=tests/integration --ignore=tests/faults --ignore=tests/gpu)
     if (($(nproc) > 2)); then
         "${command[@]}" "${rest[@]}" -p xdist.plugin -n auto --dist worksteal "$@"
@@ -76,11 +98,13 @@ unit() {
 
 integration() {
     # Most of the time processes start and wait for each other: two at a time.
+    if names_tests "$@"; then "$PYTHON" -m pytest "$@"; return; fi
     "$PYTHON" -m pytest tests/integration -n 2 --dist loadgroup --durations=5 "$@"
 }
 
 faults() {
     # One at a time: they break processes and measure how long it takes until others notice. Two are no faster, either.
+    if names_tests "$@"; then "$PYTHON" -m pytest "$@"; return; fi
     "$PYTHON" -m pytest tests/faults --durations=12 "$@"
 }
 

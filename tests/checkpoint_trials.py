@@ -37,6 +37,12 @@ def write_state(folder: Path, value: int, shards: int = 2) -> Files:
             tensor = torch.full((2, 8), float(value * 10 + rank))
             path = folder / f"{kind}_rank{rank}.safetensors"
             entries[path.name] = write_parts(path, {f"layer.{kind}": Part(tensor, 2 * rank, (2 * shards, 8))})
+        path = folder / f"rng_rank{rank}.safetensors"
+        entries[path.name] = write_parts(
+            path, {"rng_cpu": Part(torch.full((64,), (value * 10 + rank) % 256, dtype=torch.uint8), 0, (64,))}
+        )
+    text = json.dumps({"num_optimizer_steps": value, "world_size": shards})
+    entries["training.json"] = files.write_file(folder / "training.json", [text.encode()])
     (folder / "huggingface").mkdir()
     (folder / "huggingface" / "config.json").write_text(json.dumps({"value": value}))
     return entries

@@ -22,6 +22,7 @@ FLOORS = {
     "gym": 0,
     "hub": 0,
     "faults": 0,
+    "child_processes": 0,
     "config": 0,
     "protocols": 1,
     "algos": 1,
@@ -45,7 +46,7 @@ NEIGHBOURS = {
     # What a role says it has written.
     ("protocols", "checkpoint"),
 }
-LONGEST_FILE = 300
+LONGEST_FILE = 500
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm/"),

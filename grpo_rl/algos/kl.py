@@ -80,10 +80,12 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Formula: min(e^x - x - 1, 10); x = clamp(log π_ref - log π, -20, 20)
 
-    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0.
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0. An infinite
+    difference is not clamped: a policy or a reference that has broken down must not look like a distance of 10.
     """
-    x_T = -k1(policy_logprobs_T, ref_logprobs_T).clamp(-20.0, 20.0)
-    return (torch.expm1(x_T) - x_T).clamp(0.0, 10.0)
+    d_T = k1(policy_logprobs_T, ref_logprobs_T)
+    x_T = -d_T.clamp(-20.0, 20.0)
+    return torch.where(d_T.isinf(), d_T.abs(), (torch.expm1(x_T) - x_T).clamp(0.0, 10.0))
 
 
 def straight_through(name: str) -> KlEstimator:

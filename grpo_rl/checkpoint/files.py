@@ -56,7 +56,7 @@ def flush(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give the file or folder another name in the same file system. Whoever needs it there after a power cut flushes the parent."""
+    """Give the file or folder another name in the same file system. To have it there after a power cut, flush the parent folder."""
     _point("rename", target)
     os.rename(source, target)
 
@@ -108,14 +108,14 @@ def merge(parts: Sequence[Files | None], folder: str = "") -> Files:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this process may still write into the file system of `folder`, or of the nearest parent that is there."""
+    """Return the bytes that this process may still write into the file system of `folder`, or of the nearest parent that is there."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
-    """What to tell of a save that the disk refused: path, reason, needed and free bytes, and what to do."""
+    """Return the error for a save that the disk refused: path, reason, needed and free bytes, and what to do."""
     reason = error.strerror or str(error)
     return CheckpointError(
         f"cannot write {target}: {reason}; it needs {show_bytes(needed)}, {show_bytes(free_bytes(target))} are free there. "

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from grpo_rl.checkpoint import files
+from grpo_rl.checkpoint.content import check_content
 from grpo_rl.checkpoint.files import Entry, Files
 from grpo_rl.errors import CheckpointError
 
@@ -35,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the manifest says."""
+    """The content of a manifest."""
 
     step: int
     files: Files
@@ -55,7 +56,7 @@ def write_manifest(folder: Path, step: int, entries: Files) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the manifest says, when it is whole. Raises CheckpointError; no other file is touched."""
+    """Return the manifest, when it is whole. Raises CheckpointError; no other file is touched."""
     try:
         path = folder / MANIFEST
         found = path.lstat()
@@ -74,9 +75,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> Checkpoint:
-    """The checkpoint in `folder`, of which every file is as it was written, and nothing is there beside them.
+    """Return the checkpoint in `folder` after reading every file: each is as it was written, and holds what it should.
 
-    Raises CheckpointError naming the first thing that is not so. Nothing outside the folder is read, whatever the
+    Raises CheckpointError naming the first thing that is not so: a file that is missing, changed or unknown, or a field or
+    tensor that cannot be used. Nothing outside the folder is read, whatever the
     manifest names. `entry_of` reads a file.
     """
     manifest = read_manifest(folder)
@@ -99,11 +101,11 @@ def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> 
         raise CheckpointError(f"{folder}: {extra[0]} is in it and not in its {MANIFEST}; move what does not belong there")
     if STATE not in manifest.files:
         raise CheckpointError(f"{folder}: {STATE} is missing")
-    return Checkpoint(folder, manifest.step, json.loads((folder / STATE).read_text(encoding="utf-8")))
+    return Checkpoint(folder, manifest.step, check_content(folder, manifest.files.keys(), STATE, manifest.step))
 
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
-    """What is in the folder and was not written by us. Folders that hold our files are ours."""
+    """Return the names in the folder that this program did not write. Folders that hold its files are its own."""
     known = set(manifest.files) | {MANIFEST}
     folders = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
     return [name for name, is_folder in files.walk(folder) if name not in (folders if is_folder else known)]

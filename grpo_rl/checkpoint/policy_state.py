@@ -24,7 +24,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has to write."""
+    """The tensors that one rank writes into a checkpoint."""
 
     rank: int
     world_size: int

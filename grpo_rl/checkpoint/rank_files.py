@@ -22,8 +22,8 @@ from grpo_rl.models.forward import PackedModel
 GIVEN_UP_S = 60.0
 """How long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
 NICER = 4
-"""How much nicer a thread that writes is than one that trains. Not more: whoever waits for the interpreter's lock, which the
-thread holds for moments, could wait for long where every core is busy."""
+"""The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread
+needs the interpreter's lock for moments, and a thread with less right to a busy core gives the lock back late."""
 
 
 class RankFiles:
@@ -50,7 +50,7 @@ class RankFiles:
         """Write this rank's files into `folder`; in the background, a thread does it all while the training goes on.
 
         What it writes is the state of this moment: an optimizer step waits until it is copied. With `check` files are
-        read back. `texts` are files that rank 0 writes beside its own. `saved` tells how it went. Raises CheckpointError
+        read back. `texts` are files that rank 0 writes beside its own. `saved` returns the outcome. Raises CheckpointError
         when an earlier save does not end.
         """
         if self._thread is not None:
@@ -65,7 +65,7 @@ class RankFiles:
             self._write(folder, share, texts, check)
             return
         self._copied.clear()
-        # In a list, from which the thread takes it: what it names is let go of as soon as it is copied.
+        # The thread takes the share out of the list: its tensors can be freed as soon as they are copied.
         arguments = (folder, [share], texts, check, _Moment.of(share))
         self._thread = threading.Thread(target=self._copy_and_write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class RankFiles:
         self._write(folder, share, texts, check)
 
     def _write(self, folder: Path, share: policy_state.Share, texts: Mapping[str, str], check: bool) -> None:
-        """Set the outcome. Whatever goes wrong is told by `saved`: a thread has nobody else to tell."""
+        """Write the files and keep the outcome for `saved`, errors included: in a thread nothing else would see them."""
         try:
             entries = {name: write_file(folder / name, [text.encode()]) for name, text in texts.items()}
             entries |= policy_state.write(folder, share)
@@ -130,7 +130,7 @@ class RankFiles:
 
 
 class _Moment:
-    """What a GPU's main stream has been given up to now: a copy that another thread makes comes after it."""
+    """A point in a GPU's main stream; a copy that another thread makes waits for the work before it."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device, self.event = device, None
@@ -140,13 +140,13 @@ class _Moment:
 
     @staticmethod
     def of(share: policy_state.Share) -> _Moment:
-        """Now, for copying this; nothing where no GPU has it."""
+        """Return the present point of the stream of the GPU that holds the share; an empty one where no GPU does."""
         parts = (*share.weights.values(), *share.moments.values())
         return _Moment(next((part.tensor.device for part in parts if part.tensor.is_cuda), None))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies made in here wait for that moment, and for nothing that the training starts after it."""
+        """Copies made inside wait for that point, and for nothing that the training starts after it."""
         if self.event is None:
             yield
             return
@@ -158,7 +158,7 @@ class _Moment:
 
 
 def _step_back() -> None:
-    """Less right to the processor for this thread: on Linux each has a niceness of its own, elsewhere it keeps what it has."""
+    """Raise this thread's niceness; only Linux has one for each thread, so elsewhere nothing changes."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.nice(NICER)

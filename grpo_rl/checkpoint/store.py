@@ -27,7 +27,7 @@ class Draft:
 
     step: int
     folder: Path
-    """Where its files go; it gets its name when they are all there."""
+    """The temporary folder of its files; it gets the checkpoint's name when they are all there."""
     needed: int
     """Bytes that were expected."""
     state: bytes = b"{}"
@@ -41,7 +41,7 @@ class Committed:
     step: int
     folder: Path
     replaced: Path | None
-    """Where one of the same name, from before, is now."""
+    """The present place of an earlier checkpoint of the same name."""
 
 
 class CheckpointStore:
@@ -49,13 +49,18 @@ class CheckpointStore:
 
     A checkpoint is written into a temporary folder, described by a manifest with the size and SHA-256 of
     every file, flushed, and given its name by one rename. Only what was written here is ever removed.
+
+    The order of the calls is what makes a checkpoint complete or absent after a power cut. The files are flushed before
+    the manifest is written, the manifest before the rename, the parent folder after it: a name on the disk without its
+    content cannot occur. An earlier checkpoint of the same name moves aside first and is removed last, so that one of the
+    two is always there under a name that `_tidy` knows how to bring back.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         self.folder = folder
         self.keep = keep
         self.warn = warn
-        """Told of what was left alone, and why."""
+        """Called with each thing that was left alone, and the reason."""
 
     # ---- writing -------------------------------------------------------------------------------------------
 
@@ -127,10 +132,10 @@ class CheckpointStore:
         return Committed(draft.step, final, replaced)
 
     def clear(self, committed: Committed) -> None:
-        """Remove all but the newest `keep`, of which this is always one. What cannot be removed stays, and is told of.
+        """Remove all but the newest `keep`, of which this is always one; `warn` names what cannot be removed.
 
-        Nothing goes before this one is where a resuming run finds it, with every file in its full size: CheckpointError
-        where it is not.
+        Nothing is removed before this checkpoint is where a resuming run finds it, with every file in its full size.
+        Raises CheckpointError where it is not.
         """
         newest, replaced = committed.step, committed.replaced
         unwanted = [] if replaced is None else [replaced]
@@ -160,17 +165,17 @@ class CheckpointStore:
             self._remove(going)
 
     def not_written(self, draft: Draft, error: OSError) -> CheckpointError:
-        """What to tell of a draft that the disk refused."""
+        """Return the error for a draft that the disk refused."""
         return files.not_written(self.folder / f"step_{draft.step}", error, draft.needed)
 
     def abandon(self, draft: Draft) -> None:
-        """Remove what there is of the draft; a later start does it where that fails now."""
+        """Remove what there is of the draft; the next start removes what cannot be removed now."""
         self._remove(draft.folder)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def latest(self, on_bad: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is complete and intact; `on_bad` is told of each newer one passed over.
+        """The newest checkpoint that is complete and intact; `on_bad` is called with the reason for each newer one passed over.
 
         Raises CheckpointError when there are checkpoints and none of them is good.
         """
@@ -194,7 +199,7 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Steps of which something has a checkpoint's name, ascending; whether it is one is for `latest` to say."""
+        """Return the steps of all folders with a checkpoint's name, ascending; `latest` finds out which are checkpoints."""
         if not self.folder.is_dir():
             return []
         found = (step_of(path.name) for path in self.folder.iterdir())
@@ -244,7 +249,7 @@ class CheckpointStore:
         return replaced
 
     def _is_ours(self, folder: Path) -> bool:
-        """Whether everything in the folder was written here."""
+        """Return whether everything in the folder was written here."""
         try:
             return not folder.is_symlink() and not unknown_files(folder, read_manifest(folder))
         except (CheckpointError, OSError):

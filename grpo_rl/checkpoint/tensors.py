@@ -36,9 +36,9 @@ class Part:
 
     tensor: Tensor
     start: int
-    """Its first row's number in the whole."""
+    """The number of its first row in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
 
 
 def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
@@ -115,7 +115,7 @@ class Shards:
         self._stack.close()
 
     def whole(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         shape = self.shapes[name]
         return self.rows(name, 0, shape[0]) if shape else self._parts[name][0][2].get_tensor(name)
 

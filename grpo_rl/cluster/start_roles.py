@@ -1,9 +1,9 @@
-"""Starts the worker groups of a run in their places, all at the same time, and connects them."""
+"""Starts the worker sets of a run in their places, all at the same time, and connects them: what the plan says, nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,22 +11,18 @@ from typing import Any
 import ray
 
 from grpo_rl import faults
-from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.forks import ENVIRONMENT
 from grpo_rl.cluster.processes.placement import Pool, Slot
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.actor_role import ActorGroup, ReferenceGroup, actor_factory, reference_factory, rollout_factory
-from grpo_rl.cluster.roles.critic_role import CriticGroup, critic_factory, critic_spec, make_critic
+from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole, actor_factory, reference_factory, rollout_factory
+from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
-from grpo_rl.config import derived
-from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.tree import Config
-from grpo_rl.plan.algorithm import needs_critic, recomputes_old_logprobs
+from grpo_rl.plan.decisions import Plan, RoleName, RolePlan
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.console import Console
@@ -34,52 +30,49 @@ from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
 
 class Cluster:
-    """The processes of a run: pools of devices, and the worker groups placed in them."""
+    """The processes of a run: pools of devices, and the worker sets placed in them."""
 
     def __init__(
         self,
-        config: Config,
-        machine: Machine,
+        plan: Plan,
         model_path: str,
         log_dir: Path,
         console: Console,
         on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
     ) -> None:
-        self.config = config
-        self.machine = machine
+        self.plan = plan
+        self.config = plan.config
         self.model_path = model_path
+        """The policy's folder on this machine, which an embedded model has only once it is made."""
         self.log_dir = log_dir
         self.console = console
-        self.groups: list[SupervisedGroup] = []
-        self.pools: list[Pool] = []
-        self.supervisor = Supervisor(config.trainer, console, on_restart)
+        self.worker_sets: list[SupervisedSet] = []
+        self.pools: dict[str, Pool] = {}
+        self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
 
-    def actor_pool(self) -> Pool:
-        """The pool that the actor, the reference and colocated engines share."""
-        if not self.pools:
-            per_node = derived.ranks_per_node(self.config, self.machine)
-            self.pools.append(self._pool(self.config.trainer.nnodes, per_node))
-        return self.pools[0]
+    def slots(self, role: RolePlan) -> list[Slot]:
+        """Return one slot per process of the role, in its pool, which is reserved by the first role that uses it."""
+        if role.pool not in self.pools:
+            planned = self.plan.pool(role.pool)
+            self.pools[role.pool] = Pool(
+                planned.nnodes,
+                planned.devices_per_node,
+                use_gpu=self.plan.machine.device == "cuda",
+                timeout_s=self.config.trainer.start_timeout_s,
+                grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
+            )
+        return self.pools[role.pool].slots(role.devices_per_worker)
 
-    def rollout_slots(self) -> list[Slot]:
-        """One slot per engine replica, in the actor's pool or in one of their own."""
-        rollout = self.config.actor_rollout_ref.rollout
-        if derived.is_colocated(self.config):
-            return self.actor_pool().slots(rollout.tensor_model_parallel_size)
-        pool = self._pool(rollout.nnodes, derived.rollout_devices_per_node(self.config, self.machine))
-        self.pools.append(pool)
-        return pool.slots(rollout.tensor_model_parallel_size)
+    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> SupervisedSet | None:
+        """Start the processes of a role, with nothing in them yet; None where the plan does not have it."""
+        role = self.plan.role(name)
+        if role is None:
+            return None
+        return self.worker_set(
+            name, self.slots(role), role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful
+        )
 
-    def reward_model_slots(self) -> list[Slot]:
-        """One slot per rank of the reward model, in the actor's pool or in one of its own."""
-        own = self.config.reward.reward_model
-        if not own.enable_resource_pool:
-            return self.actor_pool().slots()
-        pool = self._pool(own.nnodes, derived.reward_model_ranks_per_node(self.config, self.machine))
-        self.pools.append(pool)
-        return pool.slots()
-
-    def group(
+    def worker_set(
         self,
         role: str,
         slots: Sequence[Slot],
@@ -88,10 +81,10 @@ class Cluster:
         calls_at_once: int = 1,
         *,
         stateful: bool = False,
-    ) -> SupervisedGroup:
-        """Processes for a role, started but with nothing in them yet; `threads` are OpenMP's on a CPU."""
+    ) -> SupervisedSet:
+        """Start one process per slot, with nothing in it yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT | dict(environment) | faults.environment()
-        group = SupervisedGroup(
+        worker_set = SupervisedSet(
             role,
             slots,
             log_dir=self.log_dir,
@@ -101,148 +94,137 @@ class Cluster:
             supervisor=self.supervisor,
             stateful=stateful,
         )
-        self.groups.append(group)
-        return group
+        self.worker_sets.append(worker_set)
+        return worker_set
 
-    def ranks(self, group: WorkerGroup) -> list[Rank]:
-        """Each process's rank and the address where the group meets, once its processes run."""
-        places = group.where(self.config.trainer.start_timeout_s)
+    def ranks(self, worker_set: WorkerSet) -> list[Rank]:
+        """Return each process's rank and the address where the set meets, once its processes run."""
+        places = worker_set.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
         if all(place[0] == address for place in places):
             address = "127.0.0.1"
         timeout_s = self.config.trainer.collective_timeout_s
-        return [Rank(i, len(group), address, port, self.machine.device, timeout_s) for i in range(len(group))]
+        return [Rank(i, len(worker_set), address, port, self.plan.machine.device, timeout_s) for i in range(len(worker_set))]
 
-    def cores_for(self, num_processes: int) -> int:
-        """Cores for each of so many processes of one role: roles take turns, processes of a role do not."""
-        return max(1, self.machine.num_cpus // num_processes)
-
-    def build(self, starts: Sequence[tuple[WorkerGroup, list[ray.ObjectRef], str]]) -> None:
+    def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]]) -> None:
         """Wait until all workers are made, one progress line per role."""
-        for group, refs, title in starts:
+        for worker_set, refs, title in starts:
             with self.console.progress(title):
-                wait_all(group.workers, refs, self.config.trainer.start_timeout_s, f"start {group.role}")
+                wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
 
     def pids(self) -> dict[str, int]:
-        """The process id of every worker, by its name."""
+        """Return the process id of every worker, by its name."""
         timeout_s = self.config.trainer.start_timeout_s
         return {
             worker.name: pid
-            for group in self.groups
-            for worker, (_, pid, _) in zip(group.workers, group.where(timeout_s), strict=True)
+            for worker_set in self.worker_sets
+            for worker, (_, pid, _) in zip(worker_set.workers, worker_set.where(timeout_s), strict=True)
         }
 
-    def slots(self) -> dict[str, Slot]:
-        """Where every worker is, by its name."""
-        return {worker.name: worker.place.slot for group in self.groups for worker in group.workers}
+    def places(self) -> dict[str, Slot]:
+        """Return where every worker is, by its name."""
+        return {worker.name: worker.place.slot for worker_set in self.worker_sets for worker in worker_set.workers}
 
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
-        for group in self.groups:
-            group.shutdown()
-        for pool in self.pools:
+        for worker_set in self.worker_sets:
+            worker_set.shutdown()
+        for pool in self.pools.values():
             pool.release()
 
-    def _pool(self, nnodes: int, per_node: int) -> Pool:
-        return Pool(
-            nnodes,
-            per_node,
-            use_gpu=self.machine.device == "cuda",
-            timeout_s=self.config.trainer.start_timeout_s,
-            grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
-        )
+
+@dataclass(frozen=True, slots=True)
+class StartedRoles:
+    """The roles of a run, ready to work; None for each that the plan does not start."""
+
+    rollout: ReplicaPool
+    actor: ActorRole | None
+    reference: ReferenceRole | None
+    critic: CriticRole | None
+    scorers: WorkerSet | None
+    """The reward model's processes."""
 
 
-def start_roles(
-    cluster: Cluster, tokenizer: Any, total_steps: int
-) -> tuple[ActorGroup, ReferenceGroup | None, CriticGroup | None, ReplicaPool, WorkerGroup | None]:
-    """Actor, reference (where a KL term reads it), critic (where the estimator does), rollout pool and reward model, ready to work."""
-    config = cluster.config
-    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
-    slots = cluster.actor_pool().slots()
-    threads = cluster.cores_for(len(slots))
+def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
+    """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides."""
+    engine_spec = replace(plan.engine, model_path=cluster.model_path)
+    # All processes first: they start beside each other.
+    engines = cluster.start("rollout", engine_environment(engine_spec))
+    assert engines is not None, "every plan has engines"
+    actors, references = cluster.start("actor"), cluster.start("reference")
+    critics, scorers = cluster.start("critic"), cluster.start("reward_model")
 
-    engine_slots = cluster.rollout_slots()
-    cores = cluster.cores_for(len(engine_slots))
-    engine_spec = EngineSpec.from_config(config, cluster.machine.device, model_path=cluster.model_path, cores=cores)
-    # All processes first: they start beside each other. Three calls at once: a long poll, a submission, a control call.
-    engines = cluster.group("rollout", engine_slots, engine_spec.threads, engine_environment(engine_spec), calls_at_once=3)
-    actors = cluster.group("actor", slots, threads, stateful=True)
-    references = cluster.group("reference", slots, threads) if derived.needs_reference(config) else None
-    critics = cluster.group("critic", slots, threads, stateful=True) if needs_critic(config) else None
-    scorers = None
-    if derived.has_reward_model(config):
-        places = cluster.reward_model_slots()
-        scorers = cluster.group("reward_model", places, cluster.cores_for(len(places)))
-
-    engines.where(config.trainer.start_timeout_s)
+    engines.where(plan.config.trainer.start_timeout_s)
     starts = [(engines, engines.start_build(rollout_factory, [(engine_spec,)] * len(engines)), "starting the rollout engine")]
-    spec = actor_spec(config, cluster.model_path, objective, total_steps, sender_spec(engine_spec))
-    ranked: list[tuple[SupervisedGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]]
-    ranked = [(actors, actor_factory, (spec,), ())]
+    spec = actor_spec(plan, cluster.model_path, sender_spec(engine_spec))
+    ranked: list[tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = []
+    if actors is not None:
+        ranked.append((actors, actor_factory, (spec,), ()))
     if references is not None:
-        fsdp = config.actor_rollout_ref.ref.fsdp_config
+        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
         policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
         ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if critics is not None:
-        ranked.append((critics, critic_factory, (critic_spec(config, spec.policy, total_steps),), ()))
+        ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
     if scorers is not None:
-        ranked.append((scorers, reward_model_factory, (reward_model_spec(config.reward.reward_model),), ()))
+        ranked.append((scorers, reward_model_factory, (reward_model_spec(plan.config.reward.reward_model),), ()))
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts)
-    for group, *_ in ranked:
-        group.built()
-
-    pool = _make_pool(cluster, engines, actors, engine_spec, tokenizer)
-    actor = make_actor(config, actors, objective, tokenizer)
-    reference = None
-    if references is not None:
-        rule, splits = derived.logprob_rule(config, "ref"), config.trainer.on_out_of_memory == "split"
-        reference = ReferenceGroup(references, rule=rule, want_hidden=objective.needs_full_kl, splits=splits)
-    return actor, reference, None if critics is None else make_critic(config, critics), pool, scorers
+    for worker_set, *_ in ranked:
+        worker_set.built()
+    return StartedRoles(
+        rollout=_make_pool(cluster, engines, actors, engine_spec, tokenizer),
+        actor=None if actors is None else make_actor(plan, actors, tokenizer),
+        reference=None if references is None else make_reference(plan, references),
+        critic=None if critics is None else make_critic(plan, critics),
+        scorers=scorers,
+    )
 
 
 def _make_pool(
-    cluster: Cluster, engines: SupervisedGroup, actors: SupervisedGroup, spec: EngineSpec, tokenizer: Any
+    cluster: Cluster, engines: SupervisedSet, actors: SupervisedSet | None, spec: EngineSpec, tokenizer: Any
 ) -> ReplicaPool:
-    """The rollout role over its engines, which take their weights from the actors."""
+    """The rollout role over its engines, which take their weights from the actors, where there are some."""
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(rollout_factory, spec)
 
-    can_replace = transfer.can_lose_engines and cluster.supervisor.restarts
+    can_replace = actors is not None and transfer.can_lose_engines and cluster.supervisor.restarts
     replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
-    rollout = cluster.config.actor_rollout_ref.rollout
     options = PoolOptions(
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=spec.max_num_seqs,
         sleeps=spec.sleep_mode,
-        verify_checksum=rollout.checkpoint_engine.verify_checksum,
+        verify_checksum=spec.verify_checksum,
         step_timeout_s=cluster.config.trainer.step_timeout_s,
     )
     return ReplicaPool(replicas, transfer, decoder(tokenizer), options)
 
 
-def make_actor(config: Config, group: SupervisedGroup, objective: Objective, tokenizer: Any) -> ActorGroup:
-    """The actor's role over its group."""
-    return ActorGroup(
-        group,
-        config.actor_rollout_ref.actor,
-        train_rule=derived.update_rule(config),
-        forward_rule=derived.logprob_rule(config, "rollout"),
-        always_old=recomputes_old_logprobs(config),
-        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
-        objective=objective,
+def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRole:
+    """Return the actor's role over its processes."""
+    return ActorRole(
+        worker_set,
+        plan.config.actor_rollout_ref.actor,
+        train_rule=plan.passes.update,
+        forward_rule=plan.passes.old,
+        old_logprobs=plan.passes.old_logprobs,
+        objective=plan.objective,
         tokenizer=tokenizer,
-        splits=config.trainer.on_out_of_memory == "split",
+        splits=plan.passes.splits,
     )
 
 
-def actor_spec(
-    config: Config, model_path: str, objective: Objective, total_steps: int, sender: SenderSpec | None = None
-) -> ActorSpec:
-    """What every actor rank is told."""
+def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
+    """Return the reference's role over its processes."""
+    passes = plan.passes
+    return ReferenceRole(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
+
+
+def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
+    """Return what every actor rank is built from."""
+    config = plan.config
     actor = config.actor_rollout_ref.actor
     return ActorSpec(
         policy=PolicySpec(
@@ -252,29 +234,31 @@ def actor_spec(
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
         ),
-        objective=objective,
+        objective=plan.objective,
         optim=actor.optim,
-        total_optimizer_steps=(total_steps - config.trainer.critic_warmup) * derived.updates_per_step(config),
+        total_optimizer_steps=plan.sizes.actor_updates,
         seed=config.trainer.seed,
         sender=sender or SenderSpec(),
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
-        old_from_engine=config.algorithm.rollout_correction.bypass_mode,
+        old_from_engine=plan.passes.old_logprobs == "engine",
     )
 
 
 def sender_spec(engine: EngineSpec) -> SenderSpec:
-    """The actor's side of the engines' weight updates."""
+    """Return the actor's side of the engines' weight updates."""
     return SenderSpec(engine.weight_backend, engine.bucket_bytes, engine.dtype, engine.verify_checksum)
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Response tokens as the text that a reward function sees."""
+    """Return the function that turns response tokens into the text that a reward function sees."""
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
 def _begin(
-    cluster: Cluster, group: SupervisedGroup, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
+    cluster: Cluster, worker_set: SupervisedSet, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
 ) -> list[ray.ObjectRef]:
-    """Start building the ranks of a group, which meet at a new address every time they are built."""
-    return group.begin(lambda: group.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(group)]))
+    """Start building the ranks of a worker set, which meet at a new address every time they are built."""
+    return worker_set.begin(
+        lambda: worker_set.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(worker_set)])
+    )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.roles.actor_role import actor_factory
 from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
 from grpo_rl.config.derived import Machine
@@ -24,6 +23,7 @@ from grpo_rl.config.schema.tree import (
 )
 from grpo_rl.data.tasks.demonstrations import demonstrations
 from grpo_rl.models import builtin
+from grpo_rl.plan.decisions import decide
 from grpo_rl.telemetry.console import Console
 from grpo_rl.trainer import sft
 from grpo_rl.types import Metrics
@@ -45,21 +45,22 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
     if _is_complete(warm):
         return warm
     spec = builtin.get_builtin(name).warm_start
-    cluster = Cluster(_config(spec, unstarted_folder(name)), machine, unstarted_folder(name), log_dir / "warm_start", console)
+    plan = decide(_config(spec, unstarted_folder(name)), machine)
+    cluster = Cluster(plan, unstarted_folder(name), log_dir / "warm_start", console)
     try:
-        group = cluster.group("actor", cluster.actor_pool().slots(), cluster.cores_for(1))
-        objective = Objective.from_config(cluster.config.actor_rollout_ref.actor)
-        actor_args = actor_spec(cluster.config, cluster.model_path, objective, spec.num_steps)
+        worker_set = cluster.start("actor")
+        assert worker_set is not None, "a plan that trains has an actor"
+        actor_args = actor_spec(plan, cluster.model_path)
         cluster.build(
             [
                 (
-                    group,
-                    group.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(group)]),
+                    worker_set,
+                    worker_set.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(worker_set)]),
                     "starting the warm start",
                 )
             ]
         )
-        actor = make_actor(cluster.config, group, objective, tokenizer)
+        actor = make_actor(plan, worker_set, tokenizer)
         pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 
@@ -90,7 +91,8 @@ def _config(spec: builtin.WarmStart, folder: str) -> Config:
         data=DataConfig(train_batch_size=spec.batch_size),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
     )
-    return replace(config, trainer=replace(config.trainer, n_gpus_per_node=1, seed=spec.seed))
+    trainer = replace(config.trainer, n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps)
+    return replace(config, trainer=trainer)
 
 
 def _is_complete(folder: Path) -> bool:

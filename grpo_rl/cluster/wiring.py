@@ -1,4 +1,4 @@
-"""All the wiring: from what the user gave to worker groups and a trainer."""
+"""All the wiring: from what the user gave to worker sets and a trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def train(
     config = composed.config
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
-    inputs = read_inputs(config, run_dir, console, stack)
+    inputs = read_inputs(plan, run_dir, console, stack)
+    plan = inputs.plan
     with console.progress("starting Ray"):
         connection.connected()
     gc.enable()  # everything is imported
@@ -50,23 +51,25 @@ def train(
     if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
         name = config.actor_rollout_ref.model.path
         folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
-    cluster = Cluster(config, plan.machine, folder, run_dir.logs, console, status.count_restart)
+    cluster = Cluster(plan, folder, run_dir.logs, console, status.count_restart)
     stack.callback(cluster.shutdown)
-    actor, reference, critic, rollout, scorers = start_roles(cluster, inputs.tokenizer, inputs.total_steps)
+    started = start_roles(cluster, plan, inputs.tokenizer)
+    actor = started.actor
+    assert actor is not None and inputs.train_data is not None
     status.update(workers=cluster.pids())
-    connection.watch_nodes(raylets(cluster.slots()))
-    rewarder = inputs.models.beside(inputs.rules, scorers)
+    connection.watch_nodes(raylets(cluster.places()))
+    rewarder = inputs.models.beside(inputs.rules, started.scorers)
     stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, composed.resolved, console.warn)
     stack.callback(sinks.close)
 
     trainer = SyncTrainer(
         config,
-        Roles(actor, rollout, rewarder, reference, critic, recoveries=cluster.supervisor.log.metrics),
+        Roles(actor, started.rollout, rewarder, started.reference, started.critic, recoveries=cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), status, stop),
-        total_steps=inputs.total_steps,
+        total_steps=plan.sizes.total_steps or 0,
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)

@@ -61,16 +61,6 @@ def critic_mini_batch_size(config: Config) -> int:
     return config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
-def critic_epochs(config: Config) -> int:
-    """The critic's passes over the rollouts of one training step."""
-    return config.critic.ppo_epochs or config.actor_rollout_ref.actor.ppo_epochs
-
-
-def critic_updates_per_step(config: Config) -> int:
-    """Optimizer steps of the critic in one training step."""
-    return config.data.train_batch_size // critic_mini_batch_size(config) * critic_epochs(config)
-
-
 def critic_has_own_model(config: Config) -> bool:
     """Whether the critic starts from another model than the actor."""
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
@@ -117,22 +107,6 @@ def num_rollout_devices(config: Config, machine: Machine) -> int:
     return nodes * rollout_devices_per_node(config, machine)
 
 
-def num_replicas(config: Config, machine: Machine) -> int:
-    """Engine replicas, each of tensor_model_parallel_size devices."""
-    return num_rollout_devices(config, machine) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
-
-
-def max_model_len(config: Config) -> int:
-    """Longest sequence that an engine has to hold."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return config.actor_rollout_ref.rollout.max_model_len or longest
-
-
-def rollouts_per_step(config: Config) -> int:
-    """Responses sampled, and trained on, in one training step."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
 def updates_per_step(config: Config) -> int:
     """Optimizer steps of one training step: mini-batches times passes over them."""
     actor = config.actor_rollout_ref.actor
@@ -153,20 +127,6 @@ def has_kl_in_loss(config: Config) -> bool:
 def has_kl_in_reward(config: Config) -> bool:
     """Whether the reward has a KL penalty that is not 0 everywhere."""
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether anything asks the reference policy."""
-    return has_kl_in_loss(config) or has_kl_in_reward(config)
-
-
-def recomputes_old_logprobs(config: Config) -> bool:
-    """Whether the actor has to compute old log-probs.
-
-    With one update per batch the policy that is updated is the one that sampled, so the ratio is exactly 1
-    without them; only a KL penalty in the reward wants their values all the same.
-    """
-    return updates_per_step(config) > 1 or has_kl_in_reward(config)
 
 
 def has_reward_model(config: Config) -> bool:
@@ -196,8 +156,3 @@ def num_reward_model_ranks(config: Config, machine: Machine) -> int:
     own = config.reward.reward_model
     nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
     return nodes * reward_model_ranks_per_node(config, machine)
-
-
-def reward_model_rule(config: Config) -> MicroBatchRule:
-    """Forward passes of the reward model."""
-    return MicroBatchRule(config.reward.reward_model.max_token_len_per_gpu, None)

@@ -46,24 +46,6 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)
 
 
-def needs_critic(config: Config) -> bool:
-    """Return whether the estimator reads a critic's values."""
-    return "values" in needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
-
-
-def needs_reference(config: Config) -> bool:
-    """Return whether the reference policy has to run: for a KL term with a weight above 0, or for the loss itself."""
-    return derived.has_kl_in_reward(config) or objective_of(config).needs_ref
-
-
-def recomputes_old_logprobs(config: Config) -> bool:
-    """Return whether the actor computes old log-probs: also where the loss chooses tokens by them, or rollouts are corrected."""
-    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    if correction.bypass_mode:
-        return False
-    return derived.recomputes_old_logprobs(config) or objective_of(config).needs_selection or correction.active
-
-
 def objective_of(config: Config) -> Objective:
     """Return the objective of the run."""
     return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)

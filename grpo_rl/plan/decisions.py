@@ -1,204 +1,327 @@
-"""What a run will do, decided before anything starts: names bound, sizes, places, memory, the objective."""
+"""The decisions of a run, each made once and here: which roles start, where, with which passes and sizes.
+
+`decide` turns a configuration and a machine into a `Plan`. The cluster builds what the plan says, the dry run prints it.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Callable, Iterator
+import dataclasses
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from grpo_rl.algos.advantages.registered import ADVANTAGES
+from grpo_rl.algos.correction import RolloutCorrection
+from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
-from grpo_rl.config.checks.all_rules import check
-from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
-from grpo_rl.registry import load_function
+from grpo_rl.plan.algorithm import objective_of
+from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.registry import needs_of
+from grpo_rl.rollout.engine import EngineSpec
 
-__all__ = ["Machine", "Plan", "make_plan", "probe_machine"]
+RoleName = Literal["rollout", "actor", "reference", "critic", "reward_model"]
+OldLogprobs = Literal["actor", "engine", "none"]
+"""Which process computes old log-probs: the actor before the first update, the engine while it samples, or none."""
 
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Devices that are reserved together: GPUs, or places for processes on a CPU."""
+
+    name: str
+    nnodes: int
+    devices_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """The processes of one role: how many, on which devices, and with what."""
+
+    name: RoleName
+    pool: str
+    """The name of the pool whose devices they use."""
+    num_workers: int
+    threads: int
+    """OpenMP threads of each process on a CPU."""
+    reason: str
+    """What the role is for in this run, as the plan's page says it."""
+    devices_per_worker: int = 1
+    calls_at_once: int = 1
+    """Calls that one process answers side by side."""
+    stateful: bool = False
+    """Its state is part of a checkpoint, and is restored when a process fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The model passes over the rollouts of one training step, and how a rank cuts each into micro-batches."""
+
+    old_logprobs: OldLogprobs
+    old_readers: tuple[str, ...]
+    """What reads old log-probs beside the ratio, as the plan's page says it."""
+    update: MicroBatchRule
+    old: MicroBatchRule
+    """The actor's pass for old log-probs."""
+    reference: MicroBatchRule
+    critic: MicroBatchRule
+    splits: bool
+    """A pass that runs out of memory is cut smaller and repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of prompts, rollouts and optimizer steps."""
+
+    rollouts_per_step: int
+    mini_batches: int
+    """Parts of a batch, each trained on in one optimizer step of the actor."""
+    updates_per_step: int
+    """Optimizer steps of the actor in one training step: mini-batches times passes over them."""
+    critic_warmup: int
+    """First training steps in which the critic learns alone."""
+    critic_mini_batch_size: int
+    """Prompts per optimizer step of the critic."""
+    critic_epochs: int
+    critic_updates_per_step: int
+    num_train_rows: int | None = None
+    """Rows of the training data; None where they are counted only when the data is read."""
+    total_steps: int | None = None
+    """Training steps; None where they depend on data that is not read yet."""
+
+    @property
+    def actor_updates(self) -> int:
+        """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 where it learns nothing."""
+        return max(0, (self.total_steps or 0) - self.critic_warmup) * self.updates_per_step
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        return (self.total_steps or 0) * self.critic_updates_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlan:
+    """What the reward is made of beside a reward model, which is a role."""
+
+    rules: bool
+    """Reward functions run, in processes of their own."""
+    judge: bool
+    """A language model behind an endpoint judges the responses."""
+    steps_from: Literal["rules", "model", "none"]
+    """Which part gives the rewards of reasoning steps to an estimator that reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """What one role needs on one device (in one process on a CPU), in bytes."""
+
+    role: str
+    num_bytes: int
+    parts: str
+    """What it consists of, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions, as numbers for the program and as text for people."""
+    """Everything that is decided before a run starts. A plain value: it can be compared, and made for another machine."""
 
+    config: Config
     machine: Machine
-    world_size: int
-    """Actor ranks."""
-    num_replicas: int
-    colocated: bool
-    """Engines share the actor's devices."""
-    weight_backend: str
-    uses_reference: bool
-    uses_critic: bool
-    recomputes_old_logprobs: bool
-    updates_per_step: int
-    """Optimizer steps in one training step."""
-    num_train_rows: int | None
-    """None where they are known only once the data is read."""
-    total_steps: int | None
-    """Training steps; None where they depend on data that is not read yet."""
-    text: str
+    roles: tuple[RolePlan, ...]
+    """Roles that start, in this order; what is not here does not start."""
+    pools: tuple[PoolPlan, ...]
+    passes: Passes
+    sizes: Sizes
+    reward: RewardPlan
+    engine: EngineSpec
+    """One replica of the rollout engine; its model_path is the configured one."""
+    objective: Objective
+    advantage_needs: frozenset[str]
+    critic_model: str | None
+    """Folder of the critic's own model; None for a copy of the actor's."""
+    resumes: bool = False
+    """A checkpoint of the run is there, and its weights are those that the run starts with."""
+    model: ModelSize | None = None
+    """Sizes of the policy; None where its folder does not say them."""
+    memory: tuple[RoleMemory, ...] = ()
+    """Estimates by role; empty where the model's sizes are unknown."""
+    text: str = ""
 
     def render(self) -> str:
-        """The plan for a terminal, plain text, at most 100 columns."""
+        """Return the plan's page for a terminal: plain text, at most 100 columns."""
         return self.text
 
+    def role(self, name: RoleName) -> RolePlan | None:
+        """Return the role of this name, None where it does not start."""
+        return next((role for role in self.roles if role.name == name), None)
 
-def probe_machine(config: Config) -> Machine:
-    """What this machine has. torch is imported only where there may be a GPU."""
-    wanted = config.trainer.device
-    num_gpus = 0
-    if wanted != "cpu" and _may_have_gpu():
-        import torch
+    def pool(self, name: str) -> PoolPlan:
+        """Return the pool of this name."""
+        return next(pool for pool in self.pools if pool.name == name)
 
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = wanted if wanted != "auto" else ("cuda" if num_gpus else "cpu")
-    return Machine(
-        num_gpus=num_gpus,
-        num_cpus=config.ray_kwargs.ray_init.num_cpus or len(os.sched_getaffinity(0)),
-        device=device,
-        cluster=bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+    def with_rows(self, num_rows: int) -> Plan:
+        """Return the plan with the number of rows that the data turned out to have, and the steps that follow from it."""
+        sizes = dataclasses.replace(self.sizes, num_train_rows=num_rows, total_steps=_total_steps(self.config, num_rows))
+        return dataclasses.replace(self, sizes=sizes)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run changes weights: trainer.val_only measures them only."""
+        return not self.config.trainer.val_only
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the actor; 0 where none starts."""
+        return self._num_workers("actor")
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the engine."""
+        return self._num_workers("rollout")
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the engines share the actor's devices."""
+        roles = {role.name: role.pool for role in self.roles}
+        return roles.get("rollout") == roles.get("actor")
+
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
+        return self.passes.old_logprobs == "actor"
+
+    def _num_workers(self, name: RoleName) -> int:
+        role = self.role(name)
+        return 0 if role is None else role.num_workers
+
+
+def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
+    """Return the plan of a run on `machine`, without what its page and its memory estimate say.
+
+    `resumes`: a checkpoint of the run is there. Raises ConfigError for what a registry does not know.
+    """
+    objective = objective_of(config)
+    needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
+    roles = _roles(config, machine, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes)
+    engines = next(role for role in roles if role.name == "rollout")
+    engine = EngineSpec.from_config(config, machine.device, cores=engines.threads)
+    if all(role.name != "actor" for role in roles):
+        # No weights ever travel, and no other role waits for the engine's memory.
+        engine = dataclasses.replace(engine, weight_backend="object_store", sleep_mode=False)
+    return Plan(
+        config=config,
+        machine=machine,
+        roles=tuple(dataclasses.replace(role, threads=engine.threads) if role is engines else role for role in roles),
+        pools=_pools(config, machine, {role.pool for role in roles}),
+        passes=_passes(config, objective),
+        sizes=_sizes(config, num_train_rows),
+        reward=_reward(config, reads_steps="steps" in needs),
+        engine=engine,
+        objective=objective,
+        advantage_needs=needs,
+        critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
+        resumes=resumes,
     )
 
 
-def _may_have_gpu() -> bool:
-    """Whether a driver is there: a device file of the common ones, or the library that torch would load."""
-    if any(Path(driver).exists() for driver in _GPU_DRIVERS):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+def _roles(config: Config, machine: Machine, *, needs_critic: bool, needs_ref: bool, resumes: bool) -> list[RolePlan]:
+    """Which roles start and why: a run that only validates needs engines, and an actor only to read a checkpoint's weights."""
+    trains = not config.trainer.val_only
+    ranks = machine.world_size(config)
+    parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
 
+    def cores(processes: int) -> int:
+        # Roles take turns on the cores; the processes of one role do not.
+        return max(1, machine.num_cpus // processes)
 
-def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
-    """The plan of a run on `machine` (this one, if none is given).
-
-    Raises ConfigError: first with everything that is wrong between the keys, which needs no heavy import,
-    then with every name that no registry knows.
-    """
-    config = composed.config
-    machine = machine or probe_machine(config)
-    problems = check(config, machine)
-    if problems:
-        raise ConfigError(problems)
-    rows = _bind_names(config, machine)
-
-    from grpo_rl.plan.algorithm import needs_critic, needs_reference, recomputes_old_logprobs
-    from grpo_rl.plan.text import describe
-    from grpo_rl.rollout.engine import weight_backend
-
-    total_steps = config.trainer.total_training_steps
-    if total_steps is None and rows is not None and not _may_drop_rows(config):
-        total_steps = config.trainer.total_epochs * (rows // config.data.train_batch_size)
-    numbers: dict[str, Any] = {
-        "machine": machine,
-        "world_size": machine.world_size(config),
-        "num_replicas": derived.num_replicas(config, machine),
-        "colocated": derived.is_colocated(config),
-        "weight_backend": weight_backend(config, machine.device),
-        "uses_reference": needs_reference(config),
-        "uses_critic": needs_critic(config),
-        "recomputes_old_logprobs": recomputes_old_logprobs(config),
-        "updates_per_step": derived.updates_per_step(config),
-        "num_train_rows": rows,
-        "total_steps": total_steps,
+    replicas = derived.num_rollout_devices(config, machine) // parallel
+    pool = "actor" if derived.is_colocated(config) else "rollout"
+    # Three calls at once: a long poll, a submission, a control call.
+    roles = [RolePlan("rollout", pool, replicas, cores(replicas), "sampling", parallel, calls_at_once=3)]
+    if trains or resumes:
+        reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
+        roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
+    readers = {
+        "the KL in the loss": derived.has_kl_in_loss(config),
+        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the loss": needs_ref,
     }
-    return Plan(**numbers, text=describe(composed, Plan(**numbers, text="")))
+    if trains and any(readers.values()):
+        reason = next(reader for reader, reads in readers.items() if reads)
+        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
+    if trains and needs_critic:
+        roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
+    if derived.has_reward_model(config):
+        scorers = derived.num_reward_model_ranks(config, machine)
+        pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
+        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), "scores of responses"))
+    return roles
 
 
-def _bind_names(config: Config, machine: Machine) -> int | None:
-    """Find everything that the configuration names in the registries; the number of training rows, where that is cheap.
+def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
+    """The pools that some role uses; the actor's is the first to be reserved."""
+    pools = (
+        PoolPlan("actor", config.trainer.nnodes, derived.ranks_per_node(config, machine)),
+        PoolPlan("rollout", config.actor_rollout_ref.rollout.nnodes, derived.rollout_devices_per_node(config, machine)),
+        PoolPlan("reward_model", config.reward.reward_model.nnodes, derived.reward_model_ranks_per_node(config, machine)),
+    )
+    return tuple(pool for pool in pools if pool.name in wanted)
 
-    Raises ConfigError with all names that are unknown and all options that their functions do not take.
+
+def _passes(config: Config, objective: Objective) -> Passes:
+    """Which passes a step makes.
+
+    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old log-probs
+    are computed only where something else reads their values.
     """
-    problems: list[str] = []
-
-    def bind(key: str, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except ConfigError as error:
-            problems.extend(f"{key}{problem}" for problem in error.problems)
-            return None
-
-    for key, action in _names(config, machine):
-        bind(key, action)
-    rows = _count_rows(config, bind)
-    for key in ("train_batch_size", "gen_batch_size"):
-        size = getattr(config.data, key)
-        if rows is not None and size is not None and rows < size and not config.trainer.val_only:
-            problems.append(
-                f"data.{key}={size}: larger than the training data, which has {rows} rows; a batch of at most {rows}, or more data"
-            )
-    if problems:
-        raise ConfigError(problems)
-    return rows
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    readers = {
+        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the correction of rollouts": correction.active,
+        f"the choice of tokens by {objective.loss_mode}": objective.needs_selection,
+    }
+    old_readers = tuple(reader for reader, reads in readers.items() if reads)
+    old_logprobs: OldLogprobs = "actor" if old_readers or derived.updates_per_step(config) > 1 else "none"
+    return Passes(
+        old_logprobs="engine" if correction.bypass_mode else old_logprobs,
+        old_readers=old_readers,
+        update=derived.update_rule(config),
+        old=derived.logprob_rule(config, "rollout"),
+        reference=derived.logprob_rule(config, "ref"),
+        critic=derived.critic_rule(config),
+        splits=config.trainer.on_out_of_memory == "split",
+    )
 
 
-def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each name with its key and the look-up that raises ConfigError for an unknown one."""
-    from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.plan import algorithm
-    from grpo_rl.rewards.combined import factors_of
-    from grpo_rl.rollout.engine import ENGINES, weight_backend
-
-    rollout = config.actor_rollout_ref.rollout
-    path = config.actor_rollout_ref.model.path
-    yield from algorithm.checks(config)
-    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
-    yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
-    yield "", lambda: weight_backend(config, machine.device)
-    yield "", lambda: factors_of(config)
-    custom = config.data.custom_cls
-    if custom.path is not None:
-        yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
-    if path.startswith(PREFIX):
-        yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
+def _reward(config: Config, *, reads_steps: bool) -> RewardPlan:
+    by_model = derived.scores_steps_by_model(config)
+    steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
+    return RewardPlan(bool(config.reward.functions), derived.has_judge(config), steps_from)
 
 
-def _check_engine(config: Config) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
-        raise ConfigError(f"={rollout.tensor_model_parallel_size}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")
+def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
+    data, actor = config.data, config.actor_rollout_ref.actor
+    mini_batch_size = derived.critic_mini_batch_size(config)
+    may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
+    epochs = config.critic.ppo_epochs or actor.ppo_epochs
+    return Sizes(
+        rollouts_per_step=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        mini_batches=data.train_batch_size // actor.ppo_mini_batch_size,
+        updates_per_step=derived.updates_per_step(config),
+        critic_warmup=config.trainer.critic_warmup,
+        critic_mini_batch_size=mini_batch_size,
+        critic_epochs=epochs,
+        critic_updates_per_step=data.train_batch_size // mini_batch_size * epochs,
+        num_train_rows=num_train_rows,
+        total_steps=_total_steps(config, None if may_drop_rows else num_train_rows),
+    )
 
 
-def _may_drop_rows(config: Config) -> bool:
-    return config.data.filter_overlong_prompts or config.data.on_bad_row == "skip"
-
-
-def _count_rows(config: Config, bind: Callable[[str, Callable[[], Any]], Any]) -> int | None:
-    """Training rows, after train_max_samples; None where only reading the data tells. Tasks are checked on the way."""
-    from grpo_rl.data.tasks.registry import PREFIX, task_rows
-
-    if config.data.custom_cls.path is not None:
-        return None
-    counts: dict[str, list[int | None]] = {"train_files": [], "val_files": []}
-    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        for file in files:
-            if file.startswith(PREFIX):
-                rows = bind(f"data.{key}={file}: ", partial(task_rows, file))
-                counts[key].append(None if rows is None else len(rows))
-            else:
-                counts[key].append(_parquet_rows(file) if file.endswith(".parquet") else None)
-    known = [count for count in counts["train_files"] if count is not None]
-    if not known or len(known) < len(counts["train_files"]):
-        return None
-    limit = config.data.train_max_samples
-    return sum(known) if limit < 0 else min(sum(known), limit)
-
-
-def _parquet_rows(file: str) -> int | None:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return int(pyarrow.parquet.read_metadata(Path(file).expanduser()).num_rows)
-    except (OSError, pyarrow.ArrowException):
-        return None
+def _total_steps(config: Config, num_rows: int | None) -> int | None:
+    """`total_training_steps`, or what `total_epochs` passes over the rows make; 0 where nothing is trained."""
+    if config.trainer.val_only:
+        return 0
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    return None if num_rows is None else config.trainer.total_epochs * (num_rows // config.data.train_batch_size)

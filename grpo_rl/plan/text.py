@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.losses.value import value_loss
-from grpo_rl.algos.objective import Objective
-from grpo_rl.config import derived
 from grpo_rl.config.compose import Composed
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
-from grpo_rl.plan.memory import ModelSize, gib, memory_by_role, model_size
-from grpo_rl.registry import needs_of, shown
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.memory import gib
+from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.trainer import selection
-
-if TYPE_CHECKING:
-    from grpo_rl.plan.decisions import Plan
 
 WIDTH = 100
 _LABEL = 12
@@ -31,15 +25,14 @@ Rows = Iterator[tuple[str, str]]
 
 
 def describe(composed: Composed, plan: Plan) -> str:
-    """All sections of the plan, each line at most `WIDTH` columns wide."""
-    config = composed.config
-    size = model_size(config.actor_rollout_ref.model.path)
+    """Return all sections of the plan, each line at most `WIDTH` columns wide."""
+    config = plan.config
     sections = {
-        _title(composed): _setting(config, plan, size),
+        _title(composed): _setting(config, plan),
         "who does what": _roles(config, plan),
-        "one training step": _step(config, plan),
-        "objective": _objective(config, plan),
-        "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(config, plan, size),
+        "one training step": _step(config, plan) if plan.trains else iter(()),
+        "objective": _objective(config, plan) if plan.trains else iter(()),
+        "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
         "notes": _notes(config, plan),
     }
     lines = []
@@ -69,28 +62,29 @@ def _title(composed: Composed) -> str:
     return f"plan: recipe {composed.recipe}" if composed.recipe else "plan"
 
 
-def _setting(config: Config, plan: Plan, size: ModelSize | None) -> Rows:
-    machine = plan.machine
+def _setting(config: Config, plan: Plan) -> Rows:
+    machine, size = plan.machine, plan.model
     cores = f"{machine.num_cpus} CPU cores"
     gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
     yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
     yield "model", config.actor_rollout_ref.model.path + described
-    rows = "" if plan.num_train_rows is None else f": {plan.num_train_rows:,} rows"
-    yield "data", ", ".join(config.data.train_files) + rows
+    rows = plan.sizes.num_train_rows
+    if plan.trains:
+        yield "data", ", ".join(config.data.train_files) + ("" if rows is None else f": {rows:,} rows")
     yield "validation", ", ".join(config.data.val_files) or "none"
     yield "run", _length_of_run(config, plan)
 
 
 def _length_of_run(config: Config, plan: Plan) -> str:
     trainer = config.trainer
-    if trainer.val_only:
-        return "validation only"
-    if plan.total_steps is None:
+    if not plan.trains:
+        return "validation only, of " + ("the run's checkpoint" if plan.resumes else "the model's folder")
+    if plan.sizes.total_steps is None:
         length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the data"
     else:
-        updates = (plan.total_steps - trainer.critic_warmup) * plan.updates_per_step
-        length = f"{_count(plan.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
+        steps, updates = plan.sizes.total_steps, plan.sizes.actor_updates
+        length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
     saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "no checkpoints"
     return f"{length}; {tests}, {saves}"
@@ -101,22 +95,24 @@ def _roles(config: Config, plan: Plan) -> Rows:
     device = "GPU" if machine.device == "cuda" else "process"
     ranks = _count(plan.world_size, "rank") + (f" on {config.trainer.nnodes} nodes" if config.trainer.nnodes > 1 else "")
     backend = "NCCL" if machine.device == "cuda" else "gloo"
-    yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each"
-    parallel = rollout.tensor_model_parallel_size
+    if actor := plan.role("actor"):
+        why = "" if plan.trains else f", for {actor.reason}"
+        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{why}"
+    else:
+        yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
+    parallel = plan.engine.tensor_parallel_size
     per_replica = f" of {parallel} devices" if parallel > 1 else ""
     place = "on the actor's devices, in turn" if plan.colocated else "on devices of their own"
-    way = plan.weight_backend.replace("_", " ")
+    way = f"weights by {plan.engine.weight_backend.replace('_', ' ')}" if actor else "weights from the model's folder"
     replicas = _count(plan.num_replicas, "replica")
-    yield "rollout", f"{replicas}{per_replica} of {rollout.name}, {place}; weights by {way}"
-    if plan.uses_reference:
-        why = "the KL in the reward" if derived.has_kl_in_reward(config) else "the loss"
-        why = "the KL in the loss" if derived.has_kl_in_loss(config) else why
-        yield "reference", f"{_count(plan.world_size, 'rank')} on the actor's devices, for {why}"
-    else:
+    yield "rollout", f"{replicas}{per_replica} of {rollout.name}, {place}; {way}"
+    if reference := plan.role("reference"):
+        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
+    elif plan.trains:
         yield "reference", "not started: no KL term has a weight above 0"
-    if plan.uses_critic:
-        own = config.critic.model.path if derived.critic_has_own_model(config) else "the actor's model"
-        yield "critic", f"{_count(plan.world_size, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
+    if critic := plan.role("critic"):
+        own = plan.critic_model or "the actor's model"
+        yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
     workers = _count(config.reward.num_workers, "process", "processes")
@@ -125,79 +121,68 @@ def _roles(config: Config, plan: Plan) -> Rows:
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
     yield "reward", f"{' + '.join([*functions, *describe_models(config)])}{rules}; failures {failed}"
-    yield from describe_roles(config, derived.num_reward_model_ranks(config, machine))
+    scorers = plan.role("reward_model")
+    yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
 
 
 def _step(config: Config, plan: Plan) -> Rows:
-    data, actor = config.data, config.actor_rollout_ref.actor
+    data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     n = config.actor_rollout_ref.rollout.n
-    greedy = (
-        ", and a greedy one to compare with" if "baselines" in needs_of(ADVANTAGES.get(config.algorithm.adv_estimator)) else ""
-    )
+    greedy = ", and a greedy one to compare with" if "baselines" in plan.advantage_needs else ""
     yield (
         "sample",
-        f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {derived.rollouts_per_step(config):,} rollouts{greedy}, "
+        f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {sizes.rollouts_per_step:,} rollouts{greedy}, "
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
-    mini_batches = data.train_batch_size // actor.ppo_mini_batch_size
     yield from selection.describe(config)
     yield (
         "update",
-        f"{_count(mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
+        f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
         f"({actor.ppo_mini_batch_size * n:,} rollouts) x {_count(actor.ppo_epochs, 'pass', 'passes')} = "
-        f"{_count(plan.updates_per_step, 'optimizer step')}",
+        f"{_count(sizes.updates_per_step, 'optimizer step')}",
     )
-    if plan.uses_critic:
-        size, epochs = derived.critic_mini_batch_size(config), derived.critic_epochs(config)
-        warmup = config.trainer.critic_warmup
+    if plan.role("critic"):
+        size, epochs, warmup = sizes.critic_mini_batch_size, sizes.critic_epochs, sizes.critic_warmup
         alone = f"; it learns alone in the first {_count(warmup, 'training step')}" if warmup else ""
         yield (
             "critic",
             f"{_count(data.train_batch_size // size, 'mini-batch', 'mini-batches')} of {size} prompts x "
-            f"{_count(epochs, 'pass', 'passes')} = {_count(derived.critic_updates_per_step(config), 'optimizer step')}{alone}",
+            f"{_count(epochs, 'pass', 'passes')} = {_count(sizes.critic_updates_per_step, 'optimizer step')}{alone}",
         )
-    yield "micro-batch", "; ".join(_micro_batches(config, plan))
-    if config.algorithm.rollout_correction.bypass_mode:
-        yield "ratio", "against the engine's log-probs; the actor computes no old ones"
-    elif plan.updates_per_step == 1:
-        ratio = "exactly 1 (one update per batch)"
-        old = f"computed for {_old_readers(config)} only" if plan.recomputes_old_logprobs else "not computed"
-        yield "ratio", f"{ratio}; old log-probs are {old}"
-        if idle := without_effect_on_policy(config):
-            yield "no effect", f"with one update per batch: {', '.join(idle)}"
-    else:
-        yield "ratio", f"against old log-probs, recomputed by the actor before the first of {plan.updates_per_step} updates"
+    yield "micro-batch", "; ".join(_micro_batches(plan))
+    yield "ratio", _ratio(plan)
+    if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
+        yield "no effect", f"with one update per batch: {', '.join(idle)}"
 
 
-def _old_readers(config: Config) -> str:
-    """What reads old log-probs where the ratio does not."""
-    readers = ["the KL in the reward"] if derived.has_kl_in_reward(config) else []
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if RolloutCorrection.from_config(config.algorithm.rollout_correction).active:
-        readers.append("the correction of rollouts")
-    return " and ".join(readers + ([f"the choice of tokens by {loss}"] if _chooses(loss) else []))
+def _ratio(plan: Plan) -> str:
+    """What the ratio compares the policy with, and which process computes that."""
+    passes, updates = plan.passes, plan.sizes.updates_per_step
+    if passes.old_logprobs == "engine":
+        return "against the engine's log-probs; the actor computes no old ones"
+    if updates > 1:
+        return f"against old log-probs, recomputed by the actor before the first of {updates} updates"
+    old = f"computed for {' and '.join(passes.old_readers)} only" if passes.old_logprobs == "actor" else "not computed"
+    return f"exactly 1 (one update per batch); old log-probs are {old}"
 
 
-def _chooses(loss_mode: str) -> bool:
-    return selection_of(POLICY_LOSSES.get(loss_mode)) is not None
-
-
-def _micro_batches(config: Config, plan: Plan) -> list[str]:
+def _micro_batches(plan: Plan) -> list[str]:
     """How each pass over the rollouts is cut, passes of the same rule together."""
-    uses: dict[derived.MicroBatchRule, list[str]] = {derived.update_rule(config): ["update"]}
-    if plan.recomputes_old_logprobs:
-        uses.setdefault(derived.logprob_rule(config, "rollout"), []).append("old log-probs")
-    if plan.uses_reference:
-        uses.setdefault(derived.logprob_rule(config, "ref"), []).append("reference")
-    if plan.uses_critic:
-        uses.setdefault(derived.critic_rule(config), []).append("critic")
-    return [f"{rule} per rank ({', '.join(passes)})" for rule, passes in uses.items()]
+    passes = plan.passes
+    uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
+    if passes.old_logprobs == "actor":
+        uses.setdefault(passes.old, []).append("old log-probs")
+    if plan.role("reference"):
+        uses.setdefault(passes.reference, []).append("reference")
+    if plan.role("critic"):
+        uses.setdefault(passes.critic, []).append("critic")
+    return [f"{rule} per rank ({', '.join(names)})" for rule, names in uses.items()]
 
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
     yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
-    if plan.uses_critic:
+    if plan.role("critic"):
         formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})
         yield "critic loss", f"= 1/num_tokens Σ_tokens {formula};  R the returns of A"
     if algorithm.use_kl_in_reward:
@@ -228,18 +213,16 @@ def _objective(config: Config, plan: Plan) -> Rows:
     if entropy.enable:
         start = config.actor_rollout_ref.actor.entropy_coeff
         yield "entropy", f"coefficient from {start:g} by {entropy.delta:g} a step towards H = {entropy.target:g}; 0 above it"
-    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
-    for line in objective.formula().splitlines():
+    for line in plan.objective.formula().splitlines():
         name, _, value = line.partition("=")
         value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value
         yield name.strip(), f"= {value.strip()}"
 
 
-def _memory(config: Config, plan: Plan, size: ModelSize | None) -> Rows:
-    if size is None:
-        yield "unknown", "the size of this model is told by its weights only"
-        return
-    for need in memory_by_role(config, plan.machine, size, with_reference=plan.uses_reference, with_critic=plan.uses_critic):
+def _memory(plan: Plan) -> Rows:
+    if plan.model is None:
+        yield "unknown", "the sizes of this model are known only when its weights are read"
+    for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
 
 
@@ -255,12 +238,13 @@ def _notes(config: Config, plan: Plan) -> Rows:
         yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
     if machine.device == "cuda" and (rollout.kv_cache_gib != 1.0 or rollout.cpu_threads):
         yield "", "rollout.kv_cache_gib and rollout.cpu_threads are for CPUs and have no effect here"
-    if plan.total_steps is not None and optim.lr_warmup_steps > plan.total_steps * plan.updates_per_step:
+    total = plan.sizes.total_steps
+    if plan.trains and total is not None and optim.lr_warmup_steps > total * plan.sizes.updates_per_step:
         yield (
             "-",
             f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached",
         )
-    if config.trainer.experiment_name is None and config.trainer.save_freq > 0:
+    if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
         yield "", "without trainer.experiment_name every start is a new run; name it to resume it by the same command"
 
 

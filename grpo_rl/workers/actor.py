@@ -39,7 +39,7 @@ from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank
 
 
 class ActorWorker(Saving, Snapshots):
-    """One FSDP2 rank of the actor group."""
+    """One FSDP2 rank of the actor's worker set."""
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         self.spec = spec

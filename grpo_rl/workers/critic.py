@@ -35,7 +35,7 @@ from grpo_rl.workers.specs import CriticSpec, OptimizerStep, Rank
 
 
 class CriticWorker(Saving, Snapshots):
-    """One FSDP2 rank of the critic group."""
+    """One FSDP2 rank of the critic's worker set."""
 
     def __init__(self, spec: CriticSpec, rank: Rank) -> None:
         self.spec = spec

@@ -16,7 +16,7 @@ from grpo_rl.workers.specs import PolicySpec, Rank
 
 
 class ReferenceWorker:
-    """One rank of the reference group."""
+    """One rank of the reference's worker set."""
 
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
         self.device = join_group(rank)

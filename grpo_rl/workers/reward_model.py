@@ -15,7 +15,7 @@ from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
 
 
 class RewardModelWorker:
-    """One rank of the reward model's group."""
+    """One rank of the reward model's worker set."""
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.spec = spec
@@ -42,7 +42,7 @@ class RewardModelWorker:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device) -> ScoreModel:
-    """The model, sharded over the group; only rank 0 reads the weights."""
+    """The model, sharded over the worker set; only rank 0 reads the weights."""
     alone = rank.world_size == 1
     model = _load(spec, on_meta=not alone)
     model.eval()

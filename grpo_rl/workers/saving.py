@@ -10,7 +10,7 @@ from grpo_rl.checkpoint.rank_files import RankFiles
 
 
 class Saving:
-    """Saving and loading of a trained rank, by calls that its group's controller makes."""
+    """Saving and loading of a trained rank, by calls that its set's controller makes."""
 
     files: RankFiles
 

@@ -1,4 +1,4 @@
-"""A sharded policy in one process of a worker group: what the actor and the reference have in common."""
+"""A sharded policy in one process of a worker set: what the actor and the reference have in common."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    """The policy, sharded over the group."""
+    """The policy, sharded over the worker set."""
     chunk_tokens = spec.model.lm_head_chunk_tokens
     return build_sharded(
         spec, rank, device, lambda lm: PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens)
@@ -55,7 +55,7 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
 
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
-    """What `wrap` makes of the language model, sharded over the group.
+    """What `wrap` makes of the language model, sharded over the worker set.
 
     Only rank 0 reads the weights; the others get their shards from it.
     """

@@ -30,6 +30,6 @@ class Snapshots:
         return memory_state.take(self.stepped_model(), self.optimizer, self.scheduler)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `snapshot` of a rank in the same place of a group of the same size."""
+        """Go on from a `snapshot` of a rank in the same place of a set of the same size."""
         fsdp.reshard(self.stepped_model())
         memory_state.put_back(state, self.stepped_model(), self.optimizer, self.scheduler)

@@ -21,9 +21,9 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_sets import wait_all
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
-from grpo_rl.cluster.roles.actor_role import ActorGroup
-from grpo_rl.cluster.roles.critic_role import CriticGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.roles.actor_role import ActorRole
+from grpo_rl.cluster.roles.critic_role import CriticRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
@@ -73,8 +73,8 @@ class Scene:
     start: Path
 
     @property
-    def group(self) -> SupervisedGroup:
-        return self.role.group
+    def worker_set(self) -> SupervisedSet:
+        return self.role.worker_set
 
     def train(self, num_updates: int, fault: str = "", rank: int = 0) -> str:
         """Digest of all state after so many updates from the start, with a fault armed on one rank before the second one."""
@@ -92,13 +92,13 @@ class Scene:
         return [self.role.update(make_batch(number)) for number in range(num_updates)]
 
     def arm(self, fault: str, rank: int) -> None:
-        worker = self.group.workers[rank]
+        worker = self.worker_set.workers[rank]
         wait_all([worker], [worker.call("arm", fault)], START_S, "arm")
 
     def digest(self) -> str:
         """Of every rank's weights, moments, schedule and random state."""
         digest = hashlib.sha256()
-        for part in self.group.parts("snapshot"):
+        for part in self.worker_set.parts("snapshot"):
             _feed(digest, ray.get(part, timeout=60))
         return digest.hexdigest()
 
@@ -128,17 +128,17 @@ def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]
     config = ActorConfig(ppo_mini_batch_size=2, use_kl_loss=False)
     objective = Objective.from_config(config)
     spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
-    with _group(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, group):
+    with _worker_set(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, worker_set):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
-        actor = ActorGroup(group, config, **rules, always_old=True, objective=objective, splits=True)
+        actor = ActorRole(worker_set, config, **rules, old_logprobs="actor", objective=objective, splits=True)
         yield Scene(ground, actor, actor.train_cut, _saved(actor, folders))
 
 
 @contextmanager
 def critic_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]:
     spec = CriticSpec(_policy(folders), OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1, cliprange_value=0.5)
-    with _group(slots, folders, "critic", armed_ranks.make_critic, spec) as (ground, group):
-        critic = CriticGroup(group, rule=ONE_BY_ONE, mini_batch_size=2, epochs=1, splits=True)
+    with _worker_set(slots, folders, "critic", armed_ranks.make_critic, spec) as (ground, worker_set):
+        critic = CriticRole(worker_set, rule=ONE_BY_ONE, mini_batch_size=2, epochs=1, splits=True)
         yield Scene(ground, critic, critic.cut, _saved(critic, folders))
 
 
@@ -148,26 +148,26 @@ def _policy(folders: pytest.TempPathFactory) -> PolicySpec:
 
 
 @contextmanager
-def _group(
+def _worker_set(
     slots: Pool,
     folders: pytest.TempPathFactory,
     role: str,
     factory: Callable[..., Any],
     spec: Any,
-) -> Iterator[tuple[Ground, SupervisedGroup]]:
+) -> Iterator[tuple[Ground, SupervisedSet]]:
     ground = Ground(slots, folders.mktemp("logs"))
     try:
         supervisor = ground.supervisor(max_restarts=50, heartbeat_s=RANK_HEARTBEAT_S)
-        group = ground.group(role, 2, supervisor, stateful=True)
+        worker_set = ground.worker_set(role, 2, supervisor, stateful=True)
 
         def recipe() -> list[ray.ObjectRef]:
-            places = group.where(START_S)
+            places = worker_set.where(START_S)
             ranks = [Rank(i, 2, "127.0.0.1", places[0][2], "cpu", 60.0) for i in range(2)]
-            return group.start_build(factory, [(spec, rank) for rank in ranks])
+            return worker_set.start_build(factory, [(spec, rank) for rank in ranks])
 
-        wait_all(group.workers, group.begin(recipe), START_S, f"start {role}")
-        group.built()
-        yield ground, group
+        wait_all(worker_set.workers, worker_set.begin(recipe), START_S, f"start {role}")
+        worker_set.built()
+        yield ground, worker_set
     finally:
         ground.close()
 

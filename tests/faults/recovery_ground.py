@@ -16,7 +16,7 @@ from grpo_rl.cluster.processes.forks import MODULES
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
@@ -59,7 +59,7 @@ class Ground:
     slots: Pool
     logs: Path
     lines: Lines = field(default_factory=Lines)
-    groups: list[SupervisedGroup] = field(default_factory=list)
+    worker_sets: list[SupervisedSet] = field(default_factory=list)
     supervisors: list[Supervisor] = field(default_factory=list)
 
     def supervisor(self, **trainer: Any) -> Supervisor:
@@ -68,8 +68,10 @@ class Ground:
         self.supervisors.append(made)
         return made
 
-    def group(self, role: str, size: int, supervisor: Supervisor, threads: int = 1, stateful: bool = False) -> SupervisedGroup:
-        made = SupervisedGroup(
+    def worker_set(
+        self, role: str, size: int, supervisor: Supervisor, threads: int = 1, stateful: bool = False
+    ) -> SupervisedSet:
+        made = SupervisedSet(
             role,
             self.slots.slots()[:size],
             log_dir=self.logs,
@@ -79,43 +81,41 @@ class Ground:
             supervisor=supervisor,
             stateful=stateful,
         )
-        self.groups.append(made)
+        self.worker_sets.append(made)
         return made
 
-    def ranks(
-        self, role: str, size: int, factory: Callable[..., Any], supervisor: Supervisor, stateful: bool
-    ) -> SupervisedGroup:
-        """A built group, whose recipe gives each rank its number."""
-        group = self.group(role, size, supervisor, stateful=stateful)
+    def ranks(self, role: str, size: int, factory: Callable[..., Any], supervisor: Supervisor, stateful: bool) -> SupervisedSet:
+        """A built worker set, whose recipe gives each rank its number."""
+        worker_set = self.worker_set(role, size, supervisor, stateful=stateful)
 
         def recipe() -> list[Any]:
-            group.where(START_S)
-            return group.start_build(factory, [(rank,) for rank in range(size)])
+            worker_set.where(START_S)
+            return worker_set.start_build(factory, [(rank,) for rank in range(size)])
 
-        wait_all(group.workers, group.begin(recipe), START_S, f"start {role}")
-        group.built()
-        return group
+        wait_all(worker_set.workers, worker_set.begin(recipe), START_S, f"start {role}")
+        worker_set.built()
+        return worker_set
 
-    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedGroup) -> ReplicaPool:
+    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedSet) -> ReplicaPool:
         """A pool of so many replicas that get their weights from these actors."""
         supervisor = actors.supervisor
         assert supervisor is not None
-        group = self.group("rollout", size, supervisor, threads=3)
-        group.where(START_S)
-        wait_all(group.workers, group.start_build(factory, [(argument,)] * size), START_S, "start rollout")
+        worker_set = self.worker_set("rollout", size, supervisor, threads=3)
+        worker_set.where(START_S)
+        wait_all(worker_set.workers, worker_set.start_build(factory, [(argument,)] * size), START_S, "start rollout")
 
         def build(worker: Worker) -> Any:
             return worker.actor.build.remote(factory, argument)
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S)
-        transfer = Transfer("object_store", actors, group, 1)
-        return ReplicaPool(Replicas(group, build, supervisor), transfer, str, options)
+        transfer = Transfer("object_store", actors, worker_set, 1)
+        return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, str, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:
             supervisor.close()
-        for group in self.groups:
-            group.shutdown()
+        for worker_set in self.worker_sets:
+            worker_set.shutdown()
 
 
 def is_alive(pid: int | None) -> bool:

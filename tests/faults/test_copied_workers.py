@@ -13,7 +13,7 @@ def parent(pid: int) -> int:
 
 def test_ranks_started_from_nothing_go_on_where_copied_ones_were_lost(actor_ranks, monkeypatch):
     scene = actor_ranks
-    servers = {parent(worker.pid) for worker in scene.group.workers}
+    servers = {parent(worker.pid) for worker in scene.worker_set.workers}
     (server,) = servers
     assert fork_server.__file__.encode() in Path(f"/proc/{server}/cmdline").read_bytes()
     undisturbed = scene.undisturbed
@@ -21,8 +21,8 @@ def test_ranks_started_from_nothing_go_on_where_copied_ones_were_lost(actor_rank
     with monkeypatch.context() as patch:
         patch.setattr(forks, "runtime_env", lambda environment: {})
         assert scene.train(3, "actor.update.start:kill9") == undisturbed
-    assert server not in {parent(worker.pid) for worker in scene.group.workers}
+    assert server not in {parent(worker.pid) for worker in scene.worker_set.workers}
     assert scene.train(3) == undisturbed
 
     assert scene.train(3, "actor.update.start:kill9") == undisturbed
-    assert {parent(worker.pid) for worker in scene.group.workers} == servers
+    assert {parent(worker.pid) for worker in scene.worker_set.workers} == servers

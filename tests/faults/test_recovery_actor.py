@@ -24,11 +24,11 @@ PLACES = [
 
 def lose_a_rank(scene: Scene, fault: str, rank: int) -> None:
     undisturbed = scene.undisturbed
-    pids = [worker.pid for worker in scene.group.workers]
+    pids = [worker.pid for worker in scene.worker_set.workers]
     began = time.monotonic()
     assert scene.train(3, fault, rank) == undisturbed
     (noticed, failed), (back, line) = scene.ground.lines.warnings
-    role = scene.group.role
+    role = scene.worker_set.role
     assert failed.startswith(f"recovery: {role} failed: ") and line.startswith(f"recovery: {role} is back after ")
     assert back - noticed < BACK_IN_TRAINING_S
     assert not any(is_alive(pid) for pid in pids), "survivors are ended, too"
@@ -45,9 +45,9 @@ def test_a_critic_rank_lost_in_its_second_optimizer_step_leaves_no_trace_in_the_
 
 
 def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(actor_ranks, tmp_path_factory):
-    # Not the test's own folder, which goes with it: the group keeps to this checkpoint until it has another state.
+    # Not the test's own folder, which goes with it: the set keeps to this checkpoint until it has another state.
     scene, folder = actor_ranks, tmp_path_factory.mktemp("checkpoint")
-    undisturbed, keeper = scene.undisturbed, scene.group.keeper
+    undisturbed, keeper = scene.undisturbed, scene.worker_set.keeper
     keeper.in_memory = False
     try:
         scene.begin(1)
@@ -64,12 +64,12 @@ def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_
 
 
 def test_a_group_whose_restarts_are_switched_off_says_what_failed(actor_ranks):
-    group = actor_ranks.group
-    group.is_restarted = False
+    worker_set = actor_ranks.worker_set
+    worker_set.is_restarted = False
     try:
         with pytest.raises(ClusterError, match=r"actor.update failed on actor\d: the process died"):
             actor_ranks.train(2, "actor.update.start:kill9")
     finally:
-        group.is_restarted = True
-    # What is left of the group is ended and made anew by the next call, with the state it had before.
+        worker_set.is_restarted = True
+    # What is left of the set is ended and made anew by the next call, with the state it had before.
     actor_ranks.role.update(make_batch(0))

@@ -15,7 +15,7 @@ from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool, sample_seed
 from grpo_rl.errors import ClusterError
 from grpo_rl.types import Prompt, Rollout, Sampling
@@ -32,8 +32,8 @@ FROZEN_S = 3 * HEARTBEAT_S + 12.0
 class Actor:
     """As much of an actor's role as the pool needs: versions, and the sum of what it was trained on."""
 
-    def __init__(self, group: SupervisedGroup) -> None:
-        self.group = group
+    def __init__(self, worker_set: SupervisedSet) -> None:
+        self.worker_set = worker_set
         self.version = 0
         self.weights: list[int] = [0, 0, 0]
 
@@ -42,7 +42,7 @@ class Actor:
         amount = 3
         self.version += 1
         self.weights = [weight + amount * self.version for weight in self.weights]
-        assert self.group.call("update", amount) == [sum(self.weights)]
+        assert self.worker_set.call("update", amount) == [sum(self.weights)]
 
 
 @dataclass
@@ -145,7 +145,7 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
     seconds = scene.wait_until_all_serve()
     assert seconds < SERVING_AGAIN_S
     until(lambda: not is_alive(victim.pid), NOTICED_S, "the lost process is gone")
-    assert victim not in scene.pool.replicas.group.workers
+    assert victim not in scene.pool.replicas.worker_set.workers
     record_property("noticed_s", noticed - began)
     record_property("serving_again_s", seconds)
     print(f"MEASURED {fault}: noticed {noticed - began:.2f} s after sampling began, all serve {seconds:.2f} s after that")
@@ -202,7 +202,7 @@ def test_all_replicas_lost_at_once_are_replaced(scene):
 @pytest.mark.parametrize("fault", ["actor.weights.bucket:kill9@n=1", "actor.weights.bucket:kill9@n=3"])
 def test_an_actor_lost_while_weights_move_is_made_again_and_the_transfer_goes_on(scene, fault):
     scene.actor.train()
-    scene.arm(scene.actor.group.workers[0], fault)
+    scene.arm(scene.actor.worker_set.workers[0], fault)
     scene.pool.sync_weights(scene.actor)
     assert any("recovery: actor is back" in line for _, line in scene.ground.lines.warnings)
     scene.generate()
@@ -212,13 +212,13 @@ def test_an_actor_lost_while_weights_move_is_made_again_and_the_transfer_goes_on
 
 
 def test_recoveries_are_counted_in_the_metrics_once(scene):
-    scene.actor.group.supervisor.log.metrics()
+    scene.actor.worker_set.supervisor.log.metrics()
     os.kill(scene.pool.replicas.serving[0].pid, signal.SIGKILL)
     until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
     scene.generate(2, 1)
-    counted = scene.actor.group.supervisor.log.metrics()
+    counted = scene.actor.worker_set.supervisor.log.metrics()
     assert counted["recovery/rollout_restarts"] == 1.0 and 0 < counted["recovery/seconds"] < SERVING_AGAIN_S
-    assert scene.actor.group.supervisor.log.metrics() == {}
+    assert scene.actor.worker_set.supervisor.log.metrics() == {}
 
 
 def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
@@ -229,7 +229,7 @@ def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
     prompts, sampling = [Prompt("p", (1, 2), "?", "test")], Sampling(max_tokens=2, seed=0)
 
     def kill_the_only_one() -> None:
-        pid = pool.replicas.group.workers[0].pid
+        pid = pool.replicas.worker_set.workers[0].pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_alive(pid), 5.0, "it is dead")
 

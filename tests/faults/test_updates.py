@@ -14,7 +14,7 @@ def scene(request: pytest.FixtureRequest) -> Scene:
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_by_both(scene):
-    role = scene.group.role
+    role = scene.worker_set.role
     [before] = scene.begin(1)
     state = scene.digest()
     scene.arm(f"{role}.update.loss:nan@micro_batch=1", 1)
@@ -26,14 +26,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_by_both(scene):
     scene.arm(f"{role}.update.loss:nan@micro_batch=1,n=1", 1)
     metrics = scene.role.update(make_batch(1))
     assert metrics[f"{role}/nonfinite"] == 0.5
-    first, second = scene.group.call("whole_weights")
+    first, second = scene.worker_set.call("whole_weights")
     assert first == second
     assert scene.digest() != state
     assert scene.ground.lines.warnings == [], "no process was started again"
 
 
 def test_memory_that_runs_out_on_one_rank_halves_the_micro_batches_and_the_gradient_stays(scene):
-    role = scene.group.role
+    role = scene.worker_set.role
     scene.begin(1)
     scene.cut.rule = BY_TWO
     try:

@@ -1,4 +1,4 @@
-"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerGroup` is to `ActorGroup`, but cheap to rebuild."""
+"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerSet` is to `ActorRole`, but cheap to rebuild."""
 
 from __future__ import annotations
 
@@ -160,13 +160,14 @@ def _serve(pipe: Connection) -> None:
             pipe.send((reported, str(error) if reported is not AssertionError else traceback.format_exc()))
 
 
-def actor_group(processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any) -> Any:
+def actor_group(
+    processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any, *, updates_per_step: int = 1
+) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
-    from grpo_rl.cluster.roles.actor_role import ActorGroup
+    from grpo_rl.cluster.roles.actor_role import ActorRole
 
-    return ActorGroup(
-        processes, config, train_rule=rule, forward_rule=rule, always_old=objective.needs_selection, objective=objective
-    )
+    old = "actor" if updates_per_step > 1 or objective.needs_selection else "none"
+    return ActorRole(processes, config, train_rule=rule, forward_rule=rule, old_logprobs=old, objective=objective)
 
 
 def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:

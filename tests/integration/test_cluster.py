@@ -1,4 +1,4 @@
-"""Worker groups on a real Ray: answers in order, and a clear cause for every kind of failure."""
+"""Worker sets on a real Ray: answers in order, and a clear cause for every kind of failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tiny_workers import make_engine, make_worker
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_sets import WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_sets import WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.session.ray_session import ray_session
@@ -41,14 +41,12 @@ def ray_pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WorkerGroup]]:
-    """Starts a group of tiny workers. Processes cost seconds: tests share one where none of them ends it."""
-    started: list[WorkerGroup] = []
+def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WorkerSet]]:
+    """Starts a set of tiny workers. Processes cost seconds: tests share one where none of them ends it."""
+    started: list[WorkerSet] = []
 
-    def make(
-        num_ranks: int, role: str = "tiny", factory: Any = make_worker, threads: int = 1, **environment: str
-    ) -> WorkerGroup:
-        group = WorkerGroup(
+    def make(num_ranks: int, role: str = "tiny", factory: Any = make_worker, threads: int = 1, **environment: str) -> WorkerSet:
+        worker_set = WorkerSet(
             role,
             [ray_pool.slots()[rank % 3] for rank in range(num_ranks)],
             log_dir=tmp_path_factory.mktemp("logs"),
@@ -56,23 +54,23 @@ def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             call_timeout_s=NEVER_S,
             threads_per_worker=threads,
         )
-        started.append(group)
-        group.where(START_S)
+        started.append(worker_set)
+        worker_set.where(START_S)
         if factory is make_worker:
-            build(group, [(rank,) for rank in range(num_ranks)])
-        return group
+            build(worker_set, [(rank,) for rank in range(num_ranks)])
+        return worker_set
 
     yield make
-    for group in started:
-        group.shutdown()
+    for worker_set in started:
+        worker_set.shutdown()
 
 
-def build(group: WorkerGroup, arguments: list[tuple[Any, ...]], factory: Any = make_worker) -> None:
-    wait_all(group.workers, group.start_build(factory, arguments), START_S, f"start {group.role}")
+def build(worker_set: WorkerSet, arguments: list[tuple[Any, ...]], factory: Any = make_worker) -> None:
+    wait_all(worker_set.workers, worker_set.start_build(factory, arguments), START_S, f"start {worker_set.role}")
 
 
 @pytest.fixture(scope="module")
-def tiny(start: Callable[..., WorkerGroup]) -> WorkerGroup:
+def tiny(start: Callable[..., WorkerSet]) -> WorkerSet:
     return start(3, TINY_SETTING="seen")
 
 
@@ -136,7 +134,7 @@ def test_a_process_that_is_frozen_is_named_at_the_deadline(tiny):
 
 
 @pytest.fixture(scope="module")
-def doomed(start: Callable[..., WorkerGroup]) -> WorkerGroup:
+def doomed(start: Callable[..., WorkerSet]) -> WorkerSet:
     """One that lives and one for each way to die."""
     return start(1 + len(DEATHS), role="doomed")
 
@@ -194,15 +192,15 @@ def test_slots_of_several_devices_are_neighbours_and_a_rest_is_left_over(ray_poo
 
 
 @pytest.fixture(scope="module")
-def replicas(start: Callable[..., WorkerGroup]) -> Callable[..., ReplicaPool]:
+def replicas(start: Callable[..., WorkerSet]) -> Callable[..., ReplicaPool]:
     """A pool over two processes that serve tiny engines of these versions and speeds, new ones for every test."""
-    group = start(2, role="rollout", factory=make_engine, threads=3)
+    worker_set = start(2, role="rollout", factory=make_engine, threads=3)
 
     def make(*engines: tuple[int, float], step_timeout_s: float = NEVER_S) -> ReplicaPool:
-        build(group, list(engines), make_engine)
+        build(worker_set, list(engines), make_engine)
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=step_timeout_s)
         transfer: Any = None  # no weights move in these tests
-        return ReplicaPool(Replicas(group), transfer, lambda ids: " ".join(map(str, ids)), options)
+        return ReplicaPool(Replicas(worker_set), transfer, lambda ids: " ".join(map(str, ids)), options)
 
     return make
 
@@ -233,7 +231,7 @@ def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_o
 def test_a_slow_replica_gets_fewer_requests(replicas):
     pool = replicas((0, 0.0), (0, 0.2))
     pool.generate(prompts(40), 1, SAMPLING)
-    quick, slow = pool.replicas.group.call("done")
+    quick, slow = pool.replicas.worker_set.call("done")
     assert quick + slow == 40 and quick > 2 * slow > 0
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from whole_runs import arithmetic, train, without_times
 
-from grpo_rl.cluster.roles.critic_role import CriticGroup
+from grpo_rl.cluster.roles.critic_role import CriticRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
 from grpo_rl.models import builtin
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=False)
 
 
-def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recompute: bool, lr: float = 1e-4) -> CriticGroup:
+def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recompute: bool, lr: float = 1e-4) -> CriticRole:
     spec = CriticSpec(
         PolicySpec(ModelConfig(str(model), enable_gradient_checkpointing=recompute), 1.0, "float32", train=True),
         OptimConfig(lr=lr, clip_grad=1e6),
@@ -42,7 +42,7 @@ def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recomput
         cliprange_value=0.05,
     )
     processes.build(spec)
-    return CriticGroup(processes, rule=rule, mini_batch_size=2, epochs=2)
+    return CriticRole(processes, rule=rule, mini_batch_size=2, epochs=2)
 
 
 def with_returns(seed: int) -> Batch:
@@ -53,13 +53,13 @@ def with_returns(seed: int) -> Batch:
     )
 
 
-def learn(group: CriticGroup, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
+def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Values before each batch's update, and its metrics."""
     values, metrics = [], []
     for batch in batches:
-        batch = group.values(batch)
+        batch = worker_set.values(batch)
         values.append(batch.values_T)
-        metrics.append(group.update(batch))
+        metrics.append(worker_set.update(batch))
     return values, metrics
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 from whole_runs import train
 
-from grpo_rl.cluster.roles.reward_model_role import RewardModelGroup
+from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import ModelScore
@@ -85,11 +85,11 @@ def test_scores_do_not_depend_on_ranks_and_passes(
     for size, pass_tokens in ((1, 1000), (1, 44), (2, 44)):
         ranks[size].build(RewardModelSpec(str(folders["scorer"]), "float32"))
         ranks[size].call_timeout_s = DEADLINE_S
-        group = RewardModelGroup(
+        worker_set = RewardModelRole(
             ranks[size], Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=44
         )
-        results = group.score(items)
-        group.close()
+        results = worker_set.score(items)
+        worker_set.close()
         assert all(isinstance(result, ModelScore) for result in results)
         found.append([value for result in results for value in ([r for _, r in result.steps] if separator else [result.score])])
     assert len(found[0]) == (7 if separator is None else 15) and max(found[0]) - min(found[0]) > 0.1

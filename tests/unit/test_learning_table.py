@@ -14,7 +14,7 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
-from grpo_rl.plan.decisions import make_plan
+from grpo_rl.plan.make import make_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "learning_table.py"
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")

@@ -11,8 +11,11 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
 from grpo_rl.errors import ConfigError
-from grpo_rl.plan.decisions import Plan, make_plan, probe_machine
-from grpo_rl.plan.memory import memory_by_role, model_size
+from grpo_rl.plan.decisions import Plan, decide
+from grpo_rl.plan.machine import probe_machine
+from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.memory import memory_by_role
+from grpo_rl.plan.model_folder import model_size
 from grpo_rl.plan.text import WIDTH
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
@@ -55,16 +58,16 @@ def problems_of(*words: str, machine: Machine = CPU) -> list[str]:
 def test_steps_follow_from_rows_batches_and_epochs() -> None:
     plan = plan_of(f"{A}.ppo_epochs=2")
     # 1000 rows make 15 batches of 64, three times; each batch is 4 mini-batches, twice.
-    assert (plan.num_train_rows, plan.total_steps, plan.updates_per_step) == (1000, 45, 8)
+    assert (plan.sizes.num_train_rows, plan.sizes.total_steps, plan.sizes.updates_per_step) == (1000, 45, 8)
 
 
 def test_the_number_of_rows_respects_train_max_samples() -> None:
-    assert plan_of("data.train_max_samples=130").total_steps == 3 * 2
+    assert plan_of("data.train_max_samples=130").sizes.total_steps == 3 * 2
 
 
 def test_rows_that_may_be_dropped_leave_the_number_of_steps_open() -> None:
-    assert plan_of("data.filter_overlong_prompts=true").total_steps is None
-    assert plan_of("data.filter_overlong_prompts=true", "trainer.total_training_steps=7").total_steps == 7
+    assert plan_of("data.filter_overlong_prompts=true").sizes.total_steps is None
+    assert plan_of("data.filter_overlong_prompts=true", "trainer.total_training_steps=7").sizes.total_steps == 7
 
 
 def test_old_logprobs_are_computed_only_where_an_update_or_the_reward_reads_them() -> None:
@@ -87,7 +90,7 @@ def test_old_logprobs_are_computed_only_where_an_update_or_the_reward_reads_them
 )
 def test_the_reference_starts_only_for_a_kl_term_with_a_weight(words: list[str], started: bool) -> None:
     plan = plan_of(*words)
-    assert plan.uses_reference is started
+    assert (plan.role("reference") is not None) is started
     assert ("not started" in plan.render()) is not started
 
 
@@ -107,7 +110,7 @@ def test_ranks_replicas_and_the_way_of_the_weights(
     words: list[str], machine: Machine, ranks: int, replicas: int, backend: str
 ) -> None:
     plan = plan_of(*words, machine=machine)
-    assert (plan.world_size, plan.num_replicas, plan.weight_backend) == (ranks, replicas, backend)
+    assert (plan.world_size, plan.num_replicas, plan.engine.weight_backend) == (ranks, replicas, backend)
     assert plan.world_size == machine.world_size(compose([*BASE, *words]).config)
 
 
@@ -217,7 +220,7 @@ def test_the_actors_state_takes_sixteen_bytes_per_parameter_shared_by_its_ranks(
     size = model_size(str(tmp_path))
     assert size is not None
     words = [*BASE, "data.max_prompt_length=1", "data.max_response_length=1", "actor_rollout_ref.model.lm_head_chunk_tokens=1"]
-    actor, reference, rollout = memory_by_role(compose(words).config, EIGHT_GPUS, size, with_reference=True)
+    actor, reference, rollout = memory_by_role(decide(compose(words).config, EIGHT_GPUS), size)
     assert actor.role == "actor" and 0 < actor.num_bytes - 494_032_768 * 16 / 8 < 200 * 2**20
     assert reference.role == "reference" and 0 < reference.num_bytes - 494_032_768 * 4 / 8 < 100 * 2**20
     assert rollout.num_bytes == 494_032_768 * 2
@@ -233,7 +236,7 @@ def test_the_reward_model_holds_float32_weights_shared_by_its_own_ranks_and_one_
     # Per token 8 x 896 hidden, 2 x 14 and 2 x 2 heads of 64, 4 x 4864 in the MLP, each in bfloat16.
     passing = 1024 * 2 * (8 * 896 + 32 * 64 + 4 * 4864)
     for further, ranks in (([], 8), (pool, 2)):
-        needs = memory_by_role(compose([*words, *further]).config, EIGHT_GPUS, size, with_reference=False)
+        needs = memory_by_role(decide(compose([*words, *further, f"{A}.use_kl_loss=false"]).config, EIGHT_GPUS), size)
         assert [need.role for need in needs] == ["actor", "reward model", "rollout"]
         assert needs[1].num_bytes == 494_032_768 * 4 // ranks + passing
 

@@ -11,7 +11,8 @@ from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError
-from grpo_rl.plan.decisions import Plan, make_plan
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.make import make_plan
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -110,7 +111,7 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
         "@needs('values')\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T, inp.token_rewards_T)\n"
         "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
     )
-    assert plan_of(f"{E}={file}:with_critic").uses_critic
+    assert plan_of(f"{E}={file}:with_critic").role("critic")
     assert "has no option size" in problems_of(f"{E}={file}:plain", "algorithm.adv_options={size: 2}")[0]
     plan_of(f"{E}={file}:plain", "algorithm.adv_options={scale: 2.0}", f"{R}.n=1")
 
@@ -154,7 +155,7 @@ def test_gae_brings_its_critic_its_steps_and_its_loss() -> None:
 
 
 def test_without_gae_there_is_no_critic() -> None:
-    assert plan_of(*GAE).uses_critic and not plan_of().uses_critic
+    assert plan_of(*GAE).role("critic") and not plan_of().role("critic")
     assert "critic" not in page_of()
 
 

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 }
 """Variables of all workers that libraries read when they are imported."""
 READ_LATER = {"OMP_NUM_THREADS", *faults.VARIABLES}
-"""Variables that a worker heeds whenever they are set: `Host` tells torch the number of threads."""
+"""Variables that a worker heeds whenever they are set: `WorkerHost` gives torch the number of threads."""
 
 WORKERS = ("actor", "critic", "reference", "reward_model", "rollout")
 MODULES = (*(f"grpo_rl.workers.{name}" for name in WORKERS), "grpo_rl.rollout.hf.hf_engine")

@@ -13,11 +13,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.processes import forks
-from grpo_rl.cluster.processes.worker_host import BEATS, Host
+from grpo_rl.cluster.processes.worker_host import BEATS, WorkerHost
 from grpo_rl.config import secrets
 from grpo_rl.errors import ClusterError
 
-# On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
+# On CPU a slot reserves next to nothing: worker sets take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
 
 
@@ -40,7 +40,7 @@ class Place:
     """Calls that it answers at once."""
 
     def start(self, name: str, log_file: Path) -> Any:
-        """A new process: a Ray actor of class Host."""
+        """A new process: a Ray actor of class WorkerHost."""
         strategy = PlacementGroupSchedulingStrategy(self.slot.placement_group, self.slot.bundles[0])
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(self.slot.gpu_ids)} if self.slot.gpu_ids else {}
         environment = {**self.environment, **devices}
@@ -50,7 +50,7 @@ class Place:
             options["runtime_env"] = copied
         remote: Any = ray.remote  # whose types do not know concurrency groups
         return (
-            remote(concurrency_groups={BEATS: 1})(Host)
+            remote(concurrency_groups={BEATS: 1})(WorkerHost)
             .options(**options)
             .remote(name, str(log_file), environment, secrets.known())
         )

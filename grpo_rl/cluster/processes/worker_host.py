@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ class RemoteError(Exception):
         return self.message if self.user_error else f"{self.kind}: {self.message}"
 
 
-class Host:
+class WorkerHost:
     """Runs in a process of its own; `build` makes the worker there, `call` calls it.
 
     The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
@@ -129,3 +131,27 @@ def _redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     sys.stdout, sys.stderr = HidingStream(sys.stdout), HidingStream(sys.stderr)
+
+
+_trackers: list[subprocess.Popen[bytes]] = []
+
+
+def track_apart() -> None:
+    """Start Python's tracker of shared memory for this process in a group of its own.
+
+    Ray ends the group of a worker that died, a second after it has asked: with the tracker in it, and children that take
+    longer to end, what they shared would stay in memory until the machine is started again.
+    """
+
+    def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+        words = [os.fsdecode(word) for word in arguments]
+        # Kept, or its destructor would warn of a child that still runs.
+        _trackers.append(subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0))
+        return _trackers[-1].pid
+
+    before = util.spawnv_passfds
+    util.spawnv_passfds = spawn  # type: ignore[assignment]
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = before

@@ -1,4 +1,4 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure."""
+"""Worker sets: the processes of one role, called together, with a deadline and a clear cause for every failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.termination import end_process
+from grpo_rl.cluster.processes.termination import end_workers, kill_process
 from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
 from grpo_rl.errors import (
@@ -87,7 +87,7 @@ class Worker:
         return Worker(self.name, self.place, self.log_file)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
-        """A sign of life after `wait_s`, whatever else the process does: see `Host.beat`."""
+        """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
 
     def describe(self, error: Exception) -> str:
@@ -115,11 +115,11 @@ class Worker:
             self.verdict = verdict
         # The signal first: Ray forgets which process it was, and leaves one that is stopped where it is.
         if self.pid is not None and self.address is not None:
-            end_process(self.pid, self.address)
+            kill_process(self.pid, self.address)
         ray.kill(self.actor)
 
 
-class WorkerGroup:
+class WorkerSet:
     """All processes of a role, in rank order."""
 
     def __init__(
@@ -147,7 +147,7 @@ class WorkerGroup:
         return self.locate(self.workers, timeout_s)
 
     def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
-        """`where`, for some of the group's processes."""
+        """`where`, for some of the processes."""
         places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
         for worker, (address, pid, _) in zip(workers, places, strict=True):
             worker.address, worker.pid = address, pid
@@ -167,9 +167,8 @@ class WorkerGroup:
         return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
 
     def shutdown(self) -> None:
-        """End all processes of the group."""
-        for worker in self.workers:
-            worker.kill()
+        """End all processes of the set."""
+        end_workers(self.workers)
 
 
 def headline(text: str, *, at_end: bool) -> str:
@@ -187,7 +186,7 @@ def wait_all(
 ) -> list[Any]:
     """The results of `refs`, one per worker, in order.
 
-    The first failure ends the wait: in a group that works in step, the others would only hang.
+    The first failure ends the wait: in a set that works in step, the others would only hang.
 
     Raises what `fetch` raises; a process that died is named rather than the neighbours that noticed.
     ClusterError also at the deadline, naming who did not answer.

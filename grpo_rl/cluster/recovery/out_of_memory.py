@@ -56,8 +56,8 @@ def what_to_do(call: str) -> str:
 class Cut:
     """Calls a role's ranks with micro-batches by a rule; where `splits`, by one of half the size once memory ran out."""
 
-    def __init__(self, group: Any, rule: MicroBatchRule, splits: bool = False) -> None:
-        self.group = group
+    def __init__(self, worker_set: Any, rule: MicroBatchRule, splits: bool = False) -> None:
+        self.worker_set = worker_set
         self.rule = rule
         self.splits = splits
 
@@ -70,13 +70,13 @@ class Cut:
         longest = max((max(some, default=0) for some in lengths), default=0)
         while True:
             try:
-                return self.group.call_each(method, arguments(at_least(self.rule, longest)))
+                return self.worker_set.call_each(method, arguments(at_least(self.rule, longest)))
             except OutOfMemory as error:
-                smaller = halved(at_least(self.rule, longest), lengths, len(self.group)) if self.splits else None
+                smaller = halved(at_least(self.rule, longest), lengths, len(self.worker_set)) if self.splits else None
                 if smaller is None:
                     raise
                 # Ranks that had enough memory wait in a collective for the one that had not.
-                self.group.recover(error, f"{self.group.role}.{method} with micro-batches of {smaller}")
+                self.worker_set.recover(error, f"{self.worker_set.role}.{method} with micro-batches of {smaller}")
                 self.rule = smaller
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.errors import ClusterError, GrpoRlError
 
@@ -16,17 +16,17 @@ Build = Callable[[Worker], ray.ObjectRef]
 
 
 class Replicas:
-    """The processes of the rollout group by what they may do.
+    """The processes of the rollout set by what they may do.
 
     `serving` hold the current weights and are the only ones that get requests. One that is lost is killed, whoever noticed,
     and a new process takes its place; built, it waits among the `ready` until it has been given the current weights.
     `lose` may be called from any thread, everything else from the controller's.
     """
 
-    def __init__(self, group: WorkerGroup, build: Build | None = None, supervisor: Supervisor | None = None) -> None:
-        self.group = group
+    def __init__(self, worker_set: WorkerSet, build: Build | None = None, supervisor: Supervisor | None = None) -> None:
+        self.worker_set = worker_set
         self.supervisor = supervisor
-        self.serving = list(group.workers)
+        self.serving = list(worker_set.workers)
         self._build = build
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -110,14 +110,14 @@ class Replicas:
             if self.supervisor.closed:
                 fresh.kill()
                 return
-            # Whoever ends the group ends the new process, too.
-            self.group.workers[self.group.workers.index(worker)] = fresh
+            # Ending the set ends the new process, too.
+            self.worker_set.workers[self.worker_set.workers.index(worker)] = fresh
             self._ready = [other for other in self._ready if other is not worker]
             # The time without a replica counts from the first loss, however many replacements it takes.
             self._replaces[fresh] = self._replaces.pop(worker, worker)
         timeout_s = self.supervisor.start_timeout_s
         try:
-            self.group.locate([fresh], timeout_s)
+            self.worker_set.locate([fresh], timeout_s)
             wait_all([fresh], [self._build(fresh)], timeout_s, f"start {fresh.name} again")
         except WorkerFailed as error:
             self.lose(fresh, str(error))

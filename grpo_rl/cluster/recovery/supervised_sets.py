@@ -1,4 +1,4 @@
-"""Groups of ranks that are made anew as a whole when one of them dies or freezes, with the state they had."""
+"""Sets of ranks that are made anew as a whole when one of them dies or freezes, with the state they had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import WorkerFailed, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_sets import WorkerFailed, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.errors import ClusterError, SaveLost
 
@@ -26,19 +26,19 @@ SAVES = frozenset({"save", "begin_save"})
 """Calls whose half-done work is in the way of a second try: whoever makes them begins with another folder."""
 
 
-class GroupRestarted(ClusterError):
-    """The group was made anew in the middle of several calls that belong together: make them again, from the first."""
+class SetRestarted(ClusterError):
+    """The set was made anew in the middle of several calls that belong together: make them again, from the first."""
 
 
 class Keeper:
-    """What brings a stateful group back: a state it had, and the updates made since, to be made again.
+    """What brings a stateful set of ranks back: a state it had, and the updates made since, to be made again.
 
     The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per rank)
     or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
     """
 
-    def __init__(self, group: SupervisedGroup) -> None:
-        self.group = group
+    def __init__(self, worker_set: SupervisedSet) -> None:
+        self.worker_set = worker_set
         self.in_memory = False
         self._copy: list[ray.ObjectRef] | None = None
         self._folder: Path | None = None
@@ -57,11 +57,11 @@ class Keeper:
             return
         while True:
             try:
-                self._set(self.group.parts("snapshot"), None)
+                self._set(self.worker_set.parts("snapshot"), None)
                 return
             except WorkerFailed as error:
                 # The update is among those that the recovery makes again.
-                self.group.recover(error, f"{self.group.role}.snapshot")
+                self.worker_set.recover(error, f"{self.worker_set.role}.snapshot")
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote is complete and stays in `folder`."""
@@ -70,13 +70,13 @@ class Keeper:
         self._num_saved = None
 
     def restore(self) -> None:
-        """Bring newly built ranks to where the group was."""
+        """Bring newly built ranks to where the set was."""
         if self._copy is not None:
-            self.group.call_once("restore", [(part,) for part in self._copy])
+            self.worker_set.call_once("restore", [(part,) for part in self._copy])
         elif self._folder is not None:
-            self.group.call_once("load", [(str(self._folder),)] * len(self.group))
+            self.worker_set.call_once("load", [(str(self._folder),)] * len(self.worker_set))
         for arguments in self._updates:
-            self.group.call_once("update", arguments)
+            self.worker_set.call_once("update", arguments)
 
     @property
     def num_updates(self) -> int:
@@ -87,8 +87,8 @@ class Keeper:
         self._copy, self._folder, self._updates, self._num_saved = copy, folder, [], None
 
 
-class SupervisedGroup(WorkerGroup):
-    """A WorkerGroup whose calls survive the end of its processes.
+class SupervisedSet(WorkerSet):
+    """A WorkerSet whose calls survive the end of its processes.
 
     `begin` takes the recipe that builds a worker in every process; a failed call ends all processes, builds new ones,
     restores their state where they have any, and is made again. Without a supervisor, a failure is an error.
@@ -117,7 +117,7 @@ class SupervisedGroup(WorkerGroup):
     def call_each(self, method: str, arguments: Arguments) -> list[Any]:
         """Call `method` on every rank with its own arguments; the results by rank.
 
-        Raises GroupRestarted where the call is one of several that belong together, SaveLost where it was to write a
+        Raises SetRestarted where the call is one of several that belong together, SaveLost where it was to write a
         checkpoint, ClusterError with all causes when the budget for restarts is spent.
         """
         while True:
@@ -127,7 +127,7 @@ class SupervisedGroup(WorkerGroup):
             except WorkerFailed as error:
                 self.recover(error, f"{self.role}.{method}")
                 if method in STEP_OF_MANY:
-                    raise GroupRestarted(f"{self.role} was started again in {method}") from error
+                    raise SetRestarted(f"{self.role} was started again in {method}") from error
                 if method in SAVES:
                     # In its folder are files of those that are no more.
                     raise SaveLost from error
@@ -153,7 +153,7 @@ class SupervisedGroup(WorkerGroup):
         return [pair[1] for pair in pairs]
 
     def recover(self, error: ClusterError, what: str) -> None:
-        """Make the group anew, with its state. Raises `error` where nobody supervises it, ClusterError at the budget's end."""
+        """Make the set anew, with its state. Raises `error` where nobody supervises it, ClusterError at the budget's end."""
         if self.supervisor is None or not self.is_restarted or self._recipe is None:
             raise error
         began = time.monotonic()
@@ -173,7 +173,7 @@ class SupervisedGroup(WorkerGroup):
             self.keeper.committed(folder)
 
     def shutdown(self) -> None:
-        """End all processes of the group."""
+        """End all processes of the set."""
         if self.supervisor is not None:
             for worker in self.workers:
                 self.supervisor.monitor.forget(worker)

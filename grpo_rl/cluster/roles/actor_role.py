@@ -1,11 +1,11 @@
-"""The roles of the training loop over worker groups: actor and reference."""
+"""The roles of the training loop over worker sets: actor and reference."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,44 +14,44 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
-from grpo_rl.cluster.processes.shared_memory_tracker import track_apart
-from grpo_rl.cluster.processes.worker_sets import WorkerGroup
+from grpo_rl.cluster.processes.worker_host import track_apart
+from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.micro_batches import combine_stats, forward, gather, mini_batches, per_token, train, trained_lengths
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch, Metrics
 
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import OldLogprobs
+
 _OWN = "actor.json"
 """Where a checkpoint has what the actor's controller remembers."""
 
 
-class ActorGroup:
+class ActorRole:
     """roles.Actor over FSDP2 ranks."""
 
     def __init__(
         self,
-        group: SupervisedGroup,
+        worker_set: SupervisedSet,
         config: ActorConfig,
         *,
         train_rule: MicroBatchRule,
         forward_rule: MicroBatchRule,
-        always_old: bool,
+        old_logprobs: OldLogprobs,
         objective: Objective,
-        old_from_engine: bool = False,
         tokenizer: Any = None,
         splits: bool = False,
     ) -> None:
-        self.group = group
+        self.worker_set = worker_set
         self.config = config
         self.objective = objective
-        self.train_cut = Cut(group, train_rule, splits)
-        self.forward_cut = Cut(group, forward_rule, splits)
-        self.always_old = always_old
-        """Recompute old log-probs even where one update makes the ratio exactly 1, because something else reads them."""
-        self.old_from_engine = old_from_engine
-        """Take the engine's log-probs as the old ones (algorithm.rollout_correction.bypass_mode)."""
+        self.train_cut = Cut(worker_set, train_rule, splits)
+        self.forward_cut = Cut(worker_set, forward_rule, splits)
+        self.old_from: OldLogprobs = old_logprobs
+        """Which process computes old log-probs, as the plan decided."""
         self.tokenizer = tokenizer
         """Written beside every exported model, if there is one."""
         settings = config.adaptive_entropy
@@ -62,14 +62,14 @@ class ActorGroup:
         """Of the weights: the number of batches they were trained on."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
-        """The batch with `old_logprobs_T` where a later update, or the reward, reads them.
+        """Return the batch with `old_logprobs_T`, where something reads them.
 
-        With one update per batch the policy has not moved: the update's own forward pass gives them.
+        Where the plan has none there is one update per batch, and the policy has not moved: the ratio is exactly 1.
         """
-        if self.old_from_engine:
-            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        if self.updates_per_batch(batch) == 1 and not self.always_old:
+        if self.old_from == "none":
             return batch
+        if self.old_from == "engine":
+            return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", batch))
 
     def update(self, batch: Batch) -> Metrics:
@@ -85,30 +85,25 @@ class ActorGroup:
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 
-    def updates_per_batch(self, batch: Batch) -> int:
-        """Optimizer steps on one batch."""
-        num_groups = int(batch.group_N.unique().numel())
-        return self.config.ppo_epochs * -(-num_groups // self.config.ppo_mini_batch_size)
-
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        return merge(self.group.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
+        return merge(self.worker_set.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
-        self.group.call("begin_save", str(folder), check, {_OWN: self._own()})
+        self.worker_set.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
         """What the save that was begun has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
-        written = self.group.call("saved", wait_s)
+        written = self.worker_set.call("saved", wait_s)
         return None if None in written else merge(written)
 
     def save_bytes(self) -> int:
         """About how much `save` writes."""
-        return sum(self.group.call("save_bytes"))
+        return sum(self.worker_set.call("save_bytes"))
 
     def _own(self) -> str:
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
@@ -118,11 +113,11 @@ class ActorGroup:
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.group.committed(folder)
+        self.worker_set.committed(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        self.group.call("load", str(folder))
+        self.worker_set.call("load", str(folder))
         state = json.loads((folder / _OWN).read_text())
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
         # A run may switch the steering on when it resumes: then it starts from the configured weight.
@@ -131,7 +126,7 @@ class ActorGroup:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        self.group.call("export", str(folder))
+        self.worker_set.call("export", str(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -165,11 +160,11 @@ class ActorGroup:
         return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
 
 
-class ReferenceGroup:
+class ReferenceRole:
     """roles.Reference over forward-only ranks."""
 
-    def __init__(self, group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
-        self.cut = Cut(group, rule, splits)
+    def __init__(self, worker_set: WorkerSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
+        self.cut = Cut(worker_set, rule, splits)
         self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:

@@ -1,37 +1,38 @@
-"""The critic of the training loop over its worker group."""
+"""The critic of the training loop over its worker set."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedGroup
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.micro_batches import combine_stats, mini_batches, per_token, train
-from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
+
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import Plan
 
 FOLDER = "critic"
 """Where a checkpoint has the critic's part."""
 
 
-class CriticGroup:
+class CriticRole:
     """roles.Critic over FSDP2 ranks."""
 
     def __init__(
-        self, group: SupervisedGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
+        self, worker_set: SupervisedSet, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
     ) -> None:
-        self.group = group
-        self.cut = Cut(group, rule, splits)
+        self.worker_set = worker_set
+        self.cut = Cut(worker_set, rule, splits)
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
 
@@ -50,25 +51,25 @@ class CriticGroup:
     def save(self, folder: Path) -> Files:
         """Write the critic's state into a folder of its own."""
         make_folder(folder / FOLDER)
-        return merge(self.group.call("save", str(folder / FOLDER)), FOLDER)
+        return merge(self.worker_set.call("save", str(folder / FOLDER)), FOLDER)
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
         make_folder(folder / FOLDER)
-        self.group.call("begin_save", str(folder / FOLDER), check)
+        self.worker_set.call("begin_save", str(folder / FOLDER), check)
 
     def saved(self, wait_s: float) -> Files | None:
         """As the actor's."""
-        written = self.group.call("saved", wait_s)
+        written = self.worker_set.call("saved", wait_s)
         return None if None in written else merge(written, FOLDER)
 
     def save_bytes(self) -> int:
         """About how much `save` writes."""
-        return sum(self.group.call("save_bytes"))
+        return sum(self.worker_set.call("save_bytes"))
 
     def committed(self, folder: Path) -> None:
         """What the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.group.committed(folder / FOLDER)
+        self.worker_set.committed(folder / FOLDER)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without a critic."""
@@ -77,7 +78,7 @@ class CriticGroup:
                 f"{folder} has no critic: it was written by a run whose estimator needed none; go on with that "
                 "algorithm.adv_estimator, or start anew with trainer.resume_mode=disable"
             )
-        self.group.call("load", str(folder / FOLDER))
+        self.worker_set.call("load", str(folder / FOLDER))
 
 
 def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
@@ -93,23 +94,23 @@ def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
     }
 
 
-def make_critic(config: Config, group: SupervisedGroup) -> CriticGroup:
-    """The critic's role over its group."""
-    return CriticGroup(
-        group,
-        rule=derived.critic_rule(config),
-        mini_batch_size=derived.critic_mini_batch_size(config),
-        epochs=derived.critic_epochs(config),
-        splits=config.trainer.on_out_of_memory == "split",
+def make_critic(plan: Plan, worker_set: SupervisedSet) -> CriticRole:
+    """Return the critic's role over its processes."""
+    return CriticRole(
+        worker_set,
+        rule=plan.passes.critic,
+        mini_batch_size=plan.sizes.critic_mini_batch_size,
+        epochs=plan.sizes.critic_epochs,
+        splits=plan.passes.splits,
     )
 
 
-def critic_spec(config: Config, actor: PolicySpec, total_steps: int) -> CriticSpec:
-    """What every critic rank is told; the model is the actor's unless the configuration names another."""
-    critic = config.critic
+def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
+    """Return what every critic rank is built from; the model is the actor's unless the plan names another."""
+    critic, own = plan.config.critic, plan.critic_model
     model = replace(actor.model, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing)
-    if derived.critic_has_own_model(config):
-        model = replace(model, path=critic.model.path, override_config={})
+    if own is not None:
+        model = replace(model, path=own, override_config={})
     return CriticSpec(
         model=replace(
             actor,
@@ -117,11 +118,11 @@ def critic_spec(config: Config, actor: PolicySpec, total_steps: int) -> CriticSp
             dtype=critic.fsdp.dtype,
             reshard_after_forward=critic.fsdp.reshard_after_forward,
             train=True,
-            path_key="critic.model.path" if derived.critic_has_own_model(config) else actor.path_key,
+            path_key=actor.path_key if own is None else "critic.model.path",
         ),
         optim=critic.optim,
-        total_optimizer_steps=total_steps * derived.critic_updates_per_step(config),
-        seed=config.trainer.seed,
+        total_optimizer_steps=plan.sizes.critic_updates,
+        seed=plan.config.trainer.seed,
         cliprange_value=critic.cliprange_value,
         param_offload=critic.fsdp.param_offload,
         optimizer_offload=critic.fsdp.optimizer_offload,

@@ -26,9 +26,9 @@ def train(
     counts = [count(trained_lengths(mini_batch), mini_batch.group_N) for mini_batch in mini_batches]
 
     def steps(rule: MicroBatchRule) -> list[tuple[list[OptimizerStep]]]:
-        per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(cut.group))]
+        per_rank: list[list[OptimizerStep]] = [[] for _ in range(len(cut.worker_set))]
         for mini_batch, step_counts in zip(mini_batches, counts, strict=True):
-            for own, rows in zip(per_rank, plan(mini_batch, rule, len(cut.group)), strict=True):
+            for own, rows in zip(per_rank, plan(mini_batch, rule, len(cut.worker_set)), strict=True):
                 own.append(OptimizerStep(step_counts, tuple(micro_batches(mini_batch, rows)), entropy_coeff))
         return [(own,) for own in per_rank]
 
@@ -41,7 +41,7 @@ def forward(cut: Cut, method: str, batch: Batch, *arguments: Any) -> tuple[list[
     planned: list[list[list[list[int]]]] = []
 
     def parts(rule: MicroBatchRule) -> list[tuple[Any, ...]]:
-        planned.append(plan(batch, rule, len(cut.group)))
+        planned.append(plan(batch, rule, len(cut.worker_set)))
         return [(micro_batches(batch, rank_rows), *arguments) for rank_rows in planned[-1]]
 
     results = cut.call(method, [batch.sequence_lengths_N.tolist()], parts)

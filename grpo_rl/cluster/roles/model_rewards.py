@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_rl.cluster.processes.worker_sets import WorkerGroup
+from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.roles.reward_model_role import prepare
-from grpo_rl.config import derived
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
 from grpo_rl.rewards.contract.steps import Decode
 
 
 class ModelRewards:
-    """The reward model and the judge of a configuration, as far as there are some.
+    """The reward model and the judge of a run, as far as the plan has them.
 
     Raises ConfigError for a model, a template or a parser that cannot be used.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, decode: Decode) -> None:
-        self._config = config.reward
-        self.score_steps = derived.scores_steps_by_model(config)
-        self._setup = prepare(config, tokenizer, decode) if derived.has_reward_model(config) else None
+    def __init__(self, plan: Plan, tokenizer: Any, decode: Decode) -> None:
+        self._config = plan.config.reward
+        self._setup = prepare(plan.config, tokenizer, decode) if plan.role("reward_model") else None
         self._judge = None
-        if derived.has_judge(config):
-            # The HTTP client is loaded where there is somebody to ask.
+        if plan.reward.judge:
+            # The HTTP client is loaded only where there is an endpoint to ask.
             from grpo_rl.rewards.models.judge import JudgeSetup
 
-            self._judge = JudgeSetup.from_config(config.reward.judge)
+            self._judge = JudgeSetup.from_config(plan.config.reward.judge)
 
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
+    def beside(self, rules: Rewarder | None, scorers: WorkerSet | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run."""
         models: list[ModelReward] = []
         if self._setup is not None:

@@ -1,4 +1,4 @@
-"""The reward model over its worker group: rollouts are collected as they end and scored in batches beside the sampling."""
+"""The reward model over its worker set: rollouts are collected as they end and scored in batches beside the sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 
 
 class Ranks(Protocol):
-    """The group's processes, as `WorkerGroup` calls them."""
+    """The model's processes, as `WorkerSet` calls them."""
 
     call_timeout_s: float
 
@@ -47,7 +47,7 @@ class _Job:
         return self.result is not None or self.error is not None
 
 
-class RewardModelGroup:
+class RewardModelRole:
     """rewards.combined.ModelReward over the reward model's ranks.
 
     A thread scores what has come whenever it fills a forward pass on every rank, and the rest as soon as somebody waits.
@@ -57,7 +57,7 @@ class RewardModelGroup:
 
     def __init__(
         self,
-        group: Ranks,
+        worker_set: Ranks,
         renderer: Renderer,
         *,
         weight: float,
@@ -65,7 +65,7 @@ class RewardModelGroup:
         max_length: int,
         vocab_size: int | None = None,
     ) -> None:
-        self.group = group
+        self.worker_set = worker_set
         self.renderer = renderer
         self.weight = weight
         self.pass_tokens = pass_tokens
@@ -92,7 +92,7 @@ class RewardModelGroup:
                 self._changed.notify_all()
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
-        """The score of each rollout. Raises what a call to the group raised."""
+        """The score of each rollout. Raises what a call to the worker set raised."""
         for rollout in rollouts:
             self.submit(rollout)
         jobs = [self._jobs[(rollout.prompt.uid, rollout.sample_index)] for rollout in rollouts]
@@ -120,14 +120,14 @@ class RewardModelGroup:
             self._changed.notify_all()
 
     def _await(self, jobs: Sequence[_Job]) -> None:
-        """Return when all jobs are done. A call to the group has a deadline of its own; this one is for what is around it."""
+        """Return when all jobs are done. A call to the worker set has a deadline of its own; this one is for what is around it."""
         num_done, deadline = -1, 0.0
         while not all(job.done for job in jobs):
             now_done = sum(job.done for job in jobs)
             if now_done > num_done:
-                num_done, deadline = now_done, time.monotonic() + 2 * self.group.call_timeout_s
+                num_done, deadline = now_done, time.monotonic() + 2 * self.worker_set.call_timeout_s
             if time.monotonic() > deadline:
-                raise ClusterError(f"the reward model scored nothing for {2 * self.group.call_timeout_s:.0f} s")
+                raise ClusterError(f"the reward model scored nothing for {2 * self.worker_set.call_timeout_s:.0f} s")
             self._changed.wait(1.0)
 
     def _work(self) -> None:
@@ -149,7 +149,7 @@ class RewardModelGroup:
 
     @property
     def _full(self) -> bool:
-        return self._queued_tokens >= self.pass_tokens * len(self.group)
+        return self._queued_tokens >= self.pass_tokens * len(self.worker_set)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
         """The model's scores, now, by all ranks."""
@@ -158,12 +158,12 @@ class RewardModelGroup:
         rows = [index for index, result in enumerate(results) if result is None]
         lengths = [len(rendered[row].token_ids) for row in rows]
         if rows:
-            planned = plan_micro_batches(lengths, len(self.group), max_tokens=self.pass_tokens)
+            planned = plan_micro_batches(lengths, len(self.worker_set), max_tokens=self.pass_tokens)
             batches = [[[rows[i] for i in micro_batch] for micro_batch in rank] for rank in planned]
             arguments = [
                 ([score_batch([rendered[row] for row in part]) if part else None for part in rank],) for rank in batches
             ]
-            answers = self.group.call_each("scores", arguments)
+            answers = self.worker_set.call_each("scores", arguments)
             for rank, columns in zip(batches, answers, strict=True):
                 for part, column in zip(rank, columns, strict=True):
                     if part:
@@ -215,11 +215,11 @@ class RewardModelSetup:
     max_length: int
     vocab_size: int | None
 
-    def over(self, group: Ranks) -> RewardModelGroup:
+    def over(self, worker_set: Ranks) -> RewardModelRole:
         """The model at work in its processes."""
         tokens = self.config.max_token_len_per_gpu
-        return RewardModelGroup(
-            group,
+        return RewardModelRole(
+            worker_set,
             self.renderer,
             weight=self.config.weight,
             pass_tokens=tokens,

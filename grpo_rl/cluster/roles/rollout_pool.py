@@ -12,7 +12,7 @@ import ray
 
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.roles.actor_role import ActorGroup
+from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
@@ -54,12 +54,12 @@ class ReplicaPool:
         self.options = options
         self.version = 0
         """Of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
-        self._actor: ActorGroup | None = None
+        self._actor: ActorRole | None = None
         self._asleep = False
 
     # ---- weights -------------------------------------------------------------------------------------
 
-    def sync_weights(self, actor: ActorGroup) -> Metrics:
+    def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves when they are already there.
 
         A replica that fails on the way is replaced; the others get them all, and only those that have them serve.
@@ -102,7 +102,7 @@ class ReplicaPool:
             self.transfer.check(actor, alive, left)
             alive = [worker for worker in alive if worker not in lost]
         versions = call("finish_weight_update")
-        actor.group.call("end_weight_sync")
+        actor.worker_set.call("end_weight_sync")
         if wake:
             call("wake_up", "kv_cache")
         for worker, live in versions.items():

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerGroup, settle, wait_all
-from grpo_rl.cluster.recovery.supervised_sets import GroupRestarted, SupervisedGroup
-from grpo_rl.cluster.roles.actor_role import ActorGroup
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, settle, wait_all
+from grpo_rl.cluster.recovery.supervised_sets import SetRestarted, SupervisedSet
+from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights.buckets import check_digests, merge_ranks
 
@@ -26,19 +26,28 @@ class Transfer:
     weights are the same to the bit: the transfer goes on with the bucket that each engine lacks.
     """
 
-    def __init__(self, backend: WeightBackend, actors: SupervisedGroup, engines: WorkerGroup, devices_per_engine: int) -> None:
+    def __init__(
+        self, backend: WeightBackend, actors: SupervisedSet | None, engines: WorkerSet, devices_per_engine: int
+    ) -> None:
+        """`actors` is None in a run whose engines keep the weights of the model's folder: then nothing can be transferred."""
         self.backend = backend
-        self.actors = actors
+        self._actors = actors
         self.call_timeout_s = engines.call_timeout_s
         if backend == "nccl":
             self._connect(engines, devices_per_engine)
+
+    @property
+    def actors(self) -> SupervisedSet:
+        """The processes that send."""
+        assert self._actors is not None, "nothing is transferred without an actor"
+        return self._actors
 
     @property
     def can_lose_engines(self) -> bool:
         """Whether engines can come and go: the NCCL group is made once, of all of them."""
         return self.backend != "nccl"
 
-    def run(self, actor: ActorGroup, engines: list[Worker], on_loss: OnLoss) -> int:
+    def run(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> int:
         """Bytes moved. The engines have begun an update before, and finish it after; `on_loss` is told of those that failed."""
         loaded = dict.fromkeys(engines, 0)
 
@@ -49,19 +58,19 @@ class Transfer:
         while True:
             try:
                 return self._run(actor, loaded, lost)
-            except GroupRestarted:
+            except SetRestarted:
                 continue
 
-    def check(self, actor: ActorGroup, engines: list[Worker], on_loss: OnLoss) -> None:
+    def check(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> None:
         """Raise WeightTransferError, naming the tensors, unless every engine received exactly what was sent."""
-        sent = actor.group.call("sent_digests")[0]
+        sent = actor.worker_set.call("sent_digests")[0]
         calls = [engine.call("received_digests") for engine in engines]
         for engine, received in settle(engines, calls, self.call_timeout_s, "rollout.received_digests", on_loss).items():
             check_digests(sent, received, engine.name)
 
-    def _run(self, actor: ActorGroup, loaded: dict[Worker, int], lost: OnLoss) -> int:
+    def _run(self, actor: ActorRole, loaded: dict[Worker, int], lost: OnLoss) -> int:
         """One pass over the weights; `loaded` counts the buckets that each engine has."""
-        num_bytes = sum(actor.group.call("begin_weight_sync")[:1])
+        num_bytes = sum(actor.worker_set.call("begin_weight_sync")[:1])
         number = 0
         more, buckets = self._next()
         while more:
@@ -80,17 +89,17 @@ class Transfer:
         return num_bytes
 
     def _next(self) -> tuple[bool, list[ray.ObjectRef]]:
-        """Whether there is another bucket, and each rank's version of it. Raises GroupRestarted."""
+        """Whether there is another bucket, and each rank's version of it. Raises SetRestarted."""
         workers = self.actors.workers
         pairs = [w.actor.call_pair.options(num_returns=2).remote("next_bucket") for w in workers]
         try:
             there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket")
         except WorkerFailed as error:
             self.actors.recover(error, "the weight transfer")
-            raise GroupRestarted("the actor was started again in a weight transfer") from error
+            raise SetRestarted("the actor was started again in a weight transfer") from error
         return there[0], [pair[1] for pair in pairs]
 
-    def _connect(self, engines: WorkerGroup, devices_per_engine: int) -> None:
+    def _connect(self, engines: WorkerSet, devices_per_engine: int) -> None:
         """Rank 0 of the actor and every engine process meet in one NCCL group."""
         address, _, port = self.actors.where(self.actors.call_timeout_s)[0]
         world_size = 1 + devices_per_engine * len(engines)

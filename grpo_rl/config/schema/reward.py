@@ -29,7 +29,7 @@ class OverlongBufferConfig:
 @dataclass(frozen=True, slots=True)
 class RewardModelConfig:
     enable: bool = False
-    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/model_rewards.md."""
+    """Add the score of a reward model to the reward; it runs in a worker set of its own. See docs/model_rewards.md."""
     model_path: str | None = None
     """Its Hugging Face folder: a decoder with a sequence- or token-classification head of one label."""
     tokenizer_path: str | None = None

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_rl.child_processes import kill_tree, shielded
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.rewards.runtime.messages import LENGTH, LONGEST_ANSWER, decode, encode, frame
-from grpo_rl.rewards.runtime.process_tree import kill_tree
 from grpo_rl.rewards.runtime.reward_process_log import OutputLog
 
 START_TIMEOUT_S = 120.0
@@ -73,7 +73,7 @@ class Worker:
         ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._permits, self._permit = (open(end, mode, buffering=0) for end, mode in zip(ends, ("rb", "wb"), strict=True))  # noqa: SIM115
         words = [str(theirs.fileno()), str(ends[0]), str(os.getpid())]
-        with theirs:
+        with theirs, shielded():
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-X", "faulthandler", "-m", "grpo_rl.rewards.runtime.reward_process_main", *words],
                 pass_fds=[theirs.fileno(), ends[0]],

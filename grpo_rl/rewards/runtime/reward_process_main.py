@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from grpo_rl.child_processes import outlive_stop_signals
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.config.secrets import remember_environment
 from grpo_rl.rewards.compose import RewardFunction
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         _die_with_parent()
 
     os.register_at_fork(after_in_child=in_a_fork)
+    outlive_stop_signals()
     try:
         components = {component.name: component for component in _components(setup["reward"])}
     except BaseException as error:  # a user's file may even exit: the parent has to know why

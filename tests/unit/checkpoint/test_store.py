@@ -23,7 +23,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def content(step: int) -> Callable[[Path], None]:
-    """What a worker group would write: files, one of them in a folder of its own."""
+    """What a worker set would write: files, one of them in a folder of its own."""
 
     def write(folder: Path) -> None:
         (folder / "weights.bin").write_bytes(bytes([step]) * 1000)

@@ -1,4 +1,4 @@
-"""Dealing a batch to ranks and putting their answers together again, over a group that runs in this process."""
+"""Dealing a batch to ranks and putting their answers together again, over a worker set that runs in this process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.roles.actor_role import ActorGroup, ReferenceGroup
+from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole
 from grpo_rl.cluster.roles.micro_batches import combine_stats, gather, micro_batches, plan
 from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
+from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.specs import OptimizerStep
 
@@ -36,7 +37,7 @@ def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None 
 
 
 class Ranks:
-    """What ActorGroup needs of a worker group; it remembers what each rank was asked."""
+    """What ActorRole needs of a worker set; it remembers what each rank was asked."""
 
     def __init__(self, size: int, answer: Any = None) -> None:
         self.size = size
@@ -57,11 +58,11 @@ def echo(batches: Sequence[Batch | None], *_: Any) -> list[torch.Tensor | None]:
     return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
 
 
-def actor(ranks: Ranks, always_old: bool = False, **config: Any) -> ActorGroup:
+def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> ActorRole:
     rule = MicroBatchRule(None, 2)
     settings = ActorConfig(**config)
     objective = Objective.from_config(settings)
-    return ActorGroup(ranks, settings, train_rule=rule, forward_rule=rule, always_old=always_old, objective=objective)
+    return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, old_logprobs=old_logprobs, objective=objective)
 
 
 def empty_stats(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
@@ -105,7 +106,7 @@ def test_the_reference_fills_both_columns_for_the_full_kl():
         hidden = [None if part is None else part[:, None].expand(-1, 5) for part in echo(batches)]
         return {"logprobs_T": echo(batches), "hidden_TD": hidden}
 
-    out = ReferenceGroup(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
+    out = ReferenceRole(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
     assert torch.equal(out.ref_logprobs_T, -batch.rollout_logprobs_T)
     assert torch.equal(out.ref_hidden_TD, -batch.rollout_logprobs_T[:, None].expand(-1, 5))
 
@@ -113,19 +114,16 @@ def test_the_reference_fills_both_columns_for_the_full_kl():
 # ---- old log-probs ----------------------------------------------------------------------------------
 
 
-def test_old_logprobs_are_left_out_where_one_update_makes_the_ratio_one():
+def test_old_logprobs_are_left_out_where_the_plan_has_none():
     ranks = Ranks(2, echo)
     batch = make_batch([(1, 2), (1, 2)], groups=[0, 1])
-    assert actor(ranks, ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
+    assert actor(ranks, "none", ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
     assert ranks.asked == []
 
 
-@pytest.mark.parametrize(
-    "settings", [{"ppo_mini_batch_size": 1}, {"ppo_mini_batch_size": 2, "ppo_epochs": 2}, {"always_old": True}]
-)
-def test_old_logprobs_are_computed_where_something_reads_them(settings):
+def test_old_logprobs_are_computed_where_the_plan_says_so():
     batch = make_batch([(1, 2), (2, 1)], groups=[0, 1])
-    out = actor(Ranks(2, echo), **settings).old_logprobs(batch)
+    out = actor(Ranks(2, echo), "actor", ppo_mini_batch_size=2).old_logprobs(batch)
     assert torch.equal(out.old_logprobs_T, -batch.rollout_logprobs_T)
 
 
@@ -248,8 +246,7 @@ def test_rejected_tokens_leave_every_count():
 
 def test_with_bypass_the_engines_logprobs_are_the_old_ones():
     ranks = Ranks(1, echo)
-    group = actor(ranks, ppo_mini_batch_size=1)
-    group.old_from_engine = True
+    group = actor(ranks, "engine", ppo_mini_batch_size=1)
     assert torch.equal(group.old_logprobs(INTERLEAVED).old_logprobs_T, INTERLEAVED.rollout_logprobs_T)
     assert ranks.asked == []
 
@@ -325,7 +322,7 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
         sent.extend(step.entropy_coeff for step in steps)
         return [{"sum/entropy": next(entropies) * 4}]
 
-    def make() -> ActorGroup:
+    def make() -> ActorRole:
         return actor(WithFiles(1, answer), adaptive_entropy=settings, entropy_coeff=0.05)
 
     sent: list[float | None] = []

@@ -1,4 +1,4 @@
-"""The critic's role over a group that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
+"""The critic's role over a worker set that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.roles.critic_role import CriticGroup, critic_spec
+from grpo_rl.cluster.roles.critic_role import CriticRole, critic_spec
 from grpo_rl.config.compose import compose
-from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import CheckpointError
+from grpo_rl.plan.decisions import decide
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import OptimizerStep, PolicySpec
 
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+
 
 class Ranks:
-    """What CriticGroup needs of a worker group; it remembers what each rank was asked."""
+    """What CriticRole needs of a worker set; it remembers what each rank was asked."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -57,8 +60,8 @@ def make_batch(**columns: torch.Tensor) -> Batch:
     )
 
 
-def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticGroup:
-    return CriticGroup(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
+def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticRole:
+    return CriticRole(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
 
 
 def test_values_of_all_ranks_come_back_in_the_batchs_order():
@@ -106,13 +109,17 @@ def test_its_state_lies_in_a_folder_of_its_own_and_is_missed_where_there_is_none
 
 
 def test_the_critic_starts_from_the_actors_model_unless_it_has_its_own():
-    words = ["recipe=arithmetic/ppo", "actor_rollout_ref.model.override_config={attention_dropout: 0.1}"]
+    words = [
+        "recipe=arithmetic/ppo",
+        "trainer.total_training_steps=10",
+        "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
+    ]
     config = compose(words).config
     actor = PolicySpec(config.actor_rollout_ref.model, temperature=1.0, dtype="auto")
-    spec = critic_spec(config, actor, total_steps=10)
+    spec = critic_spec(decide(config, CPU), actor)
     assert (spec.model.model.path, spec.model.model.override_config) == (actor.model.path, {"attention_dropout": 0.1})
     assert spec.model.train
     config = compose([*words, "critic.model.path=/other", "critic.ppo_epochs=3", "critic.ppo_mini_batch_size=32"]).config
-    spec = critic_spec(config, actor, total_steps=10)
+    spec = critic_spec(decide(config, CPU), actor)
     assert (spec.model.model.path, spec.model.model.override_config) == ("/other", {})
     assert spec.total_optimizer_steps == 10 * 2 * 3

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.cluster.processes.termination import descendants, kill_tree
+from grpo_rl.child_processes import descendants, kill_tree
 from grpo_rl.cluster.recovery.health import verdict
 from grpo_rl.cluster.recovery.supervisor import Budget, RecoveryLog
 from grpo_rl.cluster.roles.request_ledger import Ledger
@@ -137,7 +137,7 @@ def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
     subprocess.run(["kill", "-STOP", str(parent.pid)], check=True)
-    kill_tree(parent.pid)
+    kill_tree(parent.pid, title=b"ray::")
     assert parent.poll() is None, "a process of another name is left alone: the number was given to somebody else"
     kill_tree(parent.pid, title=sys.executable.encode())
     assert parent.wait(5.0) == -9
@@ -158,7 +158,7 @@ def _is_alive(pid: int) -> bool:
 def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
     program = (
         "import time; from multiprocessing.shared_memory import SharedMemory\n"
-        "from grpo_rl.cluster.processes.shared_memory_tracker import track_apart; track_apart()\n"
+        "from grpo_rl.cluster.processes.worker_host import track_apart; track_apart()\n"
         "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
@@ -173,7 +173,7 @@ def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) ->
         elif how == "its family, when it has died":
             parent.kill()
             parent.wait(10)
-        kill_tree(parent.pid, title=sys.executable.encode())
+        kill_tree(parent.pid, title=sys.executable.encode(), spares=is_tracker)
         parent.wait(10)
         deadline = time.monotonic() + 5.0
         while segment.exists() and time.monotonic() < deadline:

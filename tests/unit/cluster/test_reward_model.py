@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.roles.reward_model_role import RewardModelGroup
+from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.errors import ClusterError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import Failure, ModelScore
@@ -63,8 +63,8 @@ def expected(text: str) -> float:
     return 100.0 * (len(text) + 1) + TOKENIZER("ab" + text)["input_ids"][-1]
 
 
-def make(ranks: Ranks, *, separator: str | None = None, pass_tokens: int = 20, max_length: int = 20) -> RewardModelGroup:
-    return RewardModelGroup(
+def make(ranks: Ranks, *, separator: str | None = None, pass_tokens: int = 20, max_length: int = 20) -> RewardModelRole:
+    return RewardModelRole(
         ranks, Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=max_length
     )
 
@@ -112,7 +112,7 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
 
 
 def test_a_token_that_the_model_does_not_have_fails_alone():
-    group = RewardModelGroup(
+    group = RewardModelRole(
         Ranks(),
         Renderer(decode),
         weight=1.0,

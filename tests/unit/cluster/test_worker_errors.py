@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_rl.cluster.processes.worker_sets import headline
 
-TRACEBACK = """\x1b[36mray::Host.build()\x1b[39m (pid=7, ip=10.0.0.1)
+TRACEBACK = """\x1b[36mray::WorkerHost.build()\x1b[39m (pid=7, ip=10.0.0.1)
   File "host.py", line 3, in build
 ModuleNotFoundError: No module named 'my_parts'
 """

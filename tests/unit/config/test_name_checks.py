@@ -72,6 +72,7 @@ def _quoted(word: str) -> str:
 
 
 def test_what_exists_is_not_refused(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
     (tmp_path / "a.py").write_text("def score(**_): return 1.0\n")
     (tmp_path / "b.py").write_text("def score(**_): return 1.0\n")
     own = [f"{tmp_path}/{name}.py:score" for name in "ab"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.child_processes import STOP_SIGNALS
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
@@ -69,6 +70,16 @@ def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(
     assert [item.reward for item in scored] == [2.0 * i for i in range(20)]
     assert [item.reward_parts for item in scored] == [{"act": float(i)} for i in range(20)]
     assert all(item.failure is None for item in scored)
+
+
+def test_signals_that_ask_a_run_to_stop_change_no_reward(runner):
+    runner.wait([rollout(uid, "score 1") for uid in "ab"])
+    before = dict(runner.pids)
+    for pid in before.values():
+        for number in STOP_SIGNALS:
+            os.killpg(pid, number)
+    assert [item.reward for item in runner.wait([rollout(uid, "score 3") for uid in "cdef"])] == [6.0] * 4
+    assert runner.pids == before
 
 
 def test_scoring_starts_at_submission_in_several_processes_and_never_holds_up_the_caller(runner, tmp_path):

@@ -1,0 +1,164 @@
+"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with all below them.
+
+A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job. Only the controller may answer:
+where a worker, a reward process or a part of Ray ended on its own, the controller would have nothing left to save. So
+these processes run in sessions of their own, with the signals blocked. When the controller dies, SIGKILL ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What terminals, users and batch systems send to stop a run, or to announce that its time is over."""
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Have the processes that this thread starts meanwhile begin, and stay, with STOP_SIGNALS blocked.
+
+    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What reaches
+    this process meanwhile waits for the end of the block, or goes to another thread.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def outlive_stop_signals() -> None:
+    """In a shielded process that runs other people's code: let STOP_SIGNALS in, and do nothing about them.
+
+    A blocked or ignored signal would stay so in programs that the code starts, whose own `terminate` or `timeout` could
+    then end nothing. A handler ends with exec, and is taken off in forks. To be called in the main thread.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _nothing)
+        signal.siginterrupt(number, False)  # or calls of libraries in C would fail with EINTR
+    # Blocked until the fork answers as usual, or a signal that comes at once would be lost in it.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_answer_as_usual)
+    _unblock()
+
+
+def _nothing(number: int, frame: object) -> None: ...
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _answer_as_usual() -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _nothing:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _unblock()
+
+
+def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:
+    """SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
+
+    A process under this id whose command line does not begin with `title` has only inherited the number, and is left alone,
+    as are processes that `spares` names. Of those whose own parents ended before, only the group's members are found.
+    """
+    name = _command_line(pid)
+    if name and not name.startswith(title):
+        return
+    victims: set[int] = set()
+    # Stopped first, and looked at again until nobody is new: otherwise one that forks could outrun the signals.
+    while new := {other for other in _family(pid) if not spares(other)} - victims:
+        _signal_all(new, signal.SIGSTOP)
+        victims |= new
+    _signal_all(victims, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of all processes below this one, also of those in sessions of their own."""
+    return _below(pid, _relations())
+
+
+def started(pid: int) -> int | None:
+    """When the process with this id was started, in ticks since the machine's own start; None where there is none.
+
+    An id may be given to another process once its own has ended: id and start together name one process.
+    """
+    fields = _fields(Path(f"/proc/{pid}"))
+    return int(fields[19]) if fields else None
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and neither ended nor stopped."""
+    fields = _fields(Path(f"/proc/{pid}"))
+    return bool(fields) and fields[0] not in "ZXTt"
+
+
+@dataclass(frozen=True, slots=True)
+class _Relation:
+    parent: int
+    group: int
+
+
+def _family(pid: int) -> set[int]:
+    """The process if it is there, its descendants, and the members of its group where that is or was its own."""
+    relations = _relations()
+    own = relations.get(pid)
+    found = set() if own is None else {pid, *_below(pid, relations)}
+    if own is None or own.group == pid:
+        found |= {other for other, relation in relations.items() if relation.group == pid}
+    return found
+
+
+def _below(pid: int, relations: dict[int, _Relation]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for other, relation in relations.items():
+        children.setdefault(relation.parent, []).append(other)
+    found, waiting = [], [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _relations() -> dict[int, _Relation]:
+    """Parent and group of every process, those left out that have ended and were not waited for."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            fields = _fields(Path(entry.path))
+            if fields and fields[0] not in "ZX":
+                found[int(entry.name)] = _Relation(int(fields[1]), int(fields[2]))
+    return found
+
+
+def _fields(folder: Path) -> list[str]:
+    """State, parent, group and more of a process, as proc(5) counts them from the third; nothing where it has ended."""
+    try:
+        # The name in parentheses may hold anything, spaces and parentheses included.
+        return (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command_line(pid: int) -> bytes:
+    """What the process is called; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -1,0 +1,110 @@
+"""From a configuration to its plan: everything that can be refused is refused here, before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.config.checks.all_rules import check
+from grpo_rl.config.compose import Composed
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan import machine as machines
+from grpo_rl.registry import load_function
+
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import Plan
+
+
+def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
+    """Return the plan of a run on `machine`, which is this one if none is given and need not be here otherwise.
+
+    Raises ConfigError: first with everything that is wrong between the keys, which needs no heavy import, then with every
+    name that no registry has and everything that the model's folder rules out. Then DataError for data files that cannot
+    be used, as far as their first rows show it.
+    """
+    config = composed.config
+    machine = machine or machines.probe_machine(config)
+    problems = [*check(config, machine), *machines.problems(config, machine)]
+    if problems:
+        raise ConfigError(problems)
+    rows = _look_up_names(config, machine)
+
+    # Importing these takes torch, a second: what is refused above is refused without it.
+    from grpo_rl.plan.decisions import decide
+    from grpo_rl.plan.memory import memory_by_role
+    from grpo_rl.plan.model_folder import model_size
+    from grpo_rl.plan.text import describe
+
+    plan = decide(config, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    size = model_size(config.actor_rollout_ref.model.path)
+    plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
+    return dataclasses.replace(plan, text=describe(composed, plan))
+
+
+def _finds_checkpoint(config: Config) -> bool:
+    """Whether the run goes on from a checkpoint: one that is named, or one that its folder holds."""
+    from grpo_rl.checkpoint.store import CheckpointStore
+    from grpo_rl.telemetry.rundir import RunDir
+
+    trainer = config.trainer
+    if trainer.resume_mode != "auto" or trainer.experiment_name is None:
+        return trainer.resume_mode == "resume_path"
+    folder = RunDir(Path(trainer.default_local_dir).expanduser() / trainer.experiment_name).checkpoints
+    return bool(CheckpointStore(folder).steps())
+
+
+def _look_up_names(config: Config, machine: Machine) -> int | None:
+    """Find everything that the configuration names; return the number of training rows, where that is quickly done.
+
+    Raises ConfigError with all names that are unknown and all options that their functions do not take.
+    """
+    from grpo_rl.plan import data_files
+
+    problems: list[str] = []
+
+    def bind(key: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except ConfigError as error:
+            problems.extend(f"{key}{problem}" for problem in error.problems)
+            return None
+
+    for key, action in _names(config, machine):
+        bind(key, action)
+    rows = data_files.count_rows(config, bind)
+    problems += data_files.too_few_rows(config, rows)
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each name with its key, and the look-up that raises ConfigError for one that is unknown or does not fit."""
+    from grpo_rl.models.builtin import PREFIX, get_builtin
+    from grpo_rl.plan import algorithm, model_folder
+    from grpo_rl.rewards.combined import factors_of
+    from grpo_rl.rollout.engine import ENGINES, weight_backend
+
+    rollout = config.actor_rollout_ref.rollout
+    path = config.actor_rollout_ref.model.path
+    yield from algorithm.checks(config)
+    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
+    yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
+    yield "", lambda: weight_backend(config, machine.device)
+    yield "", lambda: factors_of(config)
+    custom = config.data.custom_cls
+    if custom.path is not None:
+        yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
+    if path.startswith(PREFIX):
+        yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
+    yield "", lambda: model_folder.check_policy(config, machine)
+
+
+def _check_engine(config: Config) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        raise ConfigError(f"={rollout.tensor_model_parallel_size}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")

@@ -1,0 +1,284 @@
+"""What a model's folder says before anything is loaded: its sizes, and whether this run can use it at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import ConfigError
+from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+
+_PATH = "actor_rollout_ref.model.path"
+_OVERRIDE = "actor_rollout_ref.model.override_config"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM's CPU kernels take (vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes)."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length")
+"""Names under which vLLM finds the number of positions of a model; the smallest one counts."""
+_PLAIN_ROPE = (None, "default", "llama3")
+"""Rotary embeddings whose number of positions is what the config says; others scale it, each in its own way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a decoder that memory depends on."""
+
+    architecture: str
+    hidden: int
+    layers: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    num_params: int
+
+    def kv_bytes_per_token(self, width: int) -> int:
+        """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
+
+
+# ---- can this run use it? ----------------------------------------------------------------------------------
+
+
+def check_policy(config: Config, machine: Machine) -> None:
+    """Raise ConfigError with everything in the policy's folder that this run, or its engine, is certain to refuse.
+
+    A name on the hub is asked for its config.json only, and where the hub cannot be reached that is the problem.
+    """
+    settings = policy_settings(config)
+    if settings is None:
+        return
+    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def policy_settings(config: Config) -> dict[str, Any] | None:
+    """Return the policy's config.json with override_config applied; None for an embedded model that does not exist.
+
+    Raises ConfigError for one that cannot be read, for a family that transformers does not have, and for an override of a
+    field that the family lacks or of the wrong type.
+    """
+    model = config.actor_rollout_ref.model
+    if model.path.startswith(PREFIX):
+        try:
+            settings = _builtin_settings(model.path)
+        except ConfigError:
+            return None  # reported by itself
+        return settings | dict(model.override_config)
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        settings = _read_config(folder)
+        if _is_plain(settings) and not model.override_config:
+            return settings
+        if "auto_map" in settings and model.trust_remote_code:
+            # The model's own code decides; it runs when the run starts, and not for a plan.
+            return settings | dict(model.override_config)
+    # transformers takes a second to import: only where what it knows is asked for.
+    from grpo_rl.models.load import load_config
+
+    loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    return dict(loaded.to_dict())
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    where = f"{_PATH}={folder}: config.json"
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where} holds a {type(settings).__name__}, and not the settings of a model")
+    return settings
+
+
+def _is_plain(settings: dict[str, Any]) -> bool:
+    """Whether it is a causal language model of a family that transformers has, without asking transformers itself."""
+    family, names = settings.get("model_type"), settings.get("architectures")
+    transformers = importlib.util.find_spec("transformers")
+    if transformers is None or transformers.origin is None or "auto_map" in settings or not isinstance(family, str):
+        return False
+    is_causal = names is None or (isinstance(names, list) and all(str(name).endswith("ForCausalLM") for name in names))
+    return is_causal and family.isidentifier() and (Path(transformers.origin).parent / "models" / family).is_dir()
+
+
+def _broken_files(folder: Path) -> Iterator[str]:
+    """Weight files that are cut short or are none, and a tokenizer's settings that are no JSON."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            header, start = _header(file)
+            end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (OSError, ValueError, LookupError, TypeError, struct.error):
+            lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" if _is_pointer(file) else ""
+            yield f"{_PATH}={folder}: {file.name} is no safetensors file{lfs}"
+            continue
+        if file.stat().st_size < end:
+            yield f"{_PATH}={folder}: {file.name} is cut short: it has {file.stat().st_size:,} of {end:,} bytes"
+    settings = folder / "tokenizer_config.json"
+    try:
+        if settings.is_file():
+            json.loads(settings.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        yield f"{_PATH}={folder}: tokenizer_config.json cannot be read: {error}"
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(40).startswith(b"version https://git-lfs")
+
+
+def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
+    """What vLLM would refuse after it has started, which takes most of a minute."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
+        return
+    text = settings.get("text_config") or settings
+    yield from _too_long(config, text)
+    heads, parallel = text.get("num_attention_heads"), rollout.tensor_model_parallel_size
+    if not isinstance(heads, int) or heads < 1:
+        return
+    if heads % parallel:
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the {heads} attention heads of "
+            f"{config.actor_rollout_ref.model.path}"
+        )
+    head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    latent = any("lora_rank" in name or name.startswith("qk_") for name in text)  # multi-head latent attention has no such size
+    if machine.device == "cpu" and not latent and isinstance(head_dim, int) and head_dim not in (0, *CPU_HEAD_SIZES):
+        key = f"{_OVERRIDE}.head_dim" if "head_dim" in config.actor_rollout_ref.model.override_config else None
+        where = f"{key}={head_dim}" if key else f"{_PATH}={config.actor_rollout_ref.model.path}"
+        yield (
+            f"{where}: its attention heads have size {head_dim}, and vLLM's CPU kernels take {', '.join(map(str, CPU_HEAD_SIZES))}; "
+            "another model, or actor_rollout_ref.rollout.name=hf, which samples with any"
+        )
+
+
+def _too_long(config: Config, text: dict[str, Any]) -> Iterator[str]:
+    """Sequences of more tokens than the model has positions."""
+    known = positions_of(text)
+    asked = config.actor_rollout_ref.rollout.max_model_len
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if known is None or (asked or longest) <= known[1] or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
+        return
+    what = (
+        f"actor_rollout_ref.rollout.max_model_len={asked}: more tokens"
+        if asked
+        else f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
+        f"{config.data.max_response_length}: more tokens"
+    )
+    yield f"{what} than the model has positions, {known[0]}={known[1]} in its config.json; at most {known[1]}"
+
+
+def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
+    """Return the name and value of the setting that bounds a sequence; None where that is not certain.
+
+    Without a scaled rotary embedding it is the smallest of those that vLLM looks at (vLLM 0.32,
+    ModelArchConfigConvertorBase.derive_max_model_len_and_key).
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_nested = not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
+    if is_nested or (rope.get("rope_type") or rope.get("type")) not in _PLAIN_ROPE or text.get("model_max_length"):
+        return None
+    found = [(name, text[name]) for name in _POSITIONS if isinstance(text.get(name), int)]
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+# ---- its sizes ---------------------------------------------------------------------------------------------
+
+
+def model_size(path: str) -> ModelSize | None:
+    """Return the sizes of the model at `path`; None where only loading it tells them (hub names, other families)."""
+    if path.startswith(PREFIX):
+        return _from_settings(_builtin_settings(path), None)
+    folder = Path(path).expanduser()
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return (
+        _from_settings(settings.get("text_config") or settings, stored_params(folder)) if isinstance(settings, dict) else None
+    )
+
+
+def stored_params(folder: Path) -> int | None:
+    """Return how many numbers the folder's safetensors files hold, by their headers; None without any, or with broken ones."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            header, _ = _header(file)
+            total += sum(math.prod(entry["shape"]) for entry in header.values())
+        except (OSError, ValueError, LookupError, TypeError, struct.error):
+            return None
+    return total or None
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The description of a safetensors file's tensors, and where their data starts: after 8 bytes of length and the JSON."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(min(length, file.stat().st_size)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _builtin_settings(path: str) -> dict[str, Any]:
+    builtin = get_builtin(path)
+    return {name: getattr(builtin, name) for name in builtin.__slots__} | {
+        "model_type": MODEL_TYPE,
+        "tie_word_embeddings": True,
+    }
+
+
+def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize | None:
+    try:
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
+        vocab = int(config["vocab_size"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    architecture = str(config.get("model_type", "?"))
+    num_params = num_params or _counted_params(
+        config, architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim
+    )
+    if num_params is None:
+        return None
+    return ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params)
+
+
+def _counted_params(
+    config: dict[str, Any],
+    architecture: str,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    vocab: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> int | None:
+    """Parameters of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3): attention, gated MLP, norms, embeddings."""
+    if architecture not in ("llama", "mistral", "qwen2", "qwen3"):
+        return None
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    if config.get("attention_bias", architecture == "qwen2"):
+        attention += queries + 2 * keys
+    if architecture == "qwen3":
+        attention += 2 * head_dim
+    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return layers * layer + embeddings + hidden
