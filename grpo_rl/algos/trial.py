@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -42,8 +42,9 @@ class Outcome:
     """The columns that it read."""
 
     def same(self, other: Outcome, last: int) -> bool:
-        """Return whether the last so many values are equal in both, bit for bit."""
-        return all(torch.equal(x, y) for x, y in zip(self.values[-last:], other.values[-last:], strict=True))
+        """Return whether the last so many values are equal in both, up to the rounding of the last digits."""
+        pairs = zip(self.values[-last:], other.values[-last:], strict=True)
+        return all(torch.allclose(x, y, rtol=1e-12, atol=1e-15, equal_nan=True) for x, y in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class Kind:
     run: Callable[[Any, Options], Outcome]
 
 
-LENGTHS_N = torch.tensor([5, 3, 0, 8, 6, 2, 7, 1])
+LENGTHS_N = torch.tensor([30, 18, 0, 48, 36, 42, 12, 6])
 GROUP_N = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+SHIFTS_N = torch.tensor([0.6, -0.6, 0.0, 0.9, 1.4, 0.5, -0.8, -0.4], dtype=torch.float64)
 REWARDS_N = torch.tensor([1.0, 0.0, 0.25, 0.5, 0.0, 2.0, 0.0, 0.75])
 
 
@@ -86,7 +88,10 @@ def loss_input(*, one_update: bool = False) -> LossInput:
     """Return the same responses with log-ratios and advantages of either sign; with `one_update` all ratios are 1."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = int(LENGTHS_N.sum())
-    policy_T, old_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(4, num_tokens, generator=generator, dtype=torch.float64)
+    policy_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(3, num_tokens, generator=generator, dtype=torch.float64)
+    # Whole responses have become likelier or less likely, so that ratios of responses are far from 1 too.
+    noise_T = 0.8 * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    old_T = (policy_T - SHIFTS_N.repeat_interleave(LENGTHS_N) - noise_T).clamp(max=-0.01)
     advantages_T, entropy_T = 2.0 * torch.randn(2, num_tokens, generator=generator, dtype=torch.float64)
     return LossInput(
         policy_logprobs_T=policy_T.requires_grad_(),
@@ -224,15 +229,22 @@ def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options],
 
 
 def without_effect(
-    function: Callable[..., Any], options: Options, name: str, run: Callable[[Any, Options], Outcome], last: int = 0
+    function: Callable[..., Any],
+    options: Options,
+    name: str,
+    run: Callable[[Any, Options], Outcome],
+    others: Iterable[Any] | None = None,
+    last: int = 0,
 ) -> bool:
-    """Return whether another value of one option gives the same results, bit for bit.
+    """Return whether other values of one option give the same results; `others` are such as a reader of it answers differently.
 
-    Compared are the `last` so many of the values (0: all). False too where no other value can be tried: an option that
+    Compared are the `last` so many of the results (0: all). False too where no other value can be tried: an option that
     is no number, no switch and no choice of words.
     """
     base, tried = run(function, options), False
-    for value in _other_values(function, name, options.get(name, options_of(function)[name])):
+    if others is None:
+        others = _other_values(function, name, options.get(name, options_of(function)[name]))
+    for value in others:
         try:
             other = run(function, {**options, name: value})
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from grpo_rl.config.function_options import (
 )
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import check_options, needs_of, options_of, shown
+from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
@@ -38,6 +39,7 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         if _is_used(config, choice):
             yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
+    yield "", lambda: _check_pair(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
@@ -69,8 +71,14 @@ def without_effect_on_policy(config: Config) -> list[str]:
         return trial.run_loss(function, options, inputs)
 
     # The value may change by a constant (sapo's 4/tau); what trains is the gradient.
-    given = {option: key for option, (key, _) in LOSS.given(config).items() if option in options}
-    idle = [key for option, key in given.items() if trial.without_effect(loss, options, option, run, last=1)]
+    idle = []
+    for option, (key, value) in LOSS.given(config).items():
+        # What the setting changes is asked against the loss's own default; a much smaller bound could act at a ratio of 1.
+        others = [options_of(loss).get(option)] if option in own_options(loss, options) else None
+        if others == [value] and isinstance(value, (int, float)):
+            others = [2 * value + 1]
+        if option in options and trial.without_effect(loss, options, option, run, others, last=1):
+            idle.append(key)
     return list(dict.fromkeys(idle))
 
 
@@ -102,6 +110,37 @@ def _bind(config: Config, choice: Choice) -> None:
             raise ConfigError(
                 f"{key}: {option}={value} has no effect with {name}" + (f" and {others}" if others else "") + "; leave it out"
             )
+
+
+def _check_pair(config: Config) -> None:
+    """Raise ConfigError for bounds on negative advantages with an estimator that gives none (grpo_passk).
+
+    Only for functions of this package, whose advantages on the small batch are known to be typical.
+    """
+    estimator, name = ESTIMATOR.name(config), LOSS.name(config)
+    if estimator not in ADVANTAGES or name not in POLICY_LOSSES:
+        return
+    try:
+        outcome = _run_estimator(config)(ADVANTAGES.get(estimator), _options(config, ESTIMATOR))
+    except (ConfigError, ValueError):
+        return  # reported by itself
+    if bool((outcome.values[0] < 0).any()):
+        return
+    inputs = trial.loss_input()
+    inputs = dataclasses.replace(inputs, advantages_T=inputs.advantages_T.abs())
+    loss, options = POLICY_LOSSES.get(name), _options(config, LOSS)
+
+    def run(function: Any, options: trial.Options) -> trial.Outcome:
+        return trial.run_loss(function, options, inputs)
+
+    problems = [
+        f"{key}={value:g}: has no effect with {ESTIMATOR.section}.{ESTIMATOR.key}={estimator} and {LOSS.key}={name}: no advantage "
+        "of this estimator is negative; leave it out"
+        for option, (key, value) in LOSS.given(config).items()
+        if option in options and trial.without_effect(loss, options, option, run, last=1)
+    ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _options(config: Config, choice: Choice) -> dict[str, Any]:
