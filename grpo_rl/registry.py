@@ -287,5 +287,5 @@ def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
     misused = getattr(error, "obj", None)
     if isinstance(error, AttributeError) and is_dataclass(misused):
         kind = misused if isinstance(misused, type) else type(misused)
-        methods = [name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")]
+        methods = [name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")]
         yield f"{kind.__name__} has {', '.join([*(field.name for field in fields(kind)), *(f'{name}()' for name in methods)])}"

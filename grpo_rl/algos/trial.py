@@ -119,6 +119,7 @@ def recorder(inputs: T, read: set[str]) -> T:
                 read.add(name)
             return super().__getattribute__(name)
 
+    Recorder.__name__ = type(inputs).__name__  # as messages call it
     return Recorder(**{name: getattr(inputs, name) for name in names})
 
 
@@ -260,7 +261,7 @@ def _other_values(function: Callable[..., Any], name: str, value: Any) -> Iterat
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, (int, float)):
-        yield from (2 * value + 1, type(value)(value / 4), type(value)(0.4 * value + 0.3))
+        yield from (2 * value + 1, type(value)(value / 4), type(value)(0.4 * value + 0.3), type(value)(value / 1000))
     elif isinstance(value, str):
         yield from (other for other in _words(function, name) if other != value)
     elif isinstance(value, (list, tuple)):

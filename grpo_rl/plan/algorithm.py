@@ -122,7 +122,7 @@ def _check_pair(config: Config) -> None:
         return
     try:
         outcome = _run_estimator(config)(ADVANTAGES.get(estimator), _options(config, ESTIMATOR))
-    except (ConfigError, ValueError):
+    except (ConfigError, TypeError, ValueError):
         return  # reported by itself
     if bool((outcome.values[0] < 0).any()):
         return

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
@@ -13,7 +14,7 @@ from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimat
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.registry import needs_of, options_of
 from grpo_rl.types import Batch, Metrics
 
@@ -48,6 +49,7 @@ class Advantage:
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
+        check_finite(batch)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
@@ -88,6 +90,29 @@ class Advantage:
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
+
+
+def check_finite(batch: Batch) -> None:
+    """Raise DivergedError for log-probs that are not finite: which column, which rollouts.
+
+    An update with them would be left out as not finite at best, and nothing would say that the reference or the engine is
+    broken.
+    """
+    columns = {
+        "the engine's log-probs": batch.rollout_logprobs_T,
+        "the reference's log-probs": batch.ref_logprobs_T,
+        "the old log-probs": batch.old_logprobs_T,
+    }
+    for name, column_T in columns.items():
+        if column_T is None or bool(torch.isfinite(column_T).all()):
+            continue
+        bad_T = ~torch.isfinite(column_T)
+        first = int(bad_T.nonzero()[0])
+        rollouts = Segments(batch.response_lengths_N).index_T[bad_T].unique().tolist()
+        raise DivergedError(
+            f"{name} are not finite at {int(bad_T.sum())} of {len(bad_T)} tokens, the first {float(column_T[first])} at token {first}, "
+            f"in rollouts {rollouts[:8]} of {batch.num_rollouts}: the model that computed them is broken, or cannot produce what was sampled"
+        )
 
 
 def _step_ends(batch: Batch) -> Tensor | None:

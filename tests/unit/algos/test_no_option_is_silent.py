@@ -40,7 +40,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     f"{A}.clip_ratio_c": (1.1,),
     f"{A}.policy_loss.tau_pos": (3.0,),
     f"{A}.policy_loss.tau_neg": (3.0,),
-    f"{A}.policy_loss.clip_cov_ratio": (0.5,),
+    f"{A}.policy_loss.clip_cov_ratio": (0.02,),
     f"{A}.policy_loss.clip_cov_lb": (0.1,),
     f"{A}.policy_loss.clip_cov_ub": (1.5,),
     f"{A}.policy_loss.kl_cov_ratio": (0.5,),
