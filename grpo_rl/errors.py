@@ -15,10 +15,13 @@ EXIT_CODES = {
     ),
     6: ("a worker or the cluster failed", "read the log that is named; the same command goes on from the last commit"),
     70: ("an error of ours, or training that diverged", "the traceback is in the file that is named; please report it"),
-    75: ("stopped by a signal, and saved", "start the same command again: it goes on where it stopped"),
+    75: (
+        "stopped by a signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1), and saved",
+        "start the same command again: it goes on where it stopped",
+    ),
     130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
 }
-"""What the command's exit code says, and what to do."""
+"""For each exit code of the command, what it says and what to do."""
 
 
 class GrpoRlError(Exception):
@@ -85,7 +88,7 @@ class OutOfMemory(ClusterError):
 class Preempted(BaseException):
     """A signal asked the run to stop, and what it had learnt is kept.
 
-    No Exception, for it is raised wherever the main thread is: who handles failures there must not take it for one.
+    Not an Exception, for it is raised wherever the main thread is: code that handles failures there must not catch it.
     """
 
     exit_code: ClassVar[int] = 75
@@ -100,14 +103,14 @@ class WeightVersionError(GrpoRlError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The code that the command ends with because of `error`."""
+    """Return the code that the command ends with because of `error`."""
     if isinstance(error, GrpoRlError | Preempted):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 
 
 def headline(error: BaseException) -> str:
-    """The cause in one line: step and phase where they are known, the first line of the message, what to do."""
+    """Return the cause in one line: step and phase where they are known, the first line of the message, what to do."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
     if not isinstance(error, GrpoRlError | Preempted):
@@ -117,6 +120,13 @@ def headline(error: BaseException) -> str:
     return (f"{where}: {text}" if where else text) + (f"; {advice}" if advice else "")
 
 
-def log_lines(error: BaseException) -> list[str]:
-    """The lines of the message that name log files."""
-    return [line.strip() for line in str(error).splitlines()[1:] if line.strip().startswith("log:")]
+def details(error: BaseException, limit: int = 20) -> list[str]:
+    """Return the lines of the message below its headline: at most `limit`, then those that name log files.
+
+    Lines that begin with "|" quote a log or a traceback, and stay in the log file.
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines()[1:]]
+    logs = [line for line in lines if line.startswith("log:")]
+    others = [line for line in lines if line and not line.startswith(("|", "log:"))]
+    more = [f"... and {len(others) - limit} more lines"] if len(others) > limit else []
+    return [*others[:limit], *more, *logs]

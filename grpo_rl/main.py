@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import grpo_rl
 from grpo_rl import faults
-from grpo_rl.config.compose import Composed, compose
-from grpo_rl.config.recipes import known_recipes
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, exit_code_of, headline, log_lines
+from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, details, exit_code_of, headline
+from grpo_rl.telemetry.standard_streams import make_lasting
 
 if TYPE_CHECKING:
+    from grpo_rl.config.compose import Composed
     from grpo_rl.plan.decisions import Plan
 
 _USAGE = """\
@@ -46,9 +46,9 @@ recipes: """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (this process's, if None); the exit code.
+    """Run the command line `argv` (this process's, if None), and return the exit code.
 
-    What each code says is in `errors.EXIT_CODES`. A failure is told on stderr: its cause in one line, then the logs.
+    What each code says is in `errors.EXIT_CODES`. A failure is printed on stderr: its cause in one line, details, the logs.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
@@ -77,19 +77,29 @@ def _answer(words: list[str]) -> int:
     if "--version" in words:
         print(f"grpo_rl {grpo_rl.__version__}")
     else:
+        from grpo_rl.config.recipes import known_recipes
+
         print(_USAGE + ", ".join(known_recipes()))
     return 0
 
 
 def _run(words: list[str]) -> int:
+    # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
+    from grpo_rl.config.compose import compose
+    from grpo_rl.telemetry.rundir import refuse_taken
+
     only_config, words = _take_cfg(words)
     composed = compose(words)
     faults.arm()
     if only_config:
         print(composed.yaml(), end="")
         return 0
+    trainer = composed.config.trainer
+    if not trainer.dry_run:
+        # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
+        refuse_taken(trainer.default_local_dir, trainer.experiment_name)
     plan = _plan(composed)
-    if composed.config.trainer.dry_run:
+    if trainer.dry_run:
         print(redact(plan.render()))
         return 0
     from grpo_rl.cluster.launch import run
@@ -105,7 +115,7 @@ def _plan(composed: Composed) -> Plan:
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
-    """Whether --cfg (or -c, in Hydra's spelling `--cfg job`) is among the words, and the other words."""
+    """Return whether --cfg (or -c, in Hydra's spelling `--cfg job`) is among the words, and the other words."""
     rest: list[str] = []
     found = False
     for word in words:
@@ -121,7 +131,7 @@ def _explain(error: GrpoRlError | Preempted) -> None:
         kind = "stopped" if isinstance(error, Preempted) else "error"
         print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
         # A worker's last words are in its log; the traceback of this process in its own.
-        for line in [*log_lines(error), *getattr(error, "__notes__", [])]:
+        for line in [*details(error), *getattr(error, "__notes__", [])]:
             print(redact(f"  {line}"), file=sys.stderr)
         return
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
@@ -131,7 +141,7 @@ def _explain(error: GrpoRlError | Preempted) -> None:
 
 
 def _traceback_file(error: Exception) -> str:
-    """Where the traceback is: in the run's logs, or, where the run had none yet, in a file made now."""
+    """Return the file that the traceback is in: it is in the run's logs, or, where the run had none yet, in a file made now."""
     for note in getattr(error, "__notes__", []):
         if note.startswith("log: "):
             return str(note.removeprefix("log: "))
@@ -142,4 +152,5 @@ def _traceback_file(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    make_lasting()
     sys.exit(main())

@@ -6,7 +6,7 @@ Placement, retries, sleeping engines and deadlines live below these lines, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,6 +92,21 @@ class RolloutPool(Protocol):
     def sync_weights(self, actor: Any) -> Metrics:
         """Bring every replica to the current weights of `actor`, one of the same cluster."""
 
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
+        """Ask for n rollouts per prompt, while others may be on their way; return their ids, by prompt and sample.
+
+        With `greedy` each prompt's are followed by a greedy one, whose sample index is `GREEDY`.
+        """
+
+    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yield rollouts as they end, until none is missing of those asked for (of `only`, where given), or for `wait_s`.
+
+        Raises WeightVersionError for a rollout with a token that was sampled with older weights than the pool allows.
+        """
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Hand these rollouts over no more."""
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -101,10 +116,7 @@ class RolloutPool(Protocol):
         *,
         greedy: bool = False,
     ) -> list[Rollout]:
-        """n rollouts per prompt, ordered by prompt and sample. `on_finish` sees each one as it ends.
-
-        With `greedy` each prompt's are followed by a greedy one, whose sample index is `GREEDY`.
-        """
+        """Return the rollouts of `submit`, ordered by prompt and sample. `on_finish` is called with each one as it ends."""
 
 
 class Rewarder(Protocol):

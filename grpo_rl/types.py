@@ -11,20 +11,47 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, float]
+Versions = tuple[tuple[int, int], ...]
+"""Weight versions of a response's tokens, run-length encoded: (version, number of tokens), in the tokens' order.
+
+A response that lived through no weight update has one entry, one without tokens has none.
+"""
 FinishReason = Literal["stop", "length", "abort"]
 GREEDY = -1
 """The sample index of a greedy response that others are compared with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class _ComparesArrays:
+    """Equality of dataclasses that hold numpy arrays: of the same class, and equal in every field.
+
+    The `__eq__` that dataclasses generate compares tuples of fields, and an array in a tuple has no truth value.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+def _as_array(record: object, name: str, dtype: type[np.int32] | type[np.float32]) -> None:
+    """Make a field an array of this type: any sequence of numbers may be given, an array of the type is not copied."""
+    object.__setattr__(record, name, np.asarray(getattr(record, name), dtype=dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt(_ComparesArrays):
     """One row of the data, rendered and tokenized.
 
     `uid` names this occurrence of the row in the run; groups are formed by it and never by the text.
     """
 
     uid: str
-    token_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int32 [tokens]; any sequence of integers may be given."""
     text: str
     """The prompt as the model sees it, chat template applied."""
     data_source: str
@@ -32,6 +59,9 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, str], ...] | None = None
     """The chat messages that `text` was rendered from; None where the row has a plain string."""
+
+    def __post_init__(self) -> None:
+        _as_array(self, "token_ids", np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +86,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Support:
+class Support(_ComparesArrays):
     """The tokens that top-k, top-p and min-p left to sample from, for each token of a response: the sampling mask."""
 
     counts: np.ndarray
@@ -65,40 +95,54 @@ class Support:
     """int32 [counts.sum()]: their ids, in any order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True, slots=True, eq=False)
+class Request(_ComparesArrays):
     """One response to sample: the unit that is dispatched to a rollout replica."""
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: np.ndarray
+    """int32 [tokens]; any sequence of integers may be given."""
     sampling: Sampling
 
+    def __post_init__(self) -> None:
+        _as_array(self, "prompt_ids", np.int32)
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What an engine returns for a Request."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(_ComparesArrays):
+    """What an engine returns for a Request. Any sequence of numbers may be given for an array."""
 
     request_id: str
-    response_ids: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included when it was sampled."""
-    logprobs: tuple[float, ...]
-    """The engine's log-probability of each sampled token, after temperature."""
+    response_ids: np.ndarray
+    """int32 [tokens]: the sampled tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: np.ndarray
+    """float32 [tokens]: the engine's log-probability of each sampled token, after temperature."""
     finish_reason: FinishReason
-    weight_version: int
+    versions: Versions
+    """Which weights each token was sampled with."""
     support: Support | None = None
     """What each token was sampled from, where the request's sampling returns it."""
+    text: str = ""
+    """The response decoded without special tokens. Engines leave it empty; the process around the engine fills it in."""
+
+    def __post_init__(self) -> None:
+        _as_array(self, "response_ids", np.int32)
+        _as_array(self, "logprobs", np.float32)
 
 
-@dataclass(slots=True)
-class Rollout:
-    """A sampled response with everything known about it."""
+@dataclass(slots=True, eq=False)
+class Rollout(_ComparesArrays):
+    """A sampled response with everything known about it. Any sequence of numbers may be given for an array."""
 
     prompt: Prompt
     sample_index: int
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    response_ids: np.ndarray
+    """int32 [tokens]"""
+    rollout_logprobs: np.ndarray
+    """float32 [tokens]"""
     finish_reason: FinishReason
-    weight_version: int
+    versions: Versions
+    """Which weights each token was sampled with."""
     text: str = ""
     """The response decoded without special tokens: what a reward function sees."""
     reward: float | None = None
@@ -115,32 +159,71 @@ class Rollout:
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
 
+    def __post_init__(self) -> None:
+        _as_array(self, "response_ids", np.int32)
+        _as_array(self, "rollout_logprobs", np.float32)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest weights that a token was sampled with; None for a response without tokens."""
+        return min((version for version, _ in self.versions), default=None)
+
+    def same_response(self, other: Rollout) -> bool:
+        """Whether both have the same response tokens."""
+        return np.array_equal(self.response_ids, other.response_ids)
+
+
+def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
+    """The run-length versions with `num_tokens` more tokens of `version` at the end."""
+    if num_tokens < 1:
+        return versions
+    if versions and versions[-1][0] == version:
+        return (*versions[:-1], (version, versions[-1][1] + num_tokens))
+    return (*versions, (version, num_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Global denominators of one optimizer step, the same on every rank and in every micro-batch."""
+    """The global denominators of one optimizer step, the same on every rank and in every micro-batch."""
 
     num_tokens: int
     num_sequences: int
     num_groups: int
+
+    @staticmethod
+    def of(trained_lengths_N: Tensor, group_N: Tensor) -> Counts:
+        """Return the counts of these rollouts. Those without a trained token, and their groups, are not counted."""
+        alive_N = trained_lengths_N > 0
+        return Counts(
+            num_tokens=int(trained_lengths_N.sum()),
+            num_sequences=int(alive_N.sum()),
+            num_groups=int(group_N[alive_N].unique().numel()),
+        )
 
 
 @dataclass(slots=True)
 class Batch:
     """Rollouts as columns over flat axes: no padding, so no masks.
 
-    `token_ids_S` holds prompt and response of each rollout back to back; per-token columns `_T` cover
-    the response tokens only (the trained ones), in the same order; columns `_K` run over reasoning steps, a
-    column `_M` holds `support_counts_T` entries for each trained token. Columns that a run does not need stay None.
+    `token_ids_S` holds prompt and response of each rollout back to back. `positions_T` says which of these tokens are
+    trained: those that the policy sampled. In a rollout of one turn they are the response; in one of several turns, tool
+    output and other context lie between them, which the model reads and nothing trains. Columns `_T` cover the trained
+    tokens only, in that order; columns `_K` run over reasoning steps; a column `_M` holds `support_counts_T` entries for
+    each trained token. Columns that a run does not need stay None.
     """
 
     prompt_lengths_N: Tensor
     response_lengths_N: Tensor
+    """The number of tokens after each prompt, trained or not."""
     group_N: Tensor
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
     token_ids_S: Tensor
     rewards_N: Tensor
     rollout_logprobs_T: Tensor
+    positions_T: Tensor = None  # type: ignore[assignment]
+    """Positions of the trained tokens in `token_ids_S`, ascending. Left out together with `trained_lengths_N`: all of every response."""
+    trained_lengths_N: Tensor = None  # type: ignore[assignment]
+    """The number of trained tokens of each rollout."""
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     support_counts_T: Tensor | None = None
@@ -157,9 +240,9 @@ class Batch:
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
-    """Reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
+    """The number of reasoning steps of each rollout, only for estimators that read them; the columns `_K` hold the steps back to back."""
     step_ends_K: Tensor | None = None
-    """Index of each step's last token within its response."""
+    """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = None
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
@@ -167,12 +250,18 @@ class Batch:
     """Responses that were cut off at the longest length."""
     weights_T: Tensor | None = None
     """Weights of the policy loss, where the rollouts are corrected."""
-    keep_T: Tensor | None = None
-    """Tokens that are trained, where not all are; the others leave every denominator."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
+
+    def __post_init__(self) -> None:
+        if (self.positions_T is None) != (self.trained_lengths_N is None):
+            raise ValueError("positions_T and trained_lengths_N come together")
+        if self.positions_T is None:
+            self.trained_lengths_N = self.response_lengths_N
+            starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
+            self.positions_T = _consecutive(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -187,46 +276,75 @@ class Batch:
         return self.prompt_lengths_N + self.response_lengths_N
 
     def counts(self) -> Counts:
-        """Denominators for all the averaging modes. Rollouts without a trained token are not counted."""
-        alive_N = self.response_lengths_N > 0
-        return Counts(
-            num_tokens=int(self.response_lengths_N.sum()),
-            num_sequences=int(alive_N.sum()),
-            num_groups=int(self.group_N[alive_N].unique().numel()),
-        )
+        """Return the denominators for all the averaging modes."""
+        return Counts.of(self.trained_lengths_N, self.group_N)
 
     def select(self, index_K: Tensor | list[int]) -> Batch:
-        """The rollouts at `index_K`, in that order, with all their columns."""
+        """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        token_index = _segments_index(self.response_lengths_N, index_K)
-        columns: dict[str, Any] = {}
-        for column in dataclasses.fields(self):
-            value = getattr(self, column.name)
-            if value is None:
-                columns[column.name] = None
-            elif column.name.endswith(("_N", "_NP")):
-                columns[column.name] = value[index_K]
-            elif column.name.endswith("_S"):
-                columns[column.name] = value[_segments_index(self.sequence_lengths_N, index_K)]
-            elif column.name.endswith("_K"):
-                assert self.num_steps_N is not None
-                columns[column.name] = value[_segments_index(self.num_steps_N, index_K)]
-            elif column.name.endswith("_M"):
-                assert self.support_counts_T is not None
-                columns[column.name] = value[_segments_index(self.support_counts_T, token_index)]
-            else:
-                columns[column.name] = value[token_index]
+        token_index = self.token_index(index_K)
+        columns = self._token_columns(token_index)
+        for name in _columns_with("_N", "_NP"):
+            columns[name] = _at(getattr(self, name), index_K)
+        columns["token_ids_S"] = self.token_ids_S[segment_index(self.sequence_lengths_N, index_K)]
+        if self.num_steps_N is not None:
+            step_index = segment_index(self.num_steps_N, index_K)
+            columns |= {name: _at(getattr(self, name), step_index) for name in _columns_with("_K")}
+        # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
+        starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
+        moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
+        columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         return Batch(**columns)
 
+    def keep(self, keep_T: Tensor) -> Batch:
+        """Return the batch that trains the tokens of `keep_T` only, a bool for each token that is trained now.
+
+        The rollouts and their tokens stay as they are, and so does the numbering of groups; the tokens that are left
+        out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
+        tokens that may be gone.
+        """
+        kept_before = torch.cat([torch.zeros(1, dtype=torch.long), keep_T.long().cumsum(0)])
+        ends_N = self.trained_lengths_N.cumsum(0)
+        return self.replace(
+            **self._token_columns(keep_T.nonzero()[:, 0]),
+            trained_lengths_N=kept_before[ends_N] - kept_before[ends_N - self.trained_lengths_N],
+            num_steps_N=None,
+            step_ends_K=None,
+            step_rewards_K=None,
+        )
+
     def replace(self, **columns: Tensor | None) -> Batch:
-        """The same batch with some columns exchanged."""
+        """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
+    def token_index(self, index_K: Tensor | list[int]) -> Tensor:
+        """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
+        return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
 
-def _segments_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
-    """Flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
+    def _token_columns(self, token_index: Tensor) -> dict[str, Any]:
+        """Return the columns over trained tokens, at these of them."""
+        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
+        if self.support_counts_T is not None:
+            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
+        return columns
+
+
+def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
+    """Return the flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
     starts_N = lengths_N.cumsum(0) - lengths_N
-    lengths_K = lengths_N[index_K]
-    total = int(lengths_K.sum())
-    within = torch.arange(total) - torch.repeat_interleave(lengths_K.cumsum(0) - lengths_K, lengths_K)
-    return torch.repeat_interleave(starts_N[index_K], lengths_K) + within
+    return _consecutive(starts_N[index_K], lengths_N[index_K])
+
+
+def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+    """Return start, start + 1, ... of each segment, one segment after the other."""
+    within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
+    return torch.repeat_interleave(starts_N, lengths_N) + within
+
+
+def _columns_with(*suffixes: str) -> list[str]:
+    """Return the names of the batch's columns over the axes of these suffixes."""
+    return [column.name for column in dataclasses.fields(Batch) if column.name.endswith(suffixes)]
+
+
+def _at(column: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if column is None else column[index]

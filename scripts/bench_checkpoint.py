@@ -92,13 +92,12 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     return Saving(Config(trainer=TrainerConfig(max_actor_ckpt_to_keep=2)), roles, output)
 
 
-def make_step(num: int) -> Any:
+def make_step(num: int) -> tuple[Any, Any]:
     """The work of one optimizer step on `num` responses, four of each prompt."""
     import torch
 
-    from grpo_rl.algos.aggregate import count
     from grpo_rl.types import Batch
-    from grpo_rl.workers.specs import OptimizerStep
+    from grpo_rl.workers.specs import OptimizerStep, Update
 
     lengths_N = torch.full((num,), RESPONSE_TOKENS)
     group_N = torch.arange(num) // 4
@@ -111,7 +110,7 @@ def make_step(num: int) -> Any:
         rollout_logprobs_T=torch.full((num * RESPONSE_TOKENS,), -7.6),
         advantages_T=torch.randn(num * RESPONSE_TOKENS),
     )
-    return OptimizerStep(count(lengths_N, group_N), (batch,))
+    return batch, Update({}, None, (OptimizerStep(batch.counts(), (tuple(range(num)),)),))
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -150,7 +149,7 @@ class Blocks:
         wait = timed(lambda: self.saving.begin(self.number, {"step": self.number}))
         began, looks, ended = time.perf_counter(), 0.0, self.length + 1
         for number in range(1, self.length + 1):
-            self.worker.update([self.step])
+            self.worker.update(*self.step)
             looks += sum(timed(self.saving.poll) for _ in range(LOOKS))
             if number < ended and not self.saving.goes_on:
                 ended = number
@@ -166,7 +165,7 @@ class Blocks:
 
     def _one_step(self) -> float:
         def whole() -> None:
-            self.worker.update([self.step])
+            self.worker.update(*self.step)
             for _ in range(LOOKS):
                 self.saving.poll()
 

@@ -84,7 +84,7 @@ def steps(functions: list[str], num_workers: int, size: int, rounds: int = 15) -
         runner.check_started()
         for number in range(rounds):
             prompts = [Prompt(f"step{number}-{place}", (1,), "", "arithmetic", str(place)) for place in range(size)]
-            rollouts = [Rollout(prompt, 0, (1,), (0.0,), "stop", 1, text=prompt.ground_truth) for prompt in prompts]
+            rollouts = [Rollout(prompt, 0, (1,), (0.0,), "stop", ((1, 1),), text=prompt.ground_truth) for prompt in prompts]
             started, processor = time.perf_counter(), time.process_time()
             for rollout in rollouts:
                 runner.submit(rollout)
@@ -101,7 +101,7 @@ def steps(functions: list[str], num_workers: int, size: int, rounds: int = 15) -
 
 def timed(runner: RewardRunner, text: str, truth: object) -> tuple[float, bool]:
     """Seconds until the response is scored, and whether its reward failed."""
-    rollout = Rollout(Prompt("bench", (1,), "", "bench", truth), 0, (1,), (0.0,), "stop", 1, text=text)
+    rollout = Rollout(Prompt("bench", (1,), "", "bench", truth), 0, (1,), (0.0,), "stop", ((1, 1),), text=text)
     runner.check_started()
     started = time.perf_counter()
     try:

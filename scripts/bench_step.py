@@ -190,7 +190,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
-    from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+    from grpo_rl.trainer.schedule import Context, Output, Roles
+    from grpo_rl.trainer.sync import SyncSchedule
 
     model, data = folder / "model", folder / "prompts.jsonl"
     composed = compose(
@@ -224,9 +225,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         roles = Roles(
             actor=started.actor, rollout=rollout, rewarder=rewarder, reference=started.reference, critic=started.critic
         )
-        trainer = SyncTrainer(
-            config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), total_steps=steps
-        )
+        context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
+        schedule = SyncSchedule(context)
         slot = cluster.pools["actor"].slots()
         spec = replace(plan.engine, model_path=str(model))
         bare_engine = cluster.worker_set("bare_engine", slot, spec.threads)
@@ -245,8 +245,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         rows, captured = [], capture(rollout)
         for step in range(steps + 1):
             started = time.perf_counter()
-            trainer.step += 1
-            metrics = trainer.train_step()
+            context.step += 1
+            metrics = schedule.step()
             metrics["whole"] = time.perf_counter() - started
             batch = [(r.prompt.token_ids, r.response_ids, 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
             prompts = [prompt for prompt, _, _ in batch[::8]]

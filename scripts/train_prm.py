@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.data.balance import plan_micro_batches
 from grpo_rl.models import attention, builtin
+from grpo_rl.models.heads import ScoreModel, scored_sequences
 from grpo_rl.models.optim import make_optimizer, make_scheduler
-from grpo_rl.models.score_head import ScoreModel, scored_sequences
 
 CPU = torch.device("cpu")
 

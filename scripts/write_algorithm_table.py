@@ -13,7 +13,7 @@ from grpo_rl.data.tasks.registry import TASKS
 from grpo_rl.models.builtin import BUILTINS
 from grpo_rl.registry import Registry, needs_of, options_of
 from grpo_rl.rewards.compose import REWARDS
-from grpo_rl.rollout.engine import ENGINES
+from grpo_rl.rollout.engines import ENGINES
 
 FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/checks/algorithm_table.py"
 _HEAD = '''"""What the registries hold, as plain data: a misspelt name is refused before torch is loaded.

@@ -237,6 +237,7 @@ ENDLESS_WAITS = {
         "rewards/runtime/messages.py",
         "_exactly",
     ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
+    ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
@@ -348,7 +349,15 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
-    controller = "import grpo_rl.cluster.launch, grpo_rl.cluster.wiring"
+    started = (
+        "cluster.launch",
+        "cluster.inputs",
+        "cluster.warm_start",
+        "cluster.start_roles",
+        "trainer.run",
+        "trainer.schedules",
+    )
+    controller = "import transformers.utils.logging, " + ", ".join(f"grpo_rl.{module}" for module in started)
     # The last three take seconds, and only workers need them.
     heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]

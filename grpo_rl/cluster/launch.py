@@ -1,18 +1,20 @@
-"""A run from its folder to its report: what earlier ones left, how it ends, and Ray beside the training's own start."""
+"""A run from its folder to its report: what earlier ones left, Ray, the workers, the training, and how it ended."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.processes.forks import modules_for
-from grpo_rl.cluster.session.ray_session import clean_earlier, connecting
+from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
 from grpo_rl.config.schema.tree import Config
@@ -22,12 +24,30 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
+MOST_CHANGES = 20
+"""Changed keys that a resumed run shows; its folder has both configurations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A run that has its folder, and is about to start."""
+
+    composed: Composed
+    plan: Plan
+    run_dir: RunDir
+    console: Console
+    checkpoint: Checkpoint | None
+    """What to go on from; None for a run from the start."""
+    status: Status
+    stop: Stop
+
 
 def run(composed: Composed, plan: Plan) -> int:
-    """Train as the plan says; 0 when the last step is done.
+    """Train as the plan says, and return 0 when the last step is done.
 
     Raises this package's errors for whatever a user can mend, with step and phase. Data, rewards and the model's
     settings are read while Ray starts, before there is any worker.
@@ -44,6 +64,7 @@ def run(composed: Composed, plan: Plan) -> int:
         earlier = run_dir.start_fresh() if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
+        changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
         run_dir.write_config(composed.yaml(), composed.overrides)
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
@@ -51,26 +72,96 @@ def run(composed: Composed, plan: Plan) -> int:
             console.info(f"what an earlier run of this name left is in {earlier}")
         if left:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
-        with reported(config, run_dir, stack) as (status, stop):
-            lost = ends_the_run(status, run_dir)
-            # A GPU's driver does not survive a fork.
-            copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-            ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
-            session = connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied)
-            connection = stack.enter_context(session)
-            # Ray takes seconds to start, in processes of its own, and so do these imports.
-            from grpo_rl.cluster.wiring import train
-
-            train(composed, plan, run_dir, console, checkpoint, stack, status, stop, connection)
+        if changes:
+            console.warn(_changed(changes))
+        with reported(config, run_dir, stack, console) as (status, stop):
+            train(Launch(composed, plan, run_dir, console, checkpoint, status, stop), stack)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 
 
+def train(launch: Launch, stack: ExitStack) -> None:
+    """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
+    config, plan, run_dir, console = launch.composed.config, launch.plan, launch.run_dir, launch.console
+    lost = ends_the_run(launch.status, run_dir, console)
+    # A GPU's driver does not survive a fork.
+    copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
+    ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
+    connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied))
+
+    # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
+    with console.progress("starting Ray, and loading libraries"):
+        from transformers.utils.logging import disable_progress_bar
+
+        from grpo_rl.cluster import warm_start
+        from grpo_rl.cluster.inputs import read_inputs
+        from grpo_rl.cluster.processes.placement import raylets
+        from grpo_rl.cluster.start_roles import Cluster, start_roles
+        from grpo_rl.models import builtin
+        from grpo_rl.telemetry.metrics.sinks import Sinks
+        from grpo_rl.telemetry.plots.curves import plot_curves
+        from grpo_rl.telemetry.plots.reward_plots import plot_rewards
+        from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+        from grpo_rl.trainer.run import Run
+        from grpo_rl.trainer.schedule import Context, Output, Roles
+        from grpo_rl.trainer.schedules import schedule_of
+    # Model and tokenizer files are small beside what follows; the screen has bars of its own.
+    disable_progress_bar()
+
+    inputs = read_inputs(plan, run_dir, console, stack)
+    plan = inputs.plan
+    await_ray(connection, console)
+    gc.enable()  # everything is imported
+    folder = inputs.model_folder
+    if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
+        name = config.actor_rollout_ref.model.path
+        folder = str(warm_start.ensure(name, inputs.tokenizer, plan.machine, run_dir.logs, console))
+    cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
+    stack.callback(cluster.shutdown)
+    started = start_roles(cluster, plan, inputs.tokenizer)
+    launch.status.update(workers=cluster.pids())
+    connection.watch_nodes(raylets(cluster.places()))
+    rewarder = inputs.models.beside(inputs.rules, started.scorers)
+    stack.callback(rewarder.close)
+    sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
+    stack.callback(sinks.close)
+
+    context = Context(
+        config,
+        Roles(started.actor, started.rollout, rewarder, started.reference, started.critic, cluster.supervisor.log.metrics),
+        inputs.train_data,
+        inputs.val_data,
+        Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
+        plan.sizes.total_steps or 0,
+    )
+    training = Run(context, schedule_of(config))
+    if launch.checkpoint is not None:
+        training.resume(launch.checkpoint)
+    training.fit()
+    if started.actor is not None and config.trainer.export_at_end and plan.trains:
+        with console.progress("exporting the policy"):
+            started.actor.export(run_dir.model)
+    if training.step > 0:
+        with console.progress("drawing the curves"):
+            plot_curves(run_dir)
+            plot_rewards(run_dir)
+
+
+def await_ray(connection: Connection, console: Console) -> None:
+    """Wait for Ray, which has been starting beside everything else. Where it is there already, nothing more is said."""
+    if connection.has_tried:
+        connection.connected()
+        return
+    with console.progress("waiting for Ray"):
+        connection.connected()
+
+
 @contextmanager
-def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tuple[Status, Stop]]:
-    """status.json and the answer to signals. How it ends is in the status, and a failure's traceback in the logs."""
+def reported(config: Config, run_dir: RunDir, stack: ExitStack, console: Console) -> Iterator[tuple[Status, Stop]]:
+    """Write status.json and answer signals. At the end the status says how, and the logs have a failure's traceback."""
     status = Status(run_dir.status_file)
-    stop = Stop(config.trainer.grace_s, lambda: status.end(Preempted("the grace period is over; the last commit is untouched")))
+    over = Preempted("the grace period is over; the last commit is untouched")
+    stop = Stop(config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
     stop.listen()
     stack.callback(stop.close)
     try:
@@ -85,8 +176,11 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
         if not isinstance(error, Preempted):
-            log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
+            with suppress(OSError):
+                log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
+        # The command prints it as well, where the terminal is still there.
+        console.log(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {headline(error)}")
         status.end(error)
         if error is not raised:
             raise error from None
@@ -94,8 +188,8 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack) -> Iterator[tupl
     status.end()
 
 
-def ends_the_run(status: Status, run_dir: RunDir) -> Callable[[str], None]:
-    """What is done, by another thread, when the cluster is lost: the main one may be anywhere in Ray and not come back."""
+def ends_the_run(status: Status, run_dir: RunDir, console: Console) -> Callable[[str], None]:
+    """Return what to do, in another thread, when the cluster is lost: the main one may be in Ray and not come back."""
 
     def end(cause: str) -> None:
         error = ClusterError(cause)
@@ -104,15 +198,16 @@ def ends_the_run(status: Status, run_dir: RunDir) -> Callable[[str], None]:
         with suppress(OSError):
             log.write_text(f"{headline(error)}\nRay's own logs go with its temporary folder.\n", encoding="utf-8")
         status.end(error)
-        os.write(2, redact(f"\nerror: {headline(error)}\n  log: {log}\n").encode())
-        # What it leaves behind is ended and removed by the process beside it (watch.py).
+        console.give_back_terminal()
+        write_now(redact(f"\nerror: {headline(error)}\n  log: {log}\n"))
+        # What it leaves behind is ended and removed by the process beside it (run_watcher.py).
         os._exit(error.exit_code)
 
     return end
 
 
 def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoint | None:
-    """The checkpoint to go on from, verified; None for a fresh start.
+    """Return the checkpoint to go on from, verified; None for a fresh start.
 
     Raises CheckpointError for a bad one that was asked for by name, and when all of a run's are bad.
     """
@@ -124,3 +219,9 @@ def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoi
     return CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(
         lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}")
     )
+
+
+def _changed(changes: list[str]) -> str:
+    shown = changes[:MOST_CHANGES]
+    more = [f"... and {len(changes) - MOST_CHANGES} more"] if len(changes) > MOST_CHANGES else []
+    return "\n  ".join(["this run goes on with another configuration than at its last start:", *shown, *more])

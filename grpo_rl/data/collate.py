@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -30,15 +29,15 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     group_of: dict[str, int] = {}
     for rollout in rollouts:
         group_of.setdefault(rollout.prompt.uid, len(group_of))
-    sequences = chain.from_iterable((rollout.prompt.token_ids, rollout.response_ids) for rollout in rollouts)
+    sequences = [ids for rollout in rollouts for ids in (rollout.prompt.token_ids, rollout.response_ids)]
     support_counts_T, support_ids_M = _supports(rollouts)
     return Batch(
         prompt_lengths_N=_column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64),
         response_lengths_N=_column((len(rollout.response_ids) for rollout in rollouts), np.int64),
         group_N=_column((group_of[rollout.prompt.uid] for rollout in rollouts), np.int64),
-        token_ids_S=_column(chain.from_iterable(sequences), np.int64),
+        token_ids_S=_joined(sequences, np.int64),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
-        rollout_logprobs_T=_column(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+        rollout_logprobs_T=_joined([rollout.rollout_logprobs for rollout in rollouts], np.float32),
         support_counts_T=support_counts_T,
         support_ids_M=support_ids_M,
         truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
@@ -78,7 +77,7 @@ def _supports(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None
     if not given:
         return None, None
     # A response without tokens was not sampled from anything.
-    if any(rollout.support is None and rollout.response_ids for rollout in rollouts):
+    if any(rollout.support is None and len(rollout.response_ids) for rollout in rollouts):
         raise ValueError("some rollouts say what they were sampled from and some do not: their log-probs cannot be compared")
     for rollout in given:
         _check_support(rollout)
@@ -98,9 +97,14 @@ def _check_support(rollout: Rollout) -> None:
             f"{int(support.counts.sum())} that they were sampled from, with {len(support.token_ids)} ids"
         )
     of_token = np.repeat(np.arange(len(support.counts)), support.counts)
-    sampled = support.token_ids == np.asarray(rollout.response_ids, dtype=np.int64)[of_token]
+    sampled = support.token_ids == rollout.response_ids[of_token]
     if len(np.unique(of_token[sampled])) < len(support.counts):
         raise ValueError(f"rollout {_name(rollout)} has a token that is not among those it was sampled from")
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64] | type[np.float32]) -> Tensor:
+    """The arrays back to back."""
+    return torch.from_numpy(np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype))
 
 
 def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:

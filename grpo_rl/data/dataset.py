@@ -35,7 +35,7 @@ class _Read:
 
     example: Example
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: np.ndarray
 
 
 class PromptDataset:
@@ -197,7 +197,7 @@ class PromptDataset:
                 raise _TooLong(_too_long(self._source.where(index), len(token_ids), limit))
             token_ids = truncate(token_ids, limit, side)
             text = self._renderer.tokenizer.decode(token_ids)
-        self._kept[index] = _Read(row, text, tuple(token_ids))
+        self._kept[index] = _Read(row, text, np.asarray(token_ids, dtype=np.int32))
         if len(self._kept) > KEPT_PROMPTS:
             self._kept.popitem(last=False)
         return self._kept[index]

@@ -21,7 +21,7 @@ from grpo_rl.models.linear import linear, use_fast_linear
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Flat token ids and where their responses are, on one device: the input of a forward pass."""
+    """Flat token ids and where their trained tokens are, on one device: the input of a forward pass."""
 
     token_ids_S: Tensor
     packing: Packing
@@ -37,28 +37,30 @@ class Sequences:
     @staticmethod
     def of(
         token_ids_S: Tensor,
-        prompt_lengths_N: Tensor,
-        response_lengths_N: Tensor,
+        lengths_N: Tensor,
+        positions_T: Tensor,
+        trained_lengths_N: Tensor,
         device: torch.device,
         support_counts_T: Tensor | None = None,
         support_ids_M: Tensor | None = None,
     ) -> Sequences:
-        """The trained tokens are the responses; every prompt has at least one token."""
-        if int(prompt_lengths_N.min()) < 1:
-            raise ValueError("a prompt without tokens cannot predict its response's first token")
-        lengths_N = prompt_lengths_N + response_lengths_N
-        position_S = torch.arange(int(lengths_N.sum()))
-        response_start_N = lengths_N.cumsum(0) - response_lengths_N
-        first_T = torch.repeat_interleave(response_start_N, response_lengths_N)
-        within_T = torch.arange(len(first_T)) - torch.repeat_interleave(
-            response_lengths_N.cumsum(0) - response_lengths_N, response_lengths_N
-        )
-        trained_T = position_S[first_T + within_T]
+        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
+
+        This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
+        tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
+        at p - 1, in the same sequence; the state at p itself has already read the answer.
+
+        Raises ValueError for a trained token that is its sequence's first: no state comes before it.
+        """
+        starts_T = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, trained_lengths_N)
+        within_T = positions_T - starts_T
+        if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
+            raise ValueError("a trained token has no token of its own sequence before it that could predict it")
         return Sequences(
             token_ids_S=token_ids_S.to(device),
             packing=Packing.of(lengths_N, device),
-            predict_T=(trained_T - 1).to(device),
-            target_T=token_ids_S[trained_T].to(device),
+            predict_T=(positions_T - 1).to(device),
+            target_T=token_ids_S[positions_T].to(device),
             support_counts_T=support_counts_T,
             support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
         )
@@ -66,7 +68,7 @@ class Sequences:
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """What the policy says of each trained token."""
+    """The policy's quantities of each trained token."""
 
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
@@ -87,7 +89,7 @@ class PackedModel(nn.Module):
         self.lm = lm
 
     def hidden_TD(self, sequences: Sequences) -> Tensor:
-        """The last hidden state before each trained token: all that is known when the token is sampled."""
+        """Return the last hidden state before each trained token: everything that was read when the token was sampled."""
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
             position_ids=sequences.packing.position_ids_S[None],

@@ -87,7 +87,9 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm, model_folder
     from grpo_rl.rewards.combined import factors_of
-    from grpo_rl.rollout.engine import ENGINES, weight_backend
+    from grpo_rl.rollout.engine import weight_backend
+    from grpo_rl.rollout.engines import ENGINES
+    from grpo_rl.trainer.schedules import schedule_of
 
     rollout = config.actor_rollout_ref.rollout
     path = config.actor_rollout_ref.model.path
@@ -95,6 +97,7 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
     yield "", lambda: weight_backend(config, machine.device)
+    yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
     custom = config.data.custom_cls
     if custom.path is not None:

@@ -1,17 +1,13 @@
-"""The rollout engine: what one replica can do, what it is built from, and the table of engines.
-
-Importing this module imports no engine: the factories do, when they are called.
-"""
+"""The rollout engine: the protocol of one replica, what it is built from, and what every engine checks of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import Registry
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Completion, Request
 
@@ -28,7 +24,9 @@ class EngineSpec:
     max_model_len: int
     """Longest prompt plus response, in tokens."""
     name: str = "vllm"
-    """Which of ENGINES."""
+    """The engine's name in `rollout.engines.ENGINES`."""
+    batched: bool = True
+    """hf: requests share forward passes; without, each has its own and its bits depend on no other request."""
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     tokenizer_path: str | None = None
@@ -59,7 +57,7 @@ class EngineSpec:
 
     @classmethod
     def from_config(cls, cfg: Config, device: Device, model_path: str | None = None, cores: int = 1) -> EngineSpec:
-        """The spec of one replica of `actor_rollout_ref.rollout`.
+        """Return the spec of one replica of `actor_rollout_ref.rollout`.
 
         `model_path` is the folder where `model.path` is not one yet (`builtin:...`); `cores` is how many
         CPU cores one replica may use when `rollout.cpu_threads` leaves that open.
@@ -71,6 +69,7 @@ class EngineSpec:
             model_path=model_path or model.path,
             max_model_len=rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
             name=rollout.name,
+            batched=rollout.hf.batched,
             device=device,
             dtype=dtype,
             tokenizer_path=model.tokenizer_path,
@@ -95,7 +94,7 @@ class EngineSpec:
 
 
 def weight_backend(cfg: Config, device: Device) -> WeightBackend:
-    """How weights travel under this configuration.
+    """Return how weights travel under this configuration.
 
     Raises ConfigError for `ipc` or `nccl` where the engine or the device has no such thing.
     """
@@ -131,15 +130,23 @@ class RolloutEngine(Protocol):
     A request is answered by exactly one Completion, unless it is aborted. Log-probabilities are those of
     the distribution that was sampled from: after temperature, min-p, top-k and top-p (greedy: temperature 1). A request
     whose sampling returns its support gets the tokens that were left of it too, exactly those.
+
+    A weight update is `start_weight_update`, every tensor once by `load_bucket`, `finish_weight_update`. Between start
+    and finish some tensors are old and some are new, so nothing is sampled: `step` returns at once. What was sampled
+    before the update keeps its tokens and their version, and what is sampled afterwards has the new one.
     """
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were submitted and have not ended."""
+        """The number of requests that were submitted and have not ended."""
 
     @property
     def weight_version(self) -> int:
         """Version of the weights that are live; 0 are those of the model folder."""
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether weights may be updated while requests are unfinished, which then go on with the new ones."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of the requests, or none of them and raise.
@@ -149,7 +156,7 @@ class RolloutEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request once; returns what ended."""
+        """Advance every running request by one token and return those that ended; nothing during a weight update."""
 
     def abort_all(self) -> None:
         """Forget every unfinished request; no Completion comes for them."""
@@ -160,7 +167,8 @@ class RolloutEngine(Protocol):
     def start_weight_update(self, version: int) -> None:
         """Begin to receive weights `version`, which must not be below the present one.
 
-        WeightTransferError: requests are unfinished, an update has begun already, or the version is older.
+        WeightTransferError: requests are unfinished and not `updates_in_flight`, an update has begun already, or the
+        version is older.
         """
 
     def load_bucket(self, bucket: WeightBucket) -> None:
@@ -169,14 +177,19 @@ class RolloutEngine(Protocol):
         WeightTransferError: no update has begun, or a tensor is unknown, has another shape, or came before.
         """
 
-    def finish_weight_update(self) -> None:
-        """Put the new weights live: caches of the old ones are dropped and the version is theirs.
+    def finish_weight_update(self, keep_cache: bool = False) -> None:
+        """Put the new weights live; from now on tokens are sampled with them.
+
+        The keys and values of unfinished requests were computed with the old weights. They are computed anew, so that
+        log-probs are exactly those of the new weights, or with `keep_cache` kept, which is cheaper and makes the next
+        tokens those of a mixture: new weights that attend to old keys and values (PipelineRL, section 4). No request
+        that is submitted later reads old ones in either case.
 
         WeightTransferError, naming them: tensors are missing. Then the update goes on.
         """
 
     def received_digests(self) -> dict[str, str]:
-        """Digest of every tensor as it arrived in the last update; empty unless verify_checksum is on."""
+        """Return the digest of every tensor as it arrived in the last update; empty unless verify_checksum is on."""
 
     def sleep(self) -> None:
         """Give device memory back: the weights are lost and come again by wake_up and a weight update.
@@ -191,18 +204,26 @@ class RolloutEngine(Protocol):
         """Free everything; the engine cannot be used afterwards."""
 
 
-ENGINES: Registry[Callable[[EngineSpec], RolloutEngine]] = Registry("rollout engine")
+def check_requests(requests: Sequence[Request], taken: Collection[str], max_model_len: int) -> None:
+    """Raise ValueError for the first request that an engine cannot answer as asked.
 
-
-@ENGINES.register("vllm")
-def _vllm(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
-
-    return VllmEngine(spec)
-
-
-@ENGINES.register("hf")
-def _hf(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.hf.hf_engine import HfEngine
-
-    return HfEngine(spec)
+    `taken` are the ids that are in use. A prompt and its longest response must fit into `max_model_len`:
+    an engine would cut the response short and call it `length`.
+    """
+    seen = set(taken)
+    for request in requests:
+        sampling = request.sampling
+        where = f"request {request.request_id!r}"
+        if request.request_id in seen:
+            raise ValueError(f"{where} is already being answered; ids must be unique")
+        seen.add(request.request_id)
+        if not len(request.prompt_ids):
+            raise ValueError(f"{where} has an empty prompt")
+        if sampling.max_tokens < 1:
+            raise ValueError(f"{where} asks for {sampling.max_tokens} tokens; at least 1 is needed")
+        longest = len(request.prompt_ids) + sampling.max_tokens
+        if longest > max_model_len:
+            raise ValueError(
+                f"{where}: {len(request.prompt_ids)} prompt tokens and up to {sampling.max_tokens} response tokens make "
+                f"{longest}, more than the engine's max_model_len of {max_model_len}"
+            )

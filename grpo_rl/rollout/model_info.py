@@ -1,9 +1,12 @@
-"""What an engine must know about a model folder: its tensors, its stop tokens, its size in the cache."""
+"""What an engine needs of a model folder: its tensors, its stop tokens, its tokenizer, its size in the cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
@@ -12,14 +15,14 @@ from grpo_rl.rollout.engine import EngineSpec
 
 
 def load_config(spec: EngineSpec) -> PretrainedConfig:
-    """The Hugging Face config of the model with the overrides applied."""
+    """Return the Hugging Face config of the model with the overrides applied."""
     config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code, **spec.override_config)
     assert isinstance(config, PretrainedConfig)
     return config
 
 
 def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a full update: the model's state dict, the tied head's alias included.
+    """Return name and shape of every tensor of a full update: the model's state dict, the tied head's alias included.
 
     The alias is asked for on purpose: an engine that keeps a packed copy of the head leaves it old when
     only the embedding arrives.
@@ -30,7 +33,7 @@ def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
 
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
-    """The tokens that end a response: those of generation_config.json and the tokenizer's end of sequence."""
+    """Return the tokens that end a response: those of generation_config.json and the tokenizer's end of sequence."""
     found: set[int] = set()
     for source in (_generation_config(spec), load_config(spec)):
         found.update(_as_ids(getattr(source, "eos_token_id", None)))
@@ -38,8 +41,19 @@ def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
+    """Return the function from response tokens to the text that a reward function sees: special tokens are left out.
+
+    Without a tokenizer every text is empty.
+    """
+    tokenizer = _tokenizer(spec)
+    if tokenizer is None:
+        return lambda token_ids: ""
+    return lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+
 def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Bytes of keys and values that one token takes in all layers of a decoder with full attention."""
+    """Return the bytes of keys and values that one token takes in all layers of a decoder with full attention."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -47,7 +61,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def has_file(model: str, name: str) -> bool:
-    """Whether the model, a folder or a hub name, comes with this file."""
+    """Return whether the model, a folder or a hub name, comes with this file."""
     found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     return found is not None
 
@@ -59,13 +73,23 @@ def _generation_config(spec: EngineSpec) -> GenerationConfig | None:
 
 
 def _tokenizer_eos(spec: EngineSpec) -> int | None:
+    tokenizer = _tokenizer(spec)
+    return None if tokenizer is None else tokenizer.eos_token_id
+
+
+def _tokenizer(spec: EngineSpec) -> Any:
+    """The model's tokenizer; None where it comes without one."""
     source = spec.tokenizer_path or spec.model_path
     # Asked first, because transformers makes an empty tokenizer of a folder that has none, with 0 as its end.
     if spec.tokenizer_path is None and not has_file(source, "tokenizer_config.json"):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
-    end: int | None = tokenizer.eos_token_id
-    return end
+    return _load_tokenizer(source, spec.trust_remote_code)
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
+    """Load a tokenizer once per process: the stop tokens and the decoding of responses need the same one."""
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def _as_ids(value: Any) -> list[int]:

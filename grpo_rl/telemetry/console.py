@@ -2,65 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.telemetry import step_line
+from grpo_rl.telemetry.bars import Bar, live_bars
 from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
 SILENT_STEPS = 3
-"""So many steps in a row without any advantage are told, once."""
+"""So many steps in a row without any advantage are worth a warning, once."""
+QUIET_S = 30.0
+"""Where there are no live bars, a line says where the work is after so long without one."""
 
 
-class Bar:
-    """A handle on one progress bar; safe to use from several threads."""
+class LastingRichConsole(RichConsole):
+    """A rich console that falls silent when its reader has gone, where rich's own ends the process."""
 
-    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
-        self._progress = progress
-        self._task = task
-        self.note = ""
-
-    def advance(self, k: float = 1, note: str | None = None) -> None:
-        """Move on by `k`; `note` is shown beside the bar, and the last one on the closing line."""
-        if note is not None:
-            self.note = safe_text(note, limit=120)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, advance=k, note=self.note)
-
-    def set_total(self, total: float) -> None:
-        """Say how long the work is, once that is known."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=total)
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on."""
+        self.quiet = True
 
 
 class Console:
     """Prints for people: live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file.
 
     Nothing that is printed is read as markup, and control characters are escaped, so text that a model
-    wrote can be passed to any method.
+    wrote can be passed to any method. No method raises because of the screen or the log file.
     """
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        self._rich = RichConsole(file=file, markup=False, emoji=False, highlight=False)
-        self._errors = self._rich if file is not None else RichConsole(stderr=True, markup=False, emoji=False, highlight=False)
+    def __init__(self, file: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
+        plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+        self._rich = LastingRichConsole(file=file, **plain)
+        self._errors = self._rich if file is not None else LastingRichConsole(stderr=True, **plain)
         if not self._rich.is_terminal:
             self._rich.width = 120
         # A colour forced into a pipe (FORCE_COLOR) makes rich believe in a terminal; a bar needs a real one.
         self.interactive = self._rich.file.isatty() and not self._rich.is_dumb_terminal
+        self._quiet_s = quiet_s
         self._progress: Progress | None = None
-        self._open_bars = 0
-        self._lock = threading.Lock()
+        self._bars: list[Bar] = []
+        self._lock = threading.RLock()
+        self._last_line = time.monotonic()
+        self._pulse: threading.Thread | None = None
+        self._closed = threading.Event()
         self._lines_since_header = HEADER_EVERY
         self._silent_steps = 0
         self._log: TextIO | None = None
@@ -79,6 +75,15 @@ class Console:
         """Print a message to the error stream."""
         self._print([step_line.Cell("error: ", "bold red"), step_line.Cell(message)], self._errors)
 
+    def notice(self, message: str) -> None:
+        """Print a message about the run itself, as that it will stop, to the error stream."""
+        # Live bars are redrawn from where their own console left the cursor: nothing else may move it.
+        self._print([step_line.Cell(message, "bold")], self._rich if self.interactive else self._errors)
+
+    def log(self, message: str) -> None:
+        """Write a line to the log file alone, for what the screen shows in another way."""
+        self._write_log(safe_text(message, keep_newlines=True))
+
     def table(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
         """Print `rows` in aligned columns under a title."""
         num_columns = max([len(header), *(len(row) for row in rows)], default=0)
@@ -87,18 +92,20 @@ class Console:
             table.add_column(self._text(header[index]) if index < len(header) else "", overflow="fold")
         for row in rows:
             table.add_row(*(self._text(str(value)) for value in row))
-        self._rich.print(table)
+        self._last_line = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._rich.print(table)
         for row in [[title], header, *rows]:
             self._write_log("  ".join(safe_text(str(value)) for value in row))
 
     # ---- progress ----------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def progress(self, title: str, total: float | None = None, keep: bool = True) -> Iterator[Bar]:
         """A bar for work of `total` units (None: unknown) that takes longer than a second.
 
         On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
-        line at the start and one at the end. `keep=False` leaves no line: for the phases of a step, whose
+        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the phases of a step, whose
         seconds are on the step's own line.
         """
         start = time.monotonic()
@@ -116,55 +123,73 @@ class Console:
                 self.info(f"{title}{note}: {f'{outcome} ' if outcome else ''}{duration(time.monotonic() - start)}")
 
     def _open_bar(self, title: str, total: float | None) -> Bar:
-        if not self.interactive:
-            return Bar(None, None)
         with self._lock:
-            if self._progress is None:
-                self._progress = self._new_progress()
-                self._progress.start()
-            self._open_bars += 1
-            task = self._progress.add_task(str(self._text(title)), total=total, note="")
-            return Bar(self._progress, task)
+            if not self.interactive:
+                bar = Bar(title=safe_text(title), total=total)
+                self._begin_to_pulse()
+            else:
+                if self._progress is None:
+                    self._progress = live_bars(self._rich)
+                    self._progress.start()
+                task = self._progress.add_task(str(self._text(title)), total=total, note="", ends_at=None)
+                bar = Bar(self._progress, task, safe_text(title), total)
+            self._bars.append(bar)
+            return bar
 
     def _close_bar(self, bar: Bar) -> None:
-        if bar._progress is None or bar._task is None:
-            return
         with self._lock:
-            bar._progress.remove_task(bar._task)
-            self._open_bars -= 1
-            if self._open_bars == 0:
-                bar._progress.stop()
+            bar.close()
+            self._bars.remove(bar)
+            if not self._bars and self._progress is not None:
+                self._progress.stop()
                 self._progress = None
 
-    def _new_progress(self) -> Progress:
-        return Progress(
-            SpinnerColumn("line" if self._rich.options.ascii_only else "dots"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", style="dim", markup=False),
-            console=self._rich,
-            transient=True,
-        )
+    def _begin_to_pulse(self) -> None:
+        if self._pulse is None:
+            self._pulse = threading.Thread(target=self._say_where, name="pulse", daemon=True)
+            self._pulse.start()
+
+    def _say_where(self) -> None:
+        """Where there are no live bars, print where the work is whenever nothing was printed for a while."""
+        while not self._closed.wait(self._quiet_s / 10):
+            with self._lock:
+                places = [bar.text() for bar in self._bars]
+            if places and time.monotonic() - self._last_line >= self._quiet_s:
+                self.info("; ".join(places))
+
+    def give_back_terminal(self) -> None:
+        """Take the bars off the terminal and show its cursor, for a process that is about to end without another word.
+
+        Takes no lock and may be called by a signal's handler: it writes past rich, which prints nothing more.
+        """
+        if not self.interactive or self._progress is None:
+            return
+        self._rich.quiet = True
+        erased = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (len(self._bars) - 1)
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._rich.file.fileno(), f"{erased}\x1b[?25h".encode())
 
     # ---- steps -------------------------------------------------------------------------------------
 
-    def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Print one line for a training step, under a header that comes back every 25 lines."""
+    def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
+        """Print one line for a training step, under a header that comes back every 25 lines.
+
+        `left_s` is the time that the remaining steps will take.
+        """
         if self._lines_since_header >= HEADER_EVERY:
             self._print(step_line.header())
             self._lines_since_header = 0
-        self._print(step_line.line(step, total, metrics))
+        self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1
         if (silent_share := metrics.get("advantage/zero_group_fraction")) is None:  # the validation before training
             return
         self._silent_steps = self._silent_steps + 1 if silent_share == 1.0 else 0
         if self._silent_steps == SILENT_STEPS:
             self.warn(
-                f"{SILENT_STEPS} steps in a row taught nothing: in every group all responses got the same reward. "
-                "python -m grpo_rl.telemetry.browse RUN shows what was sampled and how it was scored; a model that never "
-                "earns anything needs easier problems, a reward for parts of the way, or a warm start"
+                f"{SILENT_STEPS} steps in a row taught nothing: in every group all responses got the same reward"
+                f"{_range_of_rewards(metrics)}. python -m grpo_rl.telemetry.browse RUN shows what was sampled and how it was "
+                "scored; a model that always earns the most needs harder problems, one that never earns anything needs easier "
+                "ones, a reward for parts of the way, or a warm start"
             )
 
     # ---- underneath --------------------------------------------------------------------------------
@@ -175,19 +200,33 @@ class Console:
 
     def close(self) -> None:
         """Close the log file."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._closed.set()
+        log, self._log = self._log, None
+        if log is not None:
+            with contextlib.suppress(OSError):
+                log.close()
 
     def _text(self, text: str, style: str = "") -> Text:
         return Text(encodable(safe_text(text, keep_newlines=True), self._rich.encoding), style=style)
 
     def _print(self, cells: Sequence[step_line.Cell], console: RichConsole | None = None) -> None:
         line = Text.assemble(*(self._text(cell.text, cell.style) for cell in cells))
-        (console or self._rich).print(line, soft_wrap=True)
+        self._last_line = time.monotonic()
+        # EIO of a terminal that was closed, ENOSPC of a file that the output goes to: the log file has the line.
+        with contextlib.suppress(OSError):
+            (console or self._rich).print(line, soft_wrap=True)
         self._write_log(line.plain)
 
     def _write_log(self, line: str) -> None:
-        if self._log is not None:
-            self._log.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
-            self._log.flush()
+        # ValueError: another thread has closed it.
+        with contextlib.suppress(OSError, ValueError):
+            if self._log is not None:
+                self._log.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
+                self._log.flush()
+
+
+def _range_of_rewards(metrics: Mapping[str, float]) -> str:
+    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
+    if lowest is None or highest is None:
+        return ""
+    return f" ({lowest:g} in all of them)" if lowest == highest else f" (from {lowest:g} to {highest:g})"

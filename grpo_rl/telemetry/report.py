@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.reward_summary import rewards_section
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.step_line import validation_keys
-from grpo_rl.telemetry.text import duration, safe_text
+from grpo_rl.telemetry.step_line import FAILURES, component_keys, validation_keys
+from grpo_rl.telemetry.text import duration, number, safe_text
 
 _WIDTH = 100
 _TEXT_LIMIT = 400
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    """The report of a finished run, plain text that is safe to print; also written to `report.txt`.
+    """Return the report of a finished run, plain text that is safe to print; also written to `report.txt`.
 
     The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
     `seconds` is the duration of the whole run.
@@ -35,20 +34,52 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """First against last validation, and the mean reward of the first training steps against the last, five where there are ten."""
-    rows: list[tuple[str, float, float]] = []
+    """Return the table of results: validation and training reward.
+
+    The first validation against the last one, and the mean reward of the first training steps against the last, five
+    where there are ten. What was measured at one step alone has neither a before nor an after.
+    """
+    changed: list[tuple[str, float, float]] = []
+    measured: list[tuple[str, float]] = []
     for key in dict.fromkeys(key for record in records for key in validation_keys(record)):
-        values = [record[key] for record in records if key in record]
-        rows.append((f"validation {safe_text(key.removeprefix('val/'), limit=44)}", values[0], values[-1]))
+        points = [(record["step"], record[key]) for record in records if key in record]
+        name = f"validation {safe_text(key.removeprefix('val/'), limit=44)}"
+        if points[0][0] != points[-1][0]:
+            changed.append((name, points[0][1], points[-1][1]))
+        else:
+            measured.append((name, points[-1][1]))
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     if len(rewards) > 1:
         k = min(5, len(rewards) // 2)
         name = f"training reward (first and last {k} steps)" if k > 1 else "training reward (first and last step)"
-        rows.append((name, statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])))
-    if not rows:
+        changed.append((name, statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])))
+    lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"] if changed else []
+    lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in changed]
+    lines += [f"{'Result':<56}{'value':>10}"] if measured and not changed else []
+    lines += [f"  {name:<54}{value:>10.3f}" for name, value in measured]
+    return "\n".join(lines)
+
+
+def rewards_section(records: Sequence[dict[str, float]]) -> str:
+    """Return the table of components and failures over the training steps; empty without a training step."""
+    training = [record for record in records if "reward/mean" in record]
+    if not training:
         return ""
-    lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"]
-    lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in rows]
+    lines = [f"{'Rewards':<46}{'first':>10}{'last':>10}{'best':>10}{'at step':>10}"]
+    for key in ("reward/mean", *component_keys(training)):
+        points = [(record[key], int(record["step"])) for record in training if key in record]
+        if not points:
+            continue
+        best, step = max(points, key=lambda point: point[0])
+        name = "reward" if key == "reward/mean" else f"  {safe_text(key.removeprefix('reward/'), limit=40)}"
+        values = "".join(number(value, 10) for value in (points[0][0], points[-1][0], best))
+        lines.append(f"  {name:<44}{values}{step:>10}")
+    failures = {kind: sum(record.get(f"reward/{kind}", 0.0) for record in training) for kind in FAILURES}
+    failed = [f"{count:g} {FAILURES[kind]}" for kind, count in failures.items() if count > 0]
+    if failed:
+        lines.append(f"  scores that failed: {', '.join(failed)}")
+    elif any(f"reward/{kind}" in record for record in training for kind in FAILURES):
+        lines.append("  no score failed")
     return "\n".join(lines)
 
 
@@ -62,13 +93,16 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
     chosen = random.Random(0).sample(prompts, min(num_samples, len(prompts)))
     if not chosen:
         return ""
-    lines = [f"The same prompts before (step {first_step}) and after (step {last_step}), drawn at random"]
+    states = [("before", before), ("after", after)] if first_step != last_step else [("answer", after)]
+    title = f"The same prompts before (step {first_step}) and after (step {last_step})" if len(states) > 1 else "Some prompts"
+    lines = [f"{title}, drawn at random"]
     for prompt in chosen:
         lines += ["", *_labelled("prompt", prompt)]
         truth = before[prompt].get("ground_truth")
         if truth is not None:
             lines += _labelled("truth", str(truth))
-        for label, record in (("before", before[prompt]), ("after", after[prompt])):
+        for label, records in states:
+            record = records[prompt]
             lines += _labelled(label, record["response"], f"[reward {_reward(record)}] ")
     return "\n".join(lines)
 

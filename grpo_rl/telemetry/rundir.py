@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
 
 _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
 _EARLIER = "earlier"
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class RunDir:
     """Paths inside one run's folder. Made by `RunDir.create`, which also keeps other processes out of it."""
 
     path: Path
-    _lock_fd: int | None = field(default=None, repr=False, compare=False)
+    _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
@@ -35,8 +37,7 @@ class RunDir:
         path = _new_path(base) if experiment_name is None else _named_path(base, experiment_name)
         try:
             path.mkdir(parents=True, exist_ok=experiment_name is not None)
-            lock_fd = _lock(path)
-            run_dir = cls(path, lock_fd)
+            run_dir = cls(path, RunLock.take(path))
             run_dir._make_subfolders()
         except OSError as error:
             raise ConfigError(f"the run's folder {path} cannot be made: {error.strerror or error}") from error
@@ -107,6 +108,20 @@ class RunDir:
                 file.rename(_first_free(file.with_name(f"{file.stem}.{{}}{file.suffix}")))
             file.write_text(text, encoding="utf-8")
 
+    def changes(self, resolved_yaml: str, earlier: Path | None = None) -> list[str]:
+        """Return what differs between `resolved_yaml` and the configuration of this run's last start: `key: old -> new`.
+
+        `earlier` is the folder of another run, whose configuration is compared with where this run has had no start yet.
+        To be called before `write_config`. Empty where there is nothing to compare with.
+        """
+        for folder in (self.path, earlier):
+            if folder is None:
+                continue
+            with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+                before = _flat(yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8")))
+                return _differences(before, _flat(yaml.safe_load(resolved_yaml)))
+        return []
+
     def start_fresh(self) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
 
@@ -118,16 +133,15 @@ class RunDir:
         aside = _first_free(self.path / _EARLIER / "{}")
         aside.mkdir()
         for entry in sorted(self.path.iterdir()):
-            if entry.name not in (_EARLIER, _LOCK):
+            if entry.name not in (_EARLIER, LOCK_FILE):
                 entry.rename(aside / entry.name)
         self._make_subfolders()
         return aside
 
     def release(self) -> None:
         """Let other processes use the folder again. The end of the process does the same."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            object.__setattr__(self, "_lock_fd", None)
+        if self._lock is not None:
+            self._lock.release()
 
     def _make_subfolders(self) -> None:
         for name in _SUBFOLDERS:
@@ -135,11 +149,38 @@ class RunDir:
 
     def _holds_a_run(self) -> bool:
         for entry in self.path.iterdir():
-            if entry.name in (_EARLIER, _LOCK):
+            if entry.name in (_EARLIER, LOCK_FILE):
                 continue
             if entry.is_file() or any(entry.iterdir()):
                 return True
         return False
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    missing = object()
+    keys = [key for key in {**before, **now} if before.get(key, missing) != now.get(key, missing)]
+    values = {id(missing): "not set"}
+    return [
+        f"{key}: {' -> '.join(values.get(id(value), _one_line(value)) for value in (before.get(key, missing), now.get(key, missing)))}"
+        for key in keys
+    ]
+
+
+def _one_line(value: Any) -> str:
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True) if value is not None else "null"
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _new_path(base: Path) -> Path:
@@ -159,23 +200,17 @@ def _named_path(base: Path, name: str) -> Path:
     return path
 
 
-def _lock(path: Path) -> int | None:
-    """A file descriptor that holds the folder's lock until it is closed; None where the file system has no locks."""
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(fd, 100).decode(errors="replace").strip()
-        os.close(fd)
-        raise ConfigError(
-            f"another process ({owner}) is running in {path}; wait for it, or choose another trainer.experiment_name"
-        ) from None
-    except OSError:
-        os.close(fd)
-        return None
-    os.truncate(fd, 0)
-    os.write(fd, f"pid {os.getpid()}\n".encode())
-    return fd
+def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
+    """Raise ConfigError where another process is running under this name; leave everything as it is.
+
+    `RunDir.create` decides the same, and for certain: this is for a quick answer before anything is prepared.
+    """
+    if experiment_name is None:
+        return
+    path = _named_path(Path(base).expanduser(), experiment_name)
+    if (path / LOCK_FILE).exists():
+        with suppress(OSError):
+            RunLock.take(path, claim=False).release()
 
 
 def _first_free(pattern: Path) -> Path:

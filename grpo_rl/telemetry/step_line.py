@@ -1,12 +1,11 @@
-"""One training step as one line of a table, and the header above it."""
+"""One training step as one line of a table, and the header above it: which metrics a person sees, and under which names."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_rl.telemetry.reward_summary import component_keys
 from grpo_rl.telemetry.text import number, safe_text
 
 PHASES = {
@@ -19,6 +18,29 @@ PHASES = {
 """Phases that have a column of their own; what is left of the step is `other`."""
 MOST_COMPONENTS = 4
 """Components of the reward that a line has room for."""
+
+
+OVERALL = ("mean", "max", "min", "std", "greedy_baseline_mean")
+"""The keys `reward/<key>` that are about the whole reward."""
+FAILURES = {
+    "timeouts": "past the deadline",
+    "errors": "raised an error",
+    "invalid": "gave no number",
+    "dropped": "dropped from the step",
+    "failed_baselines": "without a greedy response to compare with",
+    "broken_groups": "groups that compare nothing any more",
+}
+"""The keys `reward/<key>` that count scores which could not be had, by what happened."""
+
+
+def component_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the keys `reward/<part>` of the records that are means of a component, those of a component's own dict after it."""
+    known = {f"reward/{key}" for key in (*OVERALL, *FAILURES)}
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward/") and key not in known)
+    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
+    doubled = {key for key in keys if any(other != key and other.endswith(f"/{key.removeprefix('reward/')}") for other in keys)}
+    spreads = {key for key in keys if key.endswith("/std") and key.removesuffix("/std") in keys}
+    return [key for key in keys if key not in doubled | spreads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +57,8 @@ def header() -> list[Cell]:
     return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
 
 
-def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
-    """The values under `header()`: 111 columns, "-" for what the step did not measure. After them, the reward's components and failures."""
+def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> list[Cell]:
+    """Return the values under `header()`: 119 columns, "-" for what the step did not measure. After them, the reward's components and failures."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
@@ -49,6 +71,7 @@ def line(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
         Cell(number(metrics.get("response_length/mean"), 8, digits=1)),
         Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
         Cell(_seconds(seconds, 8)),
+        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
         Cell("  |" + "".join(_seconds(value, 7) for value in (*phases.values(), other)), "dim"),
         *_rewards(metrics),
     ]
@@ -77,7 +100,16 @@ def _seconds(value: float | None, width: int) -> str:
     return number(None if value is None else round(value, 2), width, digits=2)
 
 
-_COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8)]
+def _short_duration(seconds: float) -> str:
+    """Return `45s`, `12m05s`, `7h03m` or `3d07h`: at most 7 columns below a thousand days."""
+    whole = round(seconds)
+    for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // smaller_size:02d}{smaller}"
+    return f"{whole}s"
+
+
+_COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8), ("left", 8)]
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:

@@ -53,11 +53,11 @@ class Advantage:
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
-            batch.rewards_N, batch.response_lengths_N, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)
+            batch.rewards_N, batch.trained_lengths_N, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)
         )
         inputs = AdvantageInput(
             token_rewards_T=rewards_T,
-            lengths_N=batch.response_lengths_N,
+            lengths_N=batch.trained_lengths_N,
             group_N=batch.group_N,
             rewards_N=batch.rewards_N,
             baselines_N=batch.baselines_N,
@@ -85,7 +85,7 @@ class Advantage:
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
         options = self.config.kl_penalty_options
         kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty, options=options)
-        mean = float(Segments(batch.response_lengths_N).mean(kl_T).mean())
+        mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
         metrics["actor/reward_kl_penalty"] = mean
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
         self.kl_controller.update(mean, batch.num_rollouts)
@@ -108,7 +108,7 @@ def check_finite(batch: Batch) -> None:
             continue
         bad_T = ~torch.isfinite(column_T)
         first = int(bad_T.nonzero()[0])
-        rollouts = Segments(batch.response_lengths_N).index_T[bad_T].unique().tolist()
+        rollouts = Segments(batch.trained_lengths_N).index_T[bad_T].unique().tolist()
         raise DivergedError(
             f"{name} are not finite at {int(bad_T.sum())} of {len(bad_T)} tokens, the first {float(column_T[first])} at token {first}, "
             f"in rollouts {rollouts[:8]} of {batch.num_rollouts}: the model that computed them is broken, or cannot produce what was sampled"
@@ -120,12 +120,12 @@ def _step_ends(batch: Batch) -> Tensor | None:
     if batch.step_ends_K is None:
         return None
     assert batch.num_steps_N is not None
-    starts_N = batch.response_lengths_N.cumsum(0) - batch.response_lengths_N
+    starts_N = batch.trained_lengths_N.cumsum(0) - batch.trained_lengths_N
     return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
 def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:
-    segments = Segments(batch.response_lengths_N)
+    segments = Segments(batch.trained_lengths_N)
     silent_N = segments.sum(advantages_T.abs()) == 0
     num_groups = batch.group_N.unique().numel()
     live_groups = batch.group_N[~silent_N].unique().numel()

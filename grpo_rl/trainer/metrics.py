@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
-
-
-class Timer:
-    """Wall-clock seconds of named phases; `announce` is told the name of each as it begins."""
-
-    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
-        self.announce = announce
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        if self.announce is not None:
-            self.announce(phase)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
-
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def metrics(self) -> Metrics:
-        """`timing_s/<phase>` of every phase."""
-        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -84,7 +58,7 @@ def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], ba
     if batch is None:
         return [None] * len(sampled)
     assert batch.advantages_T is not None
-    ends_N, lengths_N = batch.response_lengths_N.cumsum(0).tolist(), batch.response_lengths_N.tolist()
+    ends_N, lengths_N = batch.trained_lengths_N.cumsum(0).tolist(), batch.trained_lengths_N.tolist()
     # Outcome advantages are the same on every token of a response.
     last = [float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)]
     advantages = {(rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last, strict=True)}

@@ -1,12 +1,16 @@
-"""What a person sees of the step that is going on: its phase, and how many responses there are already."""
+"""What a person sees of the step that is going on: its phase, how many responses there are already, and the time left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from grpo_rl.faults import fault_point
-from grpo_rl.telemetry.console import Bar
-from grpo_rl.types import Rollout
+from grpo_rl.telemetry.bars import Bar
+from grpo_rl.types import Metrics, Rollout
 
 PHASES = {
     "sync_weights": "sending weights",
@@ -21,15 +25,17 @@ PHASES = {
     "testing": "validating",
     "save": "saving",
 }
+RECENT_STEPS = 20
+"""The time left is estimated from so many steps."""
 
 
 class StepProgress:
     """Notes beside the bar of the training steps. Without a bar nothing is shown."""
 
     def __init__(self, bar: Bar | None = None, on_phase: Callable[[str], None] = lambda _: None) -> None:
-        self.bar = bar or Bar(None, None)
+        self.bar = bar or Bar()
         self.on_phase = on_phase
-        """Told the name of each phase before it begins."""
+        """Called with the name of each phase before it begins."""
 
     def phase(self, name: str) -> None:
         """Say that this phase of the step has begun."""
@@ -42,7 +48,7 @@ class StepProgress:
         self.bar.advance(steps, "")
 
     def counting(self, submit: Callable[[Rollout], None], total: int) -> Callable[[Rollout], None]:
-        """`submit`, and a note of how many of the `total` responses it has been called with."""
+        """Return `submit` with a note of how many of the `total` responses it has been called with."""
         count = 0
 
         def submit_and_count(rollout: Rollout) -> None:
@@ -55,8 +61,53 @@ class StepProgress:
         return submit_and_count
 
 
+class Timer:
+    """Wall-clock seconds of named phases; `announce` is called with the name of each as it begins."""
+
+    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
+        self.announce = announce
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        if self.announce is not None:
+            self.announce(phase)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def total(self) -> float:
+        """Return the seconds of all phases together."""
+        return sum(self.seconds.values())
+
+    def metrics(self) -> Metrics:
+        """Return `timing_s/<phase>` of every phase."""
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+class TimeLeft:
+    """Estimates how long the remaining steps take, from the latest ones with their share of validation and saving."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._num_steps = 0
+
+    def step_took(self, seconds: float) -> None:
+        """Take note of one step, the first of which is slower than all others: compilers and caches are cold."""
+        if self._num_steps == 1:
+            self._seconds.clear()
+        self._num_steps += 1
+        self._seconds.append(seconds)
+
+    def seconds(self, steps: int) -> float | None:
+        """Return the estimate for so many further steps; None before the first one is done."""
+        return statistics.fmean(self._seconds) * steps if self._seconds else None
+
+
 def advancing(bar: Bar, submit: Callable[[Rollout], None]) -> Callable[[Rollout], None]:
-    """`submit`, and `bar` one further with each call."""
+    """Return `submit`, which moves `bar` on by one with each call."""
 
     def submit_and_advance(rollout: Rollout) -> None:
         submit(rollout)

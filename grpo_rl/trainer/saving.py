@@ -13,9 +13,8 @@ from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.protocols import Actor, Critic
 from grpo_rl.trainer.background_save import BackgroundSave
-from grpo_rl.trainer.context import Output, Roles
+from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
 _WAIT_S = 1.0
@@ -30,9 +29,9 @@ class Saving:
         self.trainer = config.trainer
         checkpoint = config.actor_rollout_ref.actor.checkpoint
         self.in_background = checkpoint.async_save
-        self.with_export = "hf_model" in checkpoint.save_contents
-        self.actor, self.critic, self.committed, self.output = roles.actor, roles.critic, roles.committed, output
-        self.roles: list[Actor | Critic] = [role for role in (roles.actor, roles.critic) if role is not None]
+        self.committed, self.output = roles.committed, output
+        self.exported = roles.actor if "hf_model" in checkpoint.save_contents else None
+        self.roles = roles.with_state()
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
         self.num_failed = 0
         self._going: BackgroundSave | None = None
@@ -97,8 +96,8 @@ class Saving:
                     role.begin_save(draft.folder, self.store.keep is not None)
                 else:
                     written |= role.save(draft.folder)
-            if self.with_export:
-                self.actor.export(draft.folder / "huggingface")
+            if self.exported is not None:
+                self.exported.export(draft.folder / "huggingface")
         if in_background:
             self._going = BackgroundSave(draft, self.store, self.roles, self._flush, self._committed)
             return
@@ -111,9 +110,9 @@ class Saving:
     def _bytes(self) -> int:
         """What a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
         if self._needed is None:
-            of_actor = self.actor.save_bytes()
-            self._needed = of_actor + (of_actor // 3 if self.with_export else 0)
-            self._needed += self.critic.save_bytes() if self.critic is not None else 0
+            self._needed = sum(role.save_bytes() for role in self.roles)
+            # Of weights and Adam's two moments the export has the first.
+            self._needed += self.exported.save_bytes() // 3 if self.exported is not None else 0
         return self._needed
 
     def _flush(self) -> None:

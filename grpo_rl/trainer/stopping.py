@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -10,12 +11,19 @@ from collections.abc import Callable
 from types import FrameType
 
 from grpo_rl.errors import Preempted
+from grpo_rl.telemetry.standard_streams import write_now
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""A batch system's, Ctrl-C's, a closed terminal's, and a scheduler's early warning."""
 INTERRUPTIBLE = frozenset({"start", "gen", "reward", "testing"})
 """Phases that nothing is lost by leaving: no rank is in the middle of something that others wait for, no weight has changed."""
+NOT_INSIDE = ("rich.", "grpo_rl.telemetry.")
+"""Modules whose functions are not left half-way: they hold the locks with which everything else is printed and logged."""
 SLACK = 1.5
 LEAVE_AGAIN_S = 2.0
+LOOK_S = 0.2
+ONE_PRESS_S = 0.5
+"""One Ctrl-C arrives several times below `timeout` and srun: from the terminal, and passed on by the parent."""
 INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 
 
@@ -25,91 +33,112 @@ class Stop:
     The first signal starts the grace period. A step that will end in time is finished; a longer one is left where
     that is possible, by raising Preempted in the main thread. When the grace period is over the process ends,
     whatever it is doing: what was committed is safe. A second SIGINT ends it at once.
+
+    The signal's handler runs between any two lines of the main thread. It takes no lock, starts no thread and prints
+    nothing, for the main thread may be in the middle of any of these: a thread that has waited from the beginning does
+    it, through a queue that is made for signal handlers.
     """
 
-    def __init__(self, grace_s: float = 30.0, on_deadline: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        grace_s: float = 30.0,
+        on_deadline: Callable[[], None] = lambda: None,
+        notice: Callable[[str], None] = lambda text: write_now(f"\n{text}\n"),
+        give_back_terminal: Callable[[], None] = lambda: None,
+    ) -> None:
         self.grace_s = grace_s
         self.on_deadline = on_deadline
         """Called by another thread just before the grace period ends the process."""
+        self.notice = notice
+        """Shows a line to a person; called by another thread."""
+        self.give_back_terminal = give_back_terminal
+        """Called before the process ends without another word; takes no lock."""
         self.signal: str | None = None
         self._deadline = float("inf")
         self._interruptible = True
         self._step_started: float | None = None
         self._step_s = self._save_s = float("inf")
         self._next_leave = 0.0
+        self._interrupted_at = float("inf")
         self._watcher: threading.Thread | None = None
         self._previous: dict[int, object] = {}
+        self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._over = threading.Event()
 
-    # ---- what a run tells ----------------------------------------------------------------------------------
+    # ---- what a run reports ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Answer the signals from now on; again after a library has taken them for itself."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="grace", daemon=True)
+            self._watcher.start()
         for number in SIGNALS:
+            # A run under nohup, whose terminal may close, was started with SIGHUP ignored: it goes on.
+            if number == signal.SIGHUP and number not in self._previous and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             previous = signal.signal(number, self._on_signal)
             self._previous.setdefault(number, previous)
 
     def close(self) -> None:
-        """Leave the signals to who had them before."""
+        """Give the signals back to the handlers that they had before."""
         self._interruptible = False
         self._over.set()
         if self._watcher is not None:
+            self._came.put("")
             self._watcher.join(2.0)  # a signal of its own must not meet the handlers of before
         for number, previous in self._previous.items():
             signal.signal(number, previous)  # type: ignore[arg-type]
         self._previous = {}
 
     def phase(self, name: str) -> None:
-        """A phase begins. Raises Preempted where the run is to stop here."""
+        """Note that a phase begins. Raises Preempted where the run is to stop here."""
         self._interruptible = name in INTERRUPTIBLE
         self._leave_if_due()
 
     def step_begins(self) -> None:
-        """A step begins. Raises Preempted when the run is to stop: between two steps it always can."""
+        """Note that a step begins. Raises Preempted when the run is to stop: between two steps it always can."""
         if self.signal is not None:
             self._leave()
         self._step_started = time.monotonic()
 
     def step_ends(self, save_s: float | None = None) -> None:
-        """A step has ended; how long it took tells whether the next one will fit into the grace period."""
+        """Note that a step has ended; its duration decides whether the next one fits into the grace period."""
         if self._step_started is not None:
             self._step_s = time.monotonic() - self._step_started
         if save_s is not None:
             self._save_s = save_s
 
     def finishing(self) -> None:
-        """From here on a signal interrupts nothing: what is left to do is short, or is saving."""
+        """Let signals interrupt nothing from now on: what is left to do is short, or is saving."""
         self._interruptible = False
 
     # ---- what a signal does ----------------------------------------------------------------------------------
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if self.signal is not None:
-            if number == signal.SIGINT and self.signal == "SIGINT":
-                _say("interrupted again: ended at once")
-                os._exit(INTERRUPTED_CODE)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+        if self.signal is None:
+            self.signal, self._deadline = name, now + self.grace_s
+            self._came.put(name)
+        elif number == signal.SIGINT and now > self._interrupted_at + ONE_PRESS_S:
+            self.give_back_terminal()
+            write_now("\ninterrupted again: ended at once\n")
+            os._exit(INTERRUPTED_CODE)
+        if not _is_inside(frame, NOT_INSIDE):  # otherwise `_watch` sends a signal again, a moment later
             self._leave_if_due()
-            return
-        self.signal = name
-        self._deadline = time.monotonic() + self.grace_s
-        # Written without the console: this may run in the middle of one of its prints.
-        _say(f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)")
-        self._watcher = threading.Thread(target=self._watch, name="grace", daemon=True)
-        self._watcher.start()
-        self._leave_if_due()
 
     def _leave_if_due(self) -> None:
         if self.signal is not None and self._interruptible and not self._fits() and time.monotonic() >= self._next_leave:
             self._leave()
 
     def _leave(self) -> None:
-        # Raised in the middle of somebody's destructor it would be lost: then it comes again, until `finishing` is called.
+        # Raised in the middle of a destructor it is lost: then it comes again, until `finishing` is called.
         self._next_leave = time.monotonic() + LEAVE_AGAIN_S
         raise Preempted(f"by {self.signal}")
 
     def _fits(self) -> bool:
-        """Whether this step, if it takes as long as the last one or a little longer, ends with time left to save."""
+        """Return whether this step, if it takes as long as the last one or a little longer, ends with time left to save."""
         if self._step_started is None:
             return False
         save_s = self._save_s if self._save_s < float("inf") else self.grace_s / 4
@@ -117,9 +146,16 @@ class Stop:
         return time.monotonic() < end and end + SLACK * save_s < self._deadline
 
     def _watch(self) -> None:
-        """Leave a step that takes longer than it should have; at the deadline end the process."""
-        while not self._over.wait(0.2):
+        """Wait for a signal and say so; leave a step that takes longer than it should have; at the deadline end the process."""
+        name = self._came.get()
+        if self._over.is_set():
+            return
+        # In a thread of its own: a terminal that is held up (Ctrl-S) must not hold up the deadline.
+        said = f"{name}: stopping within {self.grace_s:g} s (trainer.grace_s)"
+        threading.Thread(target=self.notice, args=(said,), name="notice", daemon=True).start()
+        while not self._over.wait(LOOK_S):
             if time.monotonic() > self._deadline:
+                self.give_back_terminal()
                 self.on_deadline()
                 os._exit(PREEMPTED_CODE)
             if self._interruptible and not self._fits():
@@ -127,5 +163,10 @@ class Stop:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
 
-def _say(text: str) -> None:
-    os.write(2, f"\n{text}\n".encode())
+def _is_inside(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
+    """Return whether one of the functions that are running, innermost first, belongs to one of these modules."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(modules):
+            return True
+        frame = frame.f_back
+    return False

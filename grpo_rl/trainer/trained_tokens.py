@@ -1,4 +1,4 @@
-"""What stands between scoring and training: the penalty for long responses, and which tokens are trained with what weight."""
+"""The penalty for long responses, and the choice of the tokens that are trained, with their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_rl.types import Batch, Metrics, Rollout
 
 
 def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig, max_length: int) -> list[Rollout]:
-    """The scored rollouts with the penalty for long responses in their rewards, and as a part called `overlong`.
+    """Return the scored rollouts with the penalty for long responses in their rewards, and as a part called `overlong`.
 
     One whose reward failed keeps what it has: none, or a fixed value.
     """
@@ -32,16 +32,21 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
 
 
 class TrainedTokens:
-    """Decides, between advantages and update, which tokens are trained (`keep_T`) and with what weight (`weights_T`)."""
+    """Decides, between advantages and update, which tokens are trained and with what weight.
+
+    Advantages are made before, over whole responses; here the choice of tokens is applied, once for all that follows.
+    """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.correction = RolloutCorrection.from_config(config.rollout_correction)
         self.mask_truncated = config.mask_truncated
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with the columns that are needed, and how far engine and trainer are apart (`rollout_corr/*`).
+        """Return the batch of the trained tokens, with `weights_T` where they are weighed, and what to log.
 
-        Without old log-probs, or with the engine's own in their place, the actor measures that distance in its update.
+        The metrics `rollout_corr/*` say how far engine and trainer are apart. Without old log-probs, or with the engine's
+        own in their place, the actor measures that distance in its update. `rollout/trained_token_fraction` is there
+        where tokens may be left out.
         """
         metrics: Metrics = {}
         whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
@@ -49,15 +54,17 @@ class TrainedTokens:
             assert batch.truncated_N is not None
             whole_N = ~batch.truncated_N
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
-        whole_T = Segments(batch.response_lengths_N).broadcast(whole_N)
-        keep_T, weights_T = whole_T, None
+        before = batch.num_trained_tokens
+        if self.mask_truncated:
+            batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and not self.correction.bypass_mode:
-            segments = Segments(batch.response_lengths_N[whole_N])
-            found = correct(self.correction, batch.old_logprobs_T[whole_T], batch.rollout_logprobs_T[whole_T], segments)
+            # A response that was masked is in no mean of the correction.
+            segments = Segments(batch.trained_lengths_N[whole_N])
+            found = correct(self.correction, batch.old_logprobs_T, batch.rollout_logprobs_T, segments)
             metrics |= {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+            batch = batch.replace(weights_T=found.weights_T)
             if found.keep_T is not None:
-                keep_T = torch.zeros_like(whole_T).masked_scatter(whole_T, found.keep_T)
-            if found.weights_T is not None:
-                weights_T = torch.zeros(len(whole_T)).masked_scatter(whole_T, found.weights_T)
-        selects = self.mask_truncated or bool(self.correction.rollout_rs)
-        return batch.replace(keep_T=keep_T if selects else None, weights_T=weights_T), metrics
+                batch = batch.keep(found.keep_T)
+        if self.mask_truncated or self.correction.rollout_rs:
+            metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, before)
+        return batch, metrics

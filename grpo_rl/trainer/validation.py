@@ -1,29 +1,50 @@
-"""How good the policy is on the validation data."""
+"""How good the policy is on the validation data: during a training, and as all that a run does."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from grpo_rl.config.schema.tree import ValSamplingConfig
-from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.rewards.validation_metrics import validation_metrics
-from grpo_rl.telemetry.console import Console
-from grpo_rl.trainer.progress import advancing
+from grpo_rl.trainer.progress import Timer, advancing
 from grpo_rl.trainer.reward_failures import scored
+from grpo_rl.trainer.schedule import VALIDATION, Context, required, training_sampling
 from grpo_rl.types import Metrics, Rollout, Sampling
 
 
-def validate(
-    data: PromptDataset,
-    values: ValSamplingConfig,
-    training: Sampling,
-    rollout: RolloutPool,
-    rewarder: Rewarder,
-    console: Console,
-) -> tuple[list[Rollout], Metrics]:
-    """Scored responses to all prompts, sampled as `values` says and else as in training, and their metrics."""
-    sampling = dataclasses.replace(
+class Validation:
+    """Samples responses to the validation prompts and scores them; for every schedule that has a rollout role."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self) -> Metrics:
+        """Return metrics of the current policy on all validation prompts, which are sampled as `val_kwargs` says.
+
+        The responses go to `val/step_N.jsonl`. Empty without validation data.
+        """
+        context, data = self.context, self.context.val_data
+        if data is None:
+            return {}
+        rollout, rewarder = required(context.roles.rollout, "rollout"), required(context.roles.rewarder, "rewarder")
+        values, timer = context.config.actor_rollout_ref.rollout.val_kwargs, Timer(context.progress.phase)
+        prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
+        with timer("testing"), context.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
+            # Without an actor nothing is trained, and the engines have the weights that they were started with.
+            if context.roles.actor is not None:
+                rollout.sync_weights(context.roles.actor)
+            sampling = validation_sampling(values, training_sampling(context.config, VALIDATION))
+            rollouts = rollout.generate(prompts, values.n, sampling, advancing(bar, rewarder.submit))
+            rollouts = scored(rewarder, rollouts, context.output.console.warn)
+        context.output.rollouts.write("val", context.step, rollouts)
+        return validation_metrics(rollouts, values.n) | timer.metrics()
+
+
+def validation_sampling(values: ValSamplingConfig, training: Sampling) -> Sampling:
+    """Return sampling as `values` says, and else as in training."""
+    return dataclasses.replace(
         training,
         temperature=values.temperature if values.do_sample else 0.0,
         top_p=values.top_p,
@@ -31,8 +52,32 @@ def validate(
         min_p=0.0,
         keep_support=False,
     )
-    prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
-    with console.progress("validating", len(prompts) * values.n, keep=False) as bar:
-        rollouts = rollout.generate(prompts, values.n, sampling, advancing(bar, rewarder.submit))
-    rollouts = scored(rewarder, rollouts, console.warn)
-    return rollouts, validation_metrics(rollouts, values.n)
+
+
+class ValidationOnly:
+    """The schedule of `trainer.val_only=true`: it validates, and has no step. It needs an actor only to load a checkpoint."""
+
+    roles: ClassVar[frozenset[str]] = frozenset({"rollout", "rewarder"})
+
+    def __init__(self, context: Context) -> None:
+        self.validation = Validation(context)
+        self.trained: Sequence[Rollout] = ()
+
+    def step(self) -> Metrics:
+        """Raise AssertionError: the run does no step where only validation is asked for."""
+        raise AssertionError("a run that only validates has no step")
+
+    def evaluate(self) -> Metrics:
+        """Validate the policy."""
+        return self.validation()
+
+    def ended(self) -> str | None:
+        """Return that there is nothing to train."""
+        return "trainer.val_only=true validates and trains nothing"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the next step of a training is not decided here."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave the state alone: it is that of the schedule which trained."""

@@ -2,180 +2,101 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from grpo_rl.algos.correction import kept_lengths, mismatch_shares
+from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
-from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
-from grpo_rl.models.forward import Sequences, TokenOutputs
-from grpo_rl.models.optim import make_optimizer, make_scheduler
+from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
-from grpo_rl.rollout.weights.senders import make_sender
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.saving import Saving
-from grpo_rl.workers.sharded_policy import (
-    build_policy,
-    clip_gradients,
-    collect,
-    forward_micro_batches,
-    join_group,
-    move_optimizer,
-    num_rollouts,
-    sequences_of,
-    step_optimizer,
-)
-from grpo_rl.workers.snapshots import Snapshots
-from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank
+from grpo_rl.workers.sharded_policy import build_policy, sequences_of
+from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows
+from grpo_rl.workers.trained_rank import TrainedRank
 
 
-class ActorWorker(Saving, Snapshots):
-    """One FSDP2 rank of the actor's worker set."""
+class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
+    """One FSDP2 rank of the actor."""
+
+    role = "actor"
+    # The weights go to the engines next; `end_weight_sync` moves them away.
+    keeps_gpu = True
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
-        self.spec = spec
-        self.rank = rank
-        self.device = join_group(rank)
-        # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
-        torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
-        self.policy = build_policy(spec.policy, rank, self.device)
-        self.optimizer = make_optimizer(self.policy, spec.optim)
-        self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
-        self.files = RankFiles(self.policy, self.optimizer, self.scheduler, rank.rank)
-        self.stepped_model = lambda: self.policy
+        super().__init__(spec, rank)
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
         dtype = getattr(torch, sender.dtype) if sender.dtype else None
         self.sender = make_sender(sender.backend, sender.bucket_bytes, dtype, sender.verify, rank.rank, rank.timeout_s)
         self._buckets: Iterator[WeightBucket] | None = None
 
-    # ---- forward passes ------------------------------------------------------------------------------
+    def build(self) -> PolicyModel:
+        return build_policy(self.spec.policy, self.rank, self.device)
 
-    @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[Batch | None]) -> list[Tensor | None]:
-        """Per micro-batch, the current policy's log-probs of the trained tokens."""
-        self._onload()
-        self.policy.eval()
-        outputs = forward_micro_batches(micro_batches, self.device, lambda sequences, _: self.policy(sequences))
-        self.policy.train()
-        return collect(outputs, "logprobs_T")
+    def logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+        """Return the current policy's log-probs of the micro-batches' trained tokens."""
+        return self.per_token(share, micro_batches)
 
-    # ---- training ------------------------------------------------------------------------------------
+    def measure(self, batch: Batch | None) -> Tensor:
+        logprobs_T: Tensor = self.model(sequences_of(batch, self.device)).logprobs_T
+        return logprobs_T
 
-    def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-        """Per optimizer step, this rank's share of the statistics (see `Objective` for the key prefixes).
+    def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = self._forward(batch)
+        if batch is None:
+            return outputs.logprobs_T.sum() * 0.0, {}
+        loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
+        # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is the
+        # first with these weights, its own log-probs are those of the sampling policy.
+        own = batch.old_logprobs_T is None or self.spec.old_from_engine
+        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
+        assert trainer_logprobs_T is not None
+        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
 
-        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
-        """
-        self._onload()
-        results = [self._optimizer_step(step) for step in steps]
-        self.optimizer.zero_grad(set_to_none=True)
-        return results
-
-    def _optimizer_step(self, step: OptimizerStep) -> dict[str, float]:
-        rank = self.rank.rank
-        fault_point("actor.update.start", rank=rank)
-        self.optimizer.zero_grad(set_to_none=True)
-        stats: defaultdict[str, float] = defaultdict(float)
-        total_loss = 0.0
-        for number, batch in enumerate(step.micro_batches):
-            last = number == len(step.micro_batches) - 1
-            # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
-            # On a GPU their memory would not be there, so every micro-batch is reduced into shards.
-            self._root.set_requires_gradient_sync(last or self.device.type == "cuda")
-            fault_point("actor.update.forward", rank=rank, micro_batch=number, rollouts=num_rollouts(batch))
-            sequences = sequences_of(batch, self.device)
-            outputs = self._forward(sequences, batch)
-            loss, micro_stats = self._loss(outputs, batch, step)
-            if fault_point("actor.update.loss", rank=rank, micro_batch=number) == "nan":
-                loss = loss * math.nan
-            loss.backward()
-            total_loss += float(loss.detach())
-            fault_point("actor.update.mid_backward", rank=rank, micro_batch=number)
-            for key, value in micro_stats.items():
-                share = float(value)
-                stats[key] = max(stats.get(key, -math.inf), share) if key.startswith("max/") else stats[key] + share
-        grad_norm = clip_gradients(self.policy, self.spec.optim.clip_grad)
-        # `same/`: equal on all ranks.
-        stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
-        stats["same/grad_norm"] = grad_norm
-        fault_point("actor.update.before_optimizer", rank=rank)
-        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
-        fault_point("actor.update.after_optimizer", rank=rank)
-        return dict(stats)
-
-    def _forward(self, sequences: Sequences, batch: Batch | None) -> TokenOutputs:
+    def _forward(self, batch: Batch | None) -> TokenOutputs:
         objective = self.spec.objective
+        sequences = sequences_of(batch, self.device)
         ref_hidden_TD = None
         if objective.needs_full_kl:
             ref_hidden_TD = torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else batch.ref_hidden_TD
             assert ref_hidden_TD is not None
             ref_hidden_TD = ref_hidden_TD.to(self.device)
-        return self.policy(sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head)
-
-    def _loss(self, outputs: TokenOutputs, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        if batch is None:
-            # A rank without work still takes part in the collectives of the backward pass.
-            return outputs.logprobs_T.sum() * 0.0, {}
-        inputs, old_logprobs_T = self._loss_input(outputs, batch), batch.old_logprobs_T
-        loss, stats = self.spec.objective(inputs, step.counts, entropy_coeff=step.entropy_coeff)
-        # Without the trainer's old log-probs this pass has to tell: where it is the first with these weights, its own are
-        # those of the sampling policy.
-        own = old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
-        assert trainer_logprobs_T is not None
-        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
+        outputs: TokenOutputs = self.model(
+            sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head
+        )
+        return outputs
 
     def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
         """Return the trained tokens' columns of a micro-batch, on this rank's device."""
         assert batch.advantages_T is not None
-        keep_T, lengths_N = batch.keep_T, batch.response_lengths_N
-        if keep_T is not None:
-            lengths_N = kept_lengths(keep_T, lengths_N)
-
-        def kept(column_T: Tensor | None) -> Tensor | None:
-            if column_T is None:
-                return None
-            column_T = column_T.to(self.device)
-            return column_T if keep_T is None else column_T[keep_T.to(self.device)]
-
-        policy_logprobs_T, advantages_T = kept(outputs.logprobs_T), kept(batch.advantages_T)
-        assert policy_logprobs_T is not None and advantages_T is not None
         return LossInput(
-            policy_logprobs_T=policy_logprobs_T,
-            advantages_T=advantages_T,
-            segments=Segments(lengths_N.to(self.device)),
-            old_logprobs_T=kept(batch.old_logprobs_T),
-            ref_logprobs_T=kept(batch.ref_logprobs_T),
-            rollout_logprobs_T=kept(batch.rollout_logprobs_T),
-            entropy_T=kept(outputs.entropy_T),
-            full_kl_T=kept(outputs.full_kl_T),
-            weights_T=kept(batch.weights_T),
-            selected_T=kept(batch.selected_T),
+            policy_logprobs_T=outputs.logprobs_T,
+            advantages_T=batch.advantages_T.to(self.device),
+            segments=Segments(batch.trained_lengths_N.to(self.device)),
+            old_logprobs_T=_to(batch.old_logprobs_T, self.device),
+            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
+            rollout_logprobs_T=batch.rollout_logprobs_T.to(self.device),
+            entropy_T=outputs.entropy_T,
+            full_kl_T=outputs.full_kl_T,
+            weights_T=_to(batch.weights_T, self.device),
+            selected_T=_to(batch.selected_T, self.device),
             group_N=batch.group_N.to(self.device),
-            group_tokens_N=None if batch.group_tokens_N is None else batch.group_tokens_N.to(self.device),
+            group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
 
     @property
-    def _root(self) -> FSDPModule:
-        assert isinstance(self.policy, FSDPModule)
-        return self.policy
-
-    @property
     def _hidden_size(self) -> int:
-        return int(self.policy.lm.config.hidden_size)
+        return int(self.model.lm.config.hidden_size)
 
     def _reference_head(self) -> dict[str, Tensor | None]:
-        """The reference's LM head: with its hidden states it gives whole distributions, and never travels again."""
+        """Return the reference's LM head: with its hidden states it gives whole distributions, and never travels again."""
         model = self.spec.policy.model
         config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
         lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
@@ -186,68 +107,52 @@ class ActorWorker(Saving, Snapshots):
     # ---- weights for the rollout engines -----------------------------------------------------------------
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Meet the engines, where weights travel by NCCL."""
+        """Join the engines' process group, where weights travel by NCCL."""
         self.sender.connect(rendezvous)
 
     def begin_weight_sync(self) -> int:
-        """Get ready to hand out the weights; their size in bytes as float32."""
-        self._onload()
-        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.policy))
-        return sum(parameter.numel() * 4 for parameter in self.policy.parameters())
+        """Get ready to hand out the weights; return their size in bytes as float32."""
+        self.onload()
+        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.model))
+        return sum(parameter.numel() * 4 for parameter in self.model.parameters())
 
     def next_bucket(self) -> WeightBucket | None:
-        """The next piece of the weights, None after the last. A collective: all ranks call it together."""
+        """Return the next piece of the weights, None after the last. A collective: all ranks call it together."""
         assert self._buckets is not None, "begin_weight_sync comes first"
         fault_point("actor.weights.bucket", rank=self.rank.rank)
         return next(self._buckets, None)
 
     def sent_digests(self) -> dict[str, str]:
-        """Digest of every tensor of the last transfer, where they are verified."""
+        """Return the digest of every tensor of the last transfer, where they are verified."""
         return self.sender.sent_digests()
 
     def end_weight_sync(self) -> None:
-        """Let go of what was held for the engines, and of the GPU's memory if it is theirs now."""
+        """Release what was held for the engines, and the GPU's memory where it is theirs now."""
         self._buckets = None
-        self._offload()
+        self.offload()
 
     # ---- the trained model ------------------------------------------------------------------------------
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer). A collective."""
-        self._onload()
-        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.policy)}
+        self.onload()
+        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.model)}
         if self.rank.rank == 0:
-            self.policy.lm.save_pretrained(folder, state_dict=state)
-
-    # ---- memory -----------------------------------------------------------------------------------------
-
-    def _onload(self) -> None:
-        if self.spec.param_offload:
-            self.policy.to(self.device)
-        if self.spec.optimizer_offload:
-            move_optimizer(self.optimizer, self.device)
-
-    def _offload(self) -> None:
-        if self.spec.param_offload:
-            fsdp.reshard(self.policy)
-            self.policy.to("cpu")
-        if self.spec.optimizer_offload:
-            move_optimizer(self.optimizer, torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self.model.lm.save_pretrained(folder, state_dict=state)
 
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
-    """How far the engine's log-probs of the trained tokens are from the trainer's; with `shares`, in all its measures."""
-    rollout_T, lengths_N = batch.rollout_logprobs_T, batch.response_lengths_N
-    if batch.keep_T is not None:
-        lengths_N = kept_lengths(batch.keep_T, lengths_N)
-        trainer_logprobs_T, rollout_T = trainer_logprobs_T[batch.keep_T], rollout_T[batch.keep_T]
+    """Return how far the engine's log-probs of the trained tokens are from the trainer's; with `shares`, in all its measures."""
+    rollout_T = batch.rollout_logprobs_T
     if not len(rollout_T):
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
     stats = {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
     if shares:
-        found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(lengths_N), counts)
+        found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
         stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}
     return stats
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -9,36 +9,32 @@ from torch import Tensor
 
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
-from grpo_rl.models.forward import Sequences, TokenOutputs
 from grpo_rl.types import Batch
-from grpo_rl.workers.sharded_policy import build_policy, collect, forward_micro_batches, join_group
-from grpo_rl.workers.specs import PolicySpec, Rank
+from grpo_rl.workers.sharded_policy import build_policy, join_set, sequences_of
+from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
 class ReferenceWorker:
-    """One rank of the reference's worker set."""
+    """One rank of the reference."""
 
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
-        self.device = join_group(rank)
+        self.device = join_set(rank)
         self.policy = build_policy(spec, rank, self.device)
         self.offload = offload
         if offload:
             self.policy.to("cpu")
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[Batch | None], want_hidden: bool) -> dict[str, list[Tensor | None]]:
-        """Per micro-batch, the log-probs of the trained tokens, and their last hidden states if wanted."""
+    def logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
+        """Return the log-probs of the micro-batches' trained tokens, and with `want_hidden` their last hidden states."""
         fault_point("reference.logprobs")
         if self.offload:
             self.policy.to(self.device)
-
-        def run(sequences: Sequences, _: Batch | None) -> TokenOutputs:
-            return self.policy(sequences, want_hidden=want_hidden)
-
-        outputs = forward_micro_batches(micro_batches, self.device, run)
-        columns = {"logprobs_T": collect(outputs, "logprobs_T")}
+        batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
+        outputs = [self.policy(sequences_of(batch, self.device), want_hidden=want_hidden) for batch in batches]
+        columns = {"logprobs_T": torch.cat([output.logprobs_T.cpu() for output in outputs])}
         if want_hidden:
-            columns["hidden_TD"] = collect(outputs, "hidden_TD")
+            columns["hidden_TD"] = torch.cat([output.hidden_TD.cpu() for output in outputs])
         if self.offload:
             fsdp.reshard(self.policy)
             self.policy.to("cpu")

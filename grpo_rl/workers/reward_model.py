@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp
-from grpo_rl.models.score_head import ScoreModel, load_score_config, load_scorer, scored_sequences
-from grpo_rl.workers.sharded_policy import compute_dtype, join_group
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.workers.sharded_policy import compute_dtype, join_set
 from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
 
 
@@ -19,7 +19,7 @@ class RewardModelWorker:
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.spec = spec
-        self.device = join_group(rank)
+        self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
         if spec.param_offload:
             self.model.to("cpu")

@@ -1,4 +1,4 @@
-"""A rollout replica that samples on its own while others talk to it."""
+"""A rollout replica: an engine, the thread that steps it, and the calls that may come while it samples."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request
 
@@ -29,9 +31,15 @@ class RolloutWorker:
     methods may be called from any number of threads; each waits at most `call_timeout_s`. An error that a
     call makes is raised to its caller and the worker goes on; an error in a step ends the worker, and
     every later call raises it.
+
+    Between the start and the end of a weight update the engine holds tensors of two versions; the thread takes
+    buckets then and steps no further, and goes on with the unfinished requests afterwards.
     """
 
     def __init__(self, spec: EngineSpec, start_timeout_s: float = 600.0, call_timeout_s: float = 600.0) -> None:
+        # It imports transformers, which a process that only describes workers does not need.
+        from grpo_rl.rollout.model_info import response_decoder
+
         self.spec = spec
         self._call_timeout_s = call_timeout_s
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -39,6 +47,9 @@ class RolloutWorker:
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
+        self._updating = False
+        """Whether a weight update is under way; read and written in the engine's thread."""
+        self._decode = response_decoder(spec)
         self._num_tokens = self._num_responses = self._num_steps = 0
         self._busy_s = 0.0
         self._at: tuple[str, float] | None = None
@@ -56,9 +67,10 @@ class RolloutWorker:
         fault_point("rollout.submitted")
 
     def poll(self, timeout_s: float, min_batch_s: float = 0.005) -> list[Completion]:
-        """What ended since the last poll: as soon as there is something, or nothing after `timeout_s`.
+        """Return what ended since the last poll, with its text: as soon as there is something, or nothing after `timeout_s`.
 
-        It waits `min_batch_s` more after the first one, so that responses which end together travel together.
+        It waits `min_batch_s` more after the first one, so that responses which end together travel together. They are
+        decoded in the caller's thread: the engine does not wait for it, and the replicas decode side by side.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -71,7 +83,7 @@ class RolloutWorker:
         time.sleep(min(min_batch_s, max(0.0, deadline - time.monotonic())))
         with self._changed:
             ended, self._ended = self._ended, []
-            return ended
+        return [replace(one, text=self._decode(one.response_ids)) for one in ended]
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and what ended but was not polled."""
@@ -82,20 +94,29 @@ class RolloutWorker:
     def connect(self, rendezvous: NcclRendezvous) -> None:
         self._call("connect", lambda engine: engine.connect(rendezvous))
 
+    def updates_in_flight(self) -> bool:
+        """Return whether weights may be updated while requests are unfinished."""
+        return self._call("updates_in_flight", lambda engine: engine.updates_in_flight)
+
     def start_weight_update(self, version: int) -> None:
-        self._call("start_weight_update", lambda engine: engine.start_weight_update(version))
+        def start(engine: RolloutEngine) -> None:
+            engine.start_weight_update(version)
+            self._updating = True
+
+        self._call("start_weight_update", start)
         fault_point("rollout.weights.begun")
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         fault_point("rollout.weights.bucket")
         self._call("load_bucket", lambda engine: engine.load_bucket(bucket))
 
-    def finish_weight_update(self) -> int:
-        """The version that is live now."""
+    def finish_weight_update(self, keep_cache: bool = False) -> int:
+        """Return the version that is live now; see RolloutEngine for `keep_cache`."""
         fault_point("rollout.weights.before_finish")
 
         def finish(engine: RolloutEngine) -> int:
-            engine.finish_weight_update()
+            engine.finish_weight_update(keep_cache)
+            self._updating = False
             return engine.weight_version
 
         return self._call("finish_weight_update", finish)
@@ -110,7 +131,7 @@ class RolloutWorker:
         self._call("wake_up", lambda engine: engine.wake_up(what))
 
     def stats(self) -> Metrics:
-        """Since the start: responses, tokens and engine steps, and the seconds in which the engine was sampling."""
+        """Return, since the start: responses, tokens and engine steps, and the seconds in which the engine was sampling."""
         with self._changed:
             return {
                 "num_responses": float(self._num_responses),
@@ -120,7 +141,7 @@ class RolloutWorker:
             }
 
     def activity(self) -> tuple[str, float, float | None] | None:
-        """What the engine's thread is doing, for how many seconds, and the longest that ever took; None: it waits.
+        """Return what the engine's thread is doing, for how many seconds, and the longest that ever took; None: it waits.
 
         From the outside a step that never ends looks like this, and like nothing else.
         """
@@ -138,7 +159,7 @@ class RolloutWorker:
     # ---- the callers' side -------------------------------------------------------------------------
 
     def _call(self, what: str, function: Callable[[RolloutEngine], T]) -> T:
-        """The function's result, computed in the engine's thread."""
+        """Return the function's result, computed in the engine's thread."""
         answer: Future[T] = Future()
         with self._changed:
             self._check_alive()
@@ -171,7 +192,7 @@ class RolloutWorker:
         started.set_result(None)
         try:
             while self._serve(engine):
-                if engine.num_unfinished:
+                if engine.num_unfinished and not self._updating:
                     with self._doing("an engine step"):
                         self._step(engine)
         except BaseException as error:  # handed to every caller from now on
@@ -181,10 +202,10 @@ class RolloutWorker:
             engine.close()
 
     def _serve(self, engine: RolloutEngine) -> bool:
-        """Run the commands that wait; without requests, wait for one. False: stop."""
+        """Run the commands that wait; where there is nothing to sample, wait for one. False: stop."""
         try:
             while True:
-                idle = engine.num_unfinished == 0
+                idle = self._updating or engine.num_unfinished == 0
                 command = self._commands.get(block=idle, timeout=_IDLE_WAIT_S if idle else None)
                 if command is None:
                     return False
@@ -229,7 +250,7 @@ class RolloutWorker:
             self._changed.notify_all()
 
     def _refuse_waiting(self) -> None:
-        """Answer the calls that came too late, so that nobody waits for a thread that has ended."""
+        """Answer the calls that came too late, so that no caller waits for a thread that has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

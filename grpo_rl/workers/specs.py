@@ -1,4 +1,4 @@
-"""What the controller tells workers: plain values. Nothing here loads what only a worker needs."""
+"""Plain values that the controller sends to workers. Nothing here loads what only a worker needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SenderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """What an actor rank needs to know beside its rank."""
+    """Settings of every actor rank."""
 
     policy: PolicySpec
     objective: Objective
@@ -66,19 +66,40 @@ class ActorSpec:
     """Old log-probs are the engine's, so they do not say how far the engine is from the trainer."""
 
 
+Rows = tuple[int, ...]
+"""The rollouts of one micro-batch, as rows of the rank's share of the batch; empty where a rank only keeps step."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
     """This rank's work for one optimizer step, and the global denominators of it."""
 
     counts: Counts
-    micro_batches: tuple[Batch | None, ...]
+    micro_batches: tuple[Rows, ...]
     entropy_coeff: float | None = None
     """Weight of the entropy bonus, where it is steered from step to step."""
+    selected_T: Tensor | None = None
+    """The tokens that the loss of this step treats otherwise: a bool for each trained token of the rank's share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a rank does not have yet of an update on its share of the batch."""
+
+    columns: dict[str, Tensor]
+    """Columns of the share that were made after it was stored, by their names in `Batch`."""
+    keep_T: Tensor | None
+    """Which of the share's trained tokens the update trains; None: all. The columns cover these only."""
+    steps: tuple[OptimizerStep, ...]
+
+    def complete(self, share: Batch) -> Batch:
+        """Return the batch that the steps train on."""
+        return (share if self.keep_T is None else share.keep(self.keep_T)).replace(**self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class CriticSpec:
-    """What a critic rank needs to know beside its rank."""
+    """Settings of every critic rank."""
 
     model: PolicySpec
     optim: OptimConfig
@@ -91,7 +112,7 @@ class CriticSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
-    """What a reward model's rank needs to know beside its rank."""
+    """Settings of every rank of the reward model."""
 
     path: str
     dtype: str

@@ -23,7 +23,7 @@ class Armed:
         """Digest of all parameters as this rank sees them. A collective."""
         digest = hashlib.sha256()
         with torch.no_grad():
-            for name, tensor in self.stepped_model().named_parameters():  # type: ignore[attr-defined]
+            for name, tensor in self.model.named_parameters():  # type: ignore[attr-defined]
                 digest.update(name.encode() + fsdp.full_tensor(tensor).numpy().tobytes())
         return digest.hexdigest()
 

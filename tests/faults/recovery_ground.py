@@ -109,7 +109,7 @@ class Ground:
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S)
         transfer = Transfer("object_store", actors, worker_set, 1)
-        return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, str, options)
+        return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:

@@ -60,7 +60,7 @@ class Scene:
             own = sample_seed(seed, rollout.prompt.uid, rollout.sample_index) or 0
             prompt = rollout.prompt.token_ids[0]
             expected = tuple(tiny_roles.token(prompt, own, position, self.actor.weights) for position in range(30))
-            assert rollout.response_ids == expected and rollout.weight_version == self.actor.version
+            assert tuple(rollout.response_ids) == expected and rollout.versions == ((self.actor.version, len(expected)),)
 
     def generate(self, num_prompts: int = 12, n: int = 2) -> None:
         """One phase of sampling, checked, with every rollout handed on exactly once."""

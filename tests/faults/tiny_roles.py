@@ -10,7 +10,8 @@ import torch
 
 from grpo_rl import faults
 from grpo_rl.faults import fault_point
-from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightBucket, pack
 from grpo_rl.rollout.weights.update_order import WeightUpdate
 from grpo_rl.types import Completion, Request
@@ -42,6 +43,10 @@ class TinyEngine:
     def weight_version(self) -> int:
         return self.update.version
 
+    @property
+    def updates_in_flight(self) -> bool:
+        return False
+
     def submit(self, requests: Sequence[Request]) -> None:
         self.update.check_can_sample()
         self.running |= {request.request_id: (request, []) for request in requests}
@@ -51,11 +56,11 @@ class TinyEngine:
         ended = []
         for request, tokens in list(self.running.values()):
             seed = request.sampling.seed or 0
-            tokens.append(token(request.prompt_ids[0], seed, len(tokens), list(self.weights.values())))
+            tokens.append(token(int(request.prompt_ids[0]), seed, len(tokens), list(self.weights.values())))
             if len(tokens) == request.sampling.max_tokens:
                 del self.running[request.request_id]
-                logprobs = tuple(-0.5 for _ in tokens)
-                ended.append(Completion(request.request_id, tuple(tokens), logprobs, "length", self.weight_version))
+                versions = ((self.weight_version, len(tokens)),)
+                ended.append(Completion(request.request_id, tokens, [-0.5] * len(tokens), "length", versions))
         return ended
 
     def abort_all(self) -> None:
@@ -68,7 +73,7 @@ class TinyEngine:
         self.update.receive(bucket)
         self.weights |= {name: int(tensor) for name, tensor in bucket.tensors()}
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, keep_cache: bool = False) -> None:
         self.update.finish()
 
     def close(self) -> None:

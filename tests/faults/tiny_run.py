@@ -28,6 +28,7 @@ def words(model: Path) -> list[str]:
         f"{policy}.actor.optim.lr=1e-3",
         f"{policy}.rollout.n={SAMPLES}",
         f"{policy}.rollout.name=hf",
+        f"{policy}.rollout.hf.batched=false",
         f"{policy}.rollout.nnodes=1",
         f"{policy}.rollout.n_gpus_per_node=2",
         "trainer.heartbeat_s=2",

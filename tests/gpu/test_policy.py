@@ -59,7 +59,9 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     from torch.distributed.device_mesh import init_device_mesh
 
     from grpo_rl.models import fsdp, load
-    from grpo_rl.models.forward import PolicyModel, Sequences
+    from grpo_rl.models.forward import PolicyModel
+    from grpo_rl.types import Batch
+    from grpo_rl.workers.sharded_policy import sequences_of
 
     prompts_N, responses_N = lengths()
     ids_S = torch.randint(0, VOCABULARY, (int((prompts_N + responses_N).sum()),), generator=torch.Generator().manual_seed(2))
@@ -67,7 +69,9 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     if sharded:
         fsdp.shard(policy, init_device_mesh("cuda", (1,)), compute_dtype=dtype, reshard_after_forward=True)
     with torch.no_grad():
-        return policy(Sequences.of(ids_S, prompts_N, responses_N, torch.device(device))).logprobs_T.float().cpu()
+        rows = torch.arange(len(prompts_N))
+        batch = Batch(prompts_N, responses_N, rows, ids_S, torch.zeros(len(rows)), torch.zeros(int(responses_N.sum())))
+        return policy(sequences_of(batch, torch.device(device))).logprobs_T.float().cpu()
 
 
 def test_float32_logprobs_on_the_gpu_are_those_of_the_cpu(model_folder: Path) -> None:

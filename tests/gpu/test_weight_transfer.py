@@ -17,9 +17,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
+from grpo_rl.rollout.engines import ENGINES, make_sender
 from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, merge_ranks
-from grpo_rl.rollout.weights.senders import WeightSender, make_sender
+from grpo_rl.rollout.weights.senders import WeightSender
 from grpo_rl.types import Completion, Request, Sampling
 
 pytestmark = [
@@ -154,9 +155,9 @@ def assert_engine_has_weights_of(engine: RemoteEngine, model: Qwen3ForCausalLM, 
     completions: list[Completion] = engine("generate", requests)
     assert len(completions) == 4
     for completion in completions:
-        assert completion.weight_version == version
+        assert completion.versions == ((version, 16),)
         prompt_ids = requests[int(completion.request_id)].prompt_ids
-        ids = torch.tensor([prompt_ids + completion.response_ids], device="cuda")
+        ids = torch.tensor([[*prompt_ids, *completion.response_ids]], device="cuda")
         with torch.no_grad():
             logprobs = model(ids).logits[0, len(prompt_ids) - 1 : -1].float().log_softmax(-1)
         expected = logprobs.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu()

@@ -73,7 +73,7 @@ class RecordingActor(Recording, ActorWorker):
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
-        self.trained = self.policy
+        self.trained = self.model
         self.record()
 
 
@@ -116,6 +116,9 @@ class RankProcesses:
             port = probe.getsockname()[1]
         ranks = [Rank(i, len(self), "127.0.0.1", port, "cpu", DEADLINE_S) for i in range(len(self))]
         self._send("build", [(spec, rank) for rank in ranks])
+
+    def store(self, values: Sequence[Any]) -> Sequence[Any]:
+        return values
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.call_each(method, [args] * len(self))

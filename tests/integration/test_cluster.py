@@ -200,7 +200,7 @@ def replicas(start: Callable[..., WorkerSet]) -> Callable[..., ReplicaPool]:
         build(worker_set, list(engines), make_engine)
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=step_timeout_s)
         transfer: Any = None  # no weights move in these tests
-        return ReplicaPool(Replicas(worker_set), transfer, lambda ids: " ".join(map(str, ids)), options)
+        return ReplicaPool(Replicas(worker_set), transfer, options)
 
     return make
 
@@ -216,8 +216,8 @@ def test_rollouts_come_by_prompt_and_sample_and_each_is_handed_on_once(replicas)
     handed_on: list[Rollout] = []
     rollouts = replicas((0, 0.0), (0, 0.0)).generate(prompts(9), 3, SAMPLING, handed_on.append)
     assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(f"p{i}", n) for i in range(9) for n in range(3)]
-    assert all(r.response_ids == (100 + int(r.prompt.uid[1:]), int(r.prompt.uid[1:])) for r in rollouts)
-    assert rollouts[4].text == "101 1" and rollouts[4].rollout_logprobs == (-0.5, -0.5)
+    assert all(tuple(r.response_ids) == (100 + int(r.prompt.uid[1:]), int(r.prompt.uid[1:])) for r in rollouts)
+    assert rollouts[4].text == "101 1" and rollouts[4].rollout_logprobs.tolist() == [-0.5, -0.5]
     assert sorted(map(id, handed_on)) == sorted(map(id, rollouts))
 
 

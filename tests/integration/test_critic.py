@@ -47,10 +47,7 @@ def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recomput
 
 def with_returns(seed: int) -> Batch:
     batch = make_batch(seed)
-    return batch.replace(
-        returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T),
-        keep_T=batch.rollout_logprobs_T > -2.5,
-    )
+    return batch.replace(returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T))
 
 
 def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
@@ -59,7 +56,7 @@ def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], l
     for batch in batches:
         batch = worker_set.values(batch)
         values.append(batch.values_T)
-        metrics.append(worker_set.update(batch))
+        metrics.append(worker_set.update(batch.keep(batch.rollout_logprobs_T > -2.5)))
     return values, metrics
 
 
@@ -121,6 +118,7 @@ def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tm
         "trainer.critic_warmup=1",
         "actor_rollout_ref.actor.use_kl_loss=false",
         "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.hf.batched=false",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.val_before_train=false",

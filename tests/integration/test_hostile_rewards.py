@@ -43,7 +43,7 @@ def test_each_is_scored_0_or_fails_within_its_deadline_and_its_neighbour_is_righ
     late, scored, neighbours, peaks = [], [], [], []
     for case, text in cases:
         hostile, good = (
-            Rollout(Prompt(uid, (1,), "", "any", TRUTHS[name]), 0, (1,), (0.0,), "stop", 1, text=response)
+            Rollout(Prompt(uid, (1,), "", "any", TRUTHS[name]), 0, (1,), (0.0,), "stop", ((1, 1),), text=response)
             for uid, response in (("hostile", text), ("good", RIGHT[name]))
         )
         runner.check_started()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,11 +77,12 @@ def train(
     batches: list[Batch],
     config: ActorConfig | None = None,
     clip_grad: float = 1e6,
+    choose: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Trained:
     processes = ranks[layout.ranks]
     processes.build(spec_for(path, layout, objective, clip_grad))
     actor = actor_group(processes, config or ActorConfig(), layout.rule, objective)
-    metrics = [actor.update(actor.old_logprobs(batch)) for batch in batches]
+    metrics = [actor.update(choose(actor.old_logprobs(batch))) for batch in batches]
     return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
 
 
@@ -176,6 +178,8 @@ def replace_empty(batch: Batch) -> Batch:
         batch,
         prompt_lengths_N=torch.tensor([2]),
         response_lengths_N=torch.tensor([3]),
+        positions_T=None,
+        trained_lengths_N=None,
         token_ids_S=torch.tensor([7, 8, 9, 10, 11]),
         rollout_logprobs_T=torch.tensor([-1.0, -2.0, -0.5]),
         ref_logprobs_T=torch.tensor([-1.5, -2.5, -0.6]),
@@ -196,11 +200,12 @@ def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks,
     def corrected(batch: Batch) -> Batch:
         kept_T = batch.rollout_logprobs_T > -2.0
         assert 0 < int(kept_T.sum()) < batch.num_trained_tokens
-        return batch.replace(keep_T=kept_T, weights_T=1.0 + 0.5 * torch.sin(batch.rollout_logprobs_T * 7.0))
+        return batch.replace(weights_T=1.0 + 0.5 * torch.sin(batch.rollout_logprobs_T * 7.0)).keep(kept_T)
 
     options = (("kl_cov_ratio", 0.1), ("ppo_kl_coef", 2.0))
     objective = Objective("kl_cov", "prompt-mean", kl_loss_type="k3_unbiased", kl_loss_coef=0.1, loss_options=options)
-    batches, config = [corrected(batch) for batch in BATCHES[:2]], ActorConfig(ppo_epochs=2)
-    one = train(ranks, models[True], ALONE, objective, batches, config)
-    assert_same(one, train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config))
+    batches, config = BATCHES[:2], ActorConfig(ppo_epochs=2)
+    one = train(ranks, models[True], ALONE, objective, batches, config, choose=corrected)
+    two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config, choose=corrected)
+    assert_same(one, two)
     assert one.metrics[0]["actor/cov_selected"] > 0

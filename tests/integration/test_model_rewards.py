@@ -67,7 +67,7 @@ def rollouts(texts: list[str]) -> list[Rollout]:
     prompt = Prompt("p", tuple(tokenizer("12+3")["input_ids"]), "12+3", "test")
     ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
     return [
-        Rollout(prompt, i, row, (0.0,) * len(row), "length", 0, text=text)
+        Rollout(prompt, i, row, (0.0,) * len(row), "length", ((0, len(row)),), text=text)
         for i, (row, text) in enumerate(zip(ids, texts, strict=True))
     ]
 

@@ -82,11 +82,12 @@ class TinyEngine:
             return []
         time.sleep(self.seconds)
         request = self.waiting.pop(0)
-        if request.prompt_ids == (666,):
+        if request.prompt_ids.tolist() == [666]:
             os.kill(os.getpid(), signal.SIGKILL)
         self.num_done += 1
-        ids = tuple(reversed(request.prompt_ids))
-        return [Completion(request.request_id, ids, tuple(-0.5 for _ in ids), "stop", self.version)]
+        ids = request.prompt_ids[::-1]
+        versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))
+        return [Completion(request.request_id, ids, [-0.5] * len(ids), "stop", versions, text=text)]
 
     def done(self) -> int:
         return self.num_done

@@ -131,7 +131,7 @@ def test_the_table_of_names_says_what_the_registries_hold() -> None:
     from grpo_rl.config.checks import algorithm_table as table
     from grpo_rl.data.tasks.registry import TASKS
     from grpo_rl.registry import needs_of, options_of
-    from grpo_rl.rollout.engine import ENGINES
+    from grpo_rl.rollout.engines import ENGINES
 
     kinds = ((table.ESTIMATORS, ADVANTAGES), (table.LOSSES, POLICY_LOSSES), (table.AGGREGATIONS, AGGREGATIONS))
     for facts, registry in (*kinds, (table.KL_ESTIMATORS, KL_ESTIMATORS)):

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.models.score_head import ScoreModel, load_score_config, load_scorer
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_prm.py"
 

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
+FETCH_S = 3600.0
+"""How long a process waits for a stored value, in seconds."""
 
 
 class RemoteError(Exception):
@@ -38,6 +41,19 @@ class RemoteError(Exception):
         return self.message if self.user_error else f"{self.kind}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them.
+
+    A plain reference would be deserialised anew in every call. A process that takes another's place fetches it again, so
+    calls that carry it can be repeated for as long as the controller holds it.
+    """
+
+    ref: Any
+    key: str
+    """Different for every value."""
+
+
 class WorkerHost:
     """Runs in a process of its own; `build` makes the worker there, `call` calls it.
 
@@ -52,6 +68,8 @@ class WorkerHost:
         remember_environment()
         remember(secret)
         self._worker: Any = None
+        self._fetched: tuple[str, Any] = ("", None)
+        """The `Stored` value that a call carried last."""
         self.name = name
         faults.arm()
         faults.tell(worker=name)
@@ -85,8 +103,22 @@ class WorkerHost:
             gc.enable()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker."""
-        return _guard(getattr(self._worker, method), args, kwargs)
+        """Call a method of the worker. Raises RemoteError."""
+
+        def run() -> Any:
+            return getattr(self._worker, method)(*map(self._value, args), **kwargs)
+
+        return _guard(run, (), {})
+
+    def _value(self, argument: Any) -> Any:
+        """Return what the argument stands for; the last stored value stays, until another takes its place."""
+        if not isinstance(argument, Stored):
+            return argument
+        if self._fetched[0] != argument.key:
+            # The old one goes first: two shares of a batch need not fit beside each other.
+            self._fetched = ("", None)
+            self._fetched = (argument.key, _get(argument.ref))
+        return self._fetched[1]
 
     def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
         """`call`, with what the controller tells the fault points (see `faults`)."""
@@ -97,6 +129,13 @@ class WorkerHost:
         """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
         value = self.call(method, *args)
         return value is not None, value
+
+
+def _get(ref: Any) -> Any:
+    import ray
+
+    # The call that carries the value has a deadline of its own, which comes first.
+    return ray.get(ref, timeout=FETCH_S)
 
 
 def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import Place, Slot
 from grpo_rl.cluster.processes.termination import end_workers, kill_process
-from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError
+from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
 from grpo_rl.errors import (
     CheckpointError,
@@ -156,6 +157,10 @@ class WorkerSet:
     def start_build(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[ray.ObjectRef]:
         """Start making the worker object in every process; one tuple of arguments per rank."""
         return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
+
+    def store(self, values: Sequence[Any]) -> list[Stored]:
+        """Put values that several calls carry into the object store; the result is passed in a value's place."""
+        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results by rank."""

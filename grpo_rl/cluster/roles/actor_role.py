@@ -1,9 +1,10 @@
-"""The roles of the training loop over worker sets: actor and reference."""
+"""The actor of the training loop over its worker set."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,9 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
-from grpo_rl.cluster.processes.worker_host import track_apart
-from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.micro_batches import combine_stats, forward, gather, mini_batches, per_token, train, trained_lengths
+from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, train
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch, Metrics
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 _OWN = "actor.json"
 """Where a checkpoint has what the actor's controller remembers."""
+_READ = ("advantages_T", "old_logprobs_T", "ref_logprobs_T", "ref_hidden_TD", "weights_T", "group_tokens_N")
+"""The columns that an update reads beside those of the ranks' shares."""
 
 
 class ActorRole:
@@ -59,7 +60,9 @@ class ActorRole:
         """Steers the weight of the entropy bonus from one batch to the next."""
         self.num_shuffles = 0
         self.version = 0
-        """Of the weights: the number of batches they were trained on."""
+        """The version of the weights: the number of batches they were trained on."""
+        self._dealt: Dealt | None = None
+        """The batch of this step, once the ranks have it."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs_T`, where something reads them.
@@ -70,13 +73,22 @@ class ActorRole:
             return batch
         if self.old_from == "engine":
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", batch))
+        return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
 
     def update(self, batch: Batch) -> Metrics:
-        """`ppo_epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
+        """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         coefficient = None if self.entropy is None else self.entropy.value
-        chosen = [self._with_columns(mini_batch, number) for number, mini_batch in enumerate(self._mini_batches(batch))]
-        results, counts = train(self.train_cut, chosen, coefficient)
+        dealt, chosen = self._deal(batch), self._mini_batches(batch)
+        if self.config.shuffle:
+            self.num_shuffles += self.config.ppo_epochs
+        if self.objective.needs_group_tokens:
+            # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
+            batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
+        results, counts = train(
+            self.train_cut, dealt, batch, chosen, _READ, entropy_coeff=coefficient, selected=self._selected(batch, chosen)
+        )
+        # The step ends here for these ranks: the next batch takes the place of this one.
+        self._dealt = None
         self.version += 1
         metrics = combine_stats(results, counts)
         if self.entropy is not None and coefficient is not None:
@@ -94,7 +106,7 @@ class ActorRole:
         self.worker_set.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
-        """What the save that was begun has written; None when it has not ended within `wait_s`.
+        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
@@ -102,7 +114,7 @@ class ActorRole:
         return None if None in written else merge(written)
 
     def save_bytes(self) -> int:
-        """About how much `save` writes."""
+        """Return about how much `save` writes."""
         return sum(self.worker_set.call("save_bytes"))
 
     def _own(self) -> str:
@@ -112,7 +124,7 @@ class ActorRole:
         return json.dumps(state)
 
     def committed(self, folder: Path) -> None:
-        """What the last `save` wrote stays in `folder`: a recovery may start from there."""
+        """Note that what the last `save` wrote stays in `folder`: a recovery may start from there."""
         self.worker_set.committed(folder)
 
     def load(self, folder: Path) -> None:
@@ -130,70 +142,38 @@ class ActorRole:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def _mini_batches(self, batch: Batch) -> list[Batch]:
-        """Whole prompt groups, `ppo_mini_batch_size` of them each, for every epoch."""
+    def _deal(self, batch: Batch) -> Dealt:
+        """Return the batch as the ranks have it, dealt so that every mini-batch of the next update is even over them."""
+        if self._dealt is None or not self._dealt.holds(batch):
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
+        return self._dealt
+
+    def _mini_batches(self, batch: Batch) -> list[list[int]]:
+        """Return the rollouts of each optimizer step: whole prompt groups, `ppo_mini_batch_size` of them, for every epoch."""
         seeds: list[int | None] = [None] * self.config.ppo_epochs
         if self.config.shuffle:
             first = self.config.data_loader_seed * 1_000_003 + self.num_shuffles
             seeds = list(range(first, first + self.config.ppo_epochs))
-            self.num_shuffles += self.config.ppo_epochs
         return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
 
-    def _with_columns(self, mini_batch: Batch, number: int) -> Batch:
-        """The mini-batch with what the objective has to know of the whole of it."""
-        columns: dict[str, Tensor] = {}
-        if self.objective.needs_group_tokens:
-            columns["group_tokens_N"] = group_tokens(trained_lengths(mini_batch), mini_batch.group_N)
-        if self.objective.needs_selection:
-            assert mini_batch.advantages_T is not None and mini_batch.old_logprobs_T is not None
+    def _selected(self, batch: Batch, chosen: Sequence[Sequence[int]]) -> list[Tensor] | None:
+        """Return, for each mini-batch, which tokens of the whole batch the loss treats otherwise there; None for a loss without."""
+        if not self.objective.needs_selection:
+            return None
+        assert batch.advantages_T is not None and batch.old_logprobs_T is not None
+        selected = []
+        for number, indices in enumerate(chosen):
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
             generator = torch.Generator().manual_seed(seed)
-            columns["selected_T"] = self._selected(
-                mini_batch.advantages_T, mini_batch.old_logprobs_T, mini_batch.keep_T, generator
-            )
-        return mini_batch.replace(**columns)
-
-    def _selected(self, advantages_T: Tensor, old_T: Tensor, keep_T: Tensor | None, generator: torch.Generator) -> Tensor:
-        if keep_T is None:
-            return self.objective.select(advantages_T, old_T, generator)
-        chosen = self.objective.select(advantages_T[keep_T], old_T[keep_T], generator)
-        return torch.zeros_like(keep_T).masked_scatter(keep_T, chosen)
-
-
-class ReferenceRole:
-    """roles.Reference over forward-only ranks."""
-
-    def __init__(self, worker_set: WorkerSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
-        self.cut = Cut(worker_set, rule, splits)
-        self.want_hidden = want_hidden
-
-    def logprobs(self, batch: Batch) -> Batch:
-        """The batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
-        rows, columns = forward(self.cut, "logprobs", batch, self.want_hidden)
-        batch = batch.replace(ref_logprobs_T=gather(batch, rows, [c["logprobs_T"] for c in columns]))
-        if self.want_hidden:
-            batch = batch.replace(ref_hidden_TD=gather(batch, rows, [c["hidden_TD"] for c in columns]))
-        return batch
+            index_T = batch.token_index(list(indices))
+            selected_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
+            selected_T[index_T] = self.objective.select(batch.advantages_T[index_T], batch.old_logprobs_T[index_T], generator)
+            selected.append(selected_T)
+        return selected
 
 
 def actor_factory(*arguments: Any) -> Any:
-    """An ActorWorker, imported in the process that will run it."""
+    """Return an ActorWorker, imported in the process that will run it."""
     from grpo_rl.workers.actor import ActorWorker
 
     return ActorWorker(*arguments)
-
-
-def reference_factory(spec: Any, rank: Any, offload: bool) -> Any:
-    """A ReferenceWorker, imported in the process that will run it."""
-    from grpo_rl.workers.reference import ReferenceWorker
-
-    return ReferenceWorker(spec, rank, offload=offload)
-
-
-def rollout_factory(spec: Any) -> Any:
-    """A RolloutWorker, imported in the process that will run it."""
-    from grpo_rl.workers.rollout import RolloutWorker
-
-    if spec.tensor_parallel_size > 1:
-        track_apart()
-    return RolloutWorker(spec)

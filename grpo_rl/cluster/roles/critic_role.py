@@ -12,7 +12,7 @@ from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.micro_batches import combine_stats, mini_batches, per_token, train
+from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, train
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
@@ -35,18 +35,29 @@ class CriticRole:
         self.cut = Cut(worker_set, rule, splits)
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
+        self._dealt: Dealt | None = None
+        """The batch of this step, once the ranks have it."""
 
     def values(self, batch: Batch) -> Batch:
-        """The batch with `values_T`."""
-        return batch.replace(values_T=per_token(self.cut, "values", batch))
+        """Return the batch with `values_T`."""
+        return batch.replace(values_T=per_token(self.cut, "values", self._deal(batch)))
 
     def update(self, batch: Batch) -> Metrics:
-        """`epochs` x mini-batches of optimizer steps; metrics averaged over the steps."""
+        """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        # What the critic does not read need not travel.
-        lean = batch.replace(ref_hidden_TD=None, ref_logprobs_T=None, old_logprobs_T=None, weights_T=None)
-        results, counts = train(self.cut, mini_batches(lean, self.mini_batch_size, [None] * self.epochs))
-        return combine_stats(results, counts, role="critic") | _fit(batch, batch.values_T, batch.returns_T)
+        results, counts = train(self.cut, self._deal(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
+        # The step ends here for these ranks: the next batch takes the place of this one.
+        self._dealt = None
+        return combine_stats(results, counts, role="critic") | _fit(batch.values_T, batch.returns_T)
+
+    def _deal(self, batch: Batch) -> Dealt:
+        """Return the batch as the ranks have it, dealt so that every mini-batch of the next update is even over them."""
+        if self._dealt is None or not self._dealt.holds(batch):
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
+        return self._dealt
+
+    def _mini_batches(self, batch: Batch) -> list[list[int]]:
+        return mini_batches(batch, self.mini_batch_size, [None] * self.epochs)
 
     def save(self, folder: Path) -> Files:
         """Write the critic's state into a folder of its own."""
@@ -59,16 +70,16 @@ class CriticRole:
         self.worker_set.call("begin_save", str(folder / FOLDER), check)
 
     def saved(self, wait_s: float) -> Files | None:
-        """As the actor's."""
+        """Return what the save that was begun has written, as the actor does."""
         written = self.worker_set.call("saved", wait_s)
         return None if None in written else merge(written, FOLDER)
 
     def save_bytes(self) -> int:
-        """About how much `save` writes."""
+        """Return about how much `save` writes."""
         return sum(self.worker_set.call("save_bytes"))
 
     def committed(self, folder: Path) -> None:
-        """What the last `save` wrote stays in `folder`: a recovery may start from there."""
+        """Note that what the last `save` wrote stays in `folder`: a recovery may start from there."""
         self.worker_set.committed(folder / FOLDER)
 
     def load(self, folder: Path) -> None:
@@ -81,10 +92,8 @@ class CriticRole:
         self.worker_set.call("load", str(folder / FOLDER))
 
 
-def _fit(batch: Batch, values_T: Tensor, returns_T: Tensor) -> Metrics:
-    """How well the critic knew the returns before it learnt them, over the trained tokens."""
-    if batch.keep_T is not None:
-        values_T, returns_T = values_T[batch.keep_T], returns_T[batch.keep_T]
+def _fit(values_T: Tensor, returns_T: Tensor) -> Metrics:
+    """Return how well the critic predicted the returns before it learnt them, over the trained tokens."""
     if not len(values_T):
         return {}
     return {
@@ -130,7 +139,7 @@ def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
 
 
 def critic_factory(*arguments: Any) -> Any:
-    """A CriticWorker, imported in the process that will run it."""
+    """Return a CriticWorker, imported in the process that will run it."""
     from grpo_rl.workers.critic import CriticWorker
 
     return CriticWorker(*arguments)

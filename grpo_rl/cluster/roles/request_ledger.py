@@ -1,9 +1,9 @@
-"""Who samples what: every request is answered once, whatever becomes of those who were asked."""
+"""Which replica answers which request: each request is answered once, whatever becomes of the replicas."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from grpo_rl.types import Request
@@ -12,30 +12,39 @@ W = TypeVar("W", bound=Hashable)
 
 
 class Ledger(Generic[W]):
-    """The requests of one generation: waiting, in flight with one owner each, or answered."""
+    """The unanswered requests: waiting, or in flight at exactly one replica. More may be added at any time."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
         self.waiting: deque[Request] = deque(requests)
         self.in_flight: dict[W, dict[str, Request]] = {}
-        """What each one that may be asked is at, in the order given."""
+        """The replicas that may be asked, and the requests that each has, in the order given."""
 
     @property
     def open(self) -> bool:
         """Whether an answer is still missing."""
-        return bool(self.waiting) or any(self.in_flight.values())
+        return bool(self.waiting) or self.begun
+
+    @property
+    def begun(self) -> bool:
+        """Whether a replica has a request that it has not answered."""
+        return any(self.in_flight.values())
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue more requests, behind those that wait."""
+        self.waiting.extend(requests)
 
     def join(self, worker: W) -> None:
-        """From now on this one may be asked."""
+        """Let a replica be asked from now on."""
         self.in_flight.setdefault(worker, {})
 
     def leave(self, worker: W) -> int:
-        """This one will not answer: what it was at is asked of others, first of all. How many requests that are."""
+        """Ask a replica no more: its unanswered requests wait again, before all others. Return their number."""
         unfinished = self.in_flight.pop(worker, {})
         self.waiting.extendleft(reversed(unfinished.values()))
         return len(unfinished)
 
     def shares(self, capacity: int) -> dict[W, list[Request]]:
-        """Waiting requests for those with the fewest in flight, up to `capacity` each; they are in flight then."""
+        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then."""
         shares: dict[W, list[Request]] = {}
         while self.waiting and self.in_flight:
             worker = min(self.in_flight, key=lambda w: len(self.in_flight[w]))
@@ -47,5 +56,12 @@ class Ledger(Generic[W]):
         return shares
 
     def answered(self, worker: W, request_id: str) -> bool:
-        """Whether this is the answer that was waited for: from the request's owner, and its first."""
+        """Note an answer; return whether it is the one that counts: the first, and from the request's replica."""
         return self.in_flight.get(worker, {}).pop(request_id, None) is not None
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Expect no answer to these requests any more."""
+        self.waiting = deque(request for request in self.waiting if request.request_id not in request_ids)
+        for mine in self.in_flight.values():
+            for request_id in mine.keys() & set(request_ids):
+                del mine[request_id]

@@ -14,8 +14,8 @@ import torch
 from grpo_rl.config.schema.tree import Config, RewardModelConfig
 from grpo_rl.data.balance import plan_micro_batches
 from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
-from grpo_rl.models.score_head import load_score_config
 from grpo_rl.rewards.combined import REWARD_MODEL, Failure, ModelScore
 from grpo_rl.rewards.contract.steps import Decode
 from grpo_rl.rewards.models.rendering import Renderer, Scorable, tokenizer_for
@@ -85,7 +85,7 @@ class RewardModelRole:
         with self._changed:
             key = (rollout.prompt.uid, rollout.sample_index)
             pending = self._jobs.get(key)
-            if pending is None or pending.rollout.response_ids != rollout.response_ids:
+            if pending is None or not pending.rollout.same_response(rollout):
                 job = self._jobs[key] = _Job(rollout)
                 self._queue.append(job)
                 self._queued_tokens += len(rollout.prompt.token_ids) + len(rollout.response_ids)

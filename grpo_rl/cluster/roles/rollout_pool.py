@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from grpo_rl.cluster.processes.worker_host import track_apart
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole
@@ -25,57 +26,85 @@ POLL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """What of the config decides how the pool works."""
+    """The configuration of the pool."""
 
     max_num_seqs: int
     sleeps: bool
     """Engines give their memory back between generation and the next weight transfer."""
     verify_checksum: bool
     step_timeout_s: float
+    max_staleness: int = 0
+    """How many versions older than the engines' weights a token of a rollout may be when the rollout is handed over."""
+    keep_cache: bool = False
+    """Requests that live through a weight update keep the keys and values of the old weights (see RolloutEngine)."""
 
 
 class ReplicaPool:
-    """roles.RolloutPool over engine replicas in processes of their own.
+    """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
     Replicas may die or freeze at any time (see `Replicas`): what they had not answered is asked of others, with the same
-    seeds, and a new one serves as soon as it has the current weights.
+    seeds, and a new one serves as soon as it has the current weights. Replicas go on sampling what they have been
+    given while the controller does other things; they get more when the pool is called.
     """
 
     def __init__(
         self,
         replicas: Replicas,
         transfer: Transfer,
-        decode: Callable[[Sequence[int]], str],
         options: PoolOptions,
     ) -> None:
         self.replicas = replicas
         self.transfer = transfer
-        self.decode = decode
         self.options = options
         self.version = 0
-        """Of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
+        """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._actor: ActorRole | None = None
         self._asleep = False
+        self._wanted: dict[str, tuple[Prompt, int]] = {}
+        """The rollouts that were asked for and have not been handed over, by request id."""
+        self._ledger: Ledger[Worker] = Ledger()
+        self._polls: dict[ray.ObjectRef, Worker] = {}
+        self._ended: dict[str, Completion] = {}
+        """Completions that were not handed over yet, in the order in which they ended."""
+        self._quiet_s = 0.0
+        """For how long the pool has waited since a response ended."""
 
     # ---- weights -------------------------------------------------------------------------------------
 
     def sync_weights(self, actor: ActorRole) -> Metrics:
         """Bring every replica to the actor's weights; nothing moves when they are already there.
 
-        A replica that fails on the way is replaced; the others get them all, and only those that have them serve.
+        Unfinished requests go on with the new weights where the engines can take weights between two steps; other
+        engines first end what they have begun and begin nothing meanwhile. A replica that fails on the way is
+        replaced; the others get all tensors, and only replicas that have all of them serve.
         """
         self._actor = actor
         self.replicas.drop_lost()
         if self.version == actor.version and not self._asleep:
             return {}
+        if self._ledger.begun and not self._can_update_in_flight():
+            while self._ledger.begun:
+                self._collect(POLL_S * 2, top_up=False)
         workers = self.replicas.serving + self.replicas.ready()
         num_bytes = self._update(workers, actor.version, wake=self._asleep) if workers else 0
         self._asleep = False
         self.version = actor.version
         return {"rollout/weight_bytes": float(num_bytes)}
 
+    def _can_update_in_flight(self) -> bool:
+        """Return whether all replicas that serve take weights while requests are unfinished."""
+        serving = self.replicas.serving
+        calls = [worker.call("updates_in_flight") for worker in serving]
+        timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
+        return all(settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed).values())
+
     def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
-        """Give these replicas the actor's weights; those that have them serve from now on. Bytes moved."""
+        """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
+
+        Each replica hears three things: that an update begins (it samples no further, for it will hold tensors of two
+        versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
+        cache, and samples on under the new version). A replica that fails at any point is left out of what follows.
+        """
         actor, failed = self._actor, self.replicas.failed
         assert actor is not None
         alive = list(workers)
@@ -101,7 +130,7 @@ class ReplicaPool:
         if self.options.verify_checksum:
             self.transfer.check(actor, alive, left)
             alive = [worker for worker in alive if worker not in lost]
-        versions = call("finish_weight_update")
+        versions = call("finish_weight_update", self.options.keep_cache)
         actor.worker_set.call("end_weight_sync")
         if wake:
             call("wake_up", "kv_cache")
@@ -115,6 +144,64 @@ class ReplicaPool:
 
     # ---- sampling ------------------------------------------------------------------------------------
 
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
+        """Ask for n rollouts per prompt; return their ids, by prompt and sample. `completed` hands the rollouts over.
+
+        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others, whose sample
+        index is `GREEDY`. Rollouts that were asked for before go on beside these. Raises ValueError, and asks for
+        none, where an id is taken: where this prompt's rollouts were asked for and have not been handed over.
+        """
+        wanted: dict[str, tuple[Prompt, int]] = {}
+        requests: list[Request] = []
+        for prompt in prompts:
+            for sample in [*range(n), *([GREEDY] if greedy else [])]:
+                wanted[rollout_id(prompt, sample)] = (prompt, sample)
+                settings = sampling_of(sampling, prompt.uid, sample)
+                requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
+        taken = sorted(wanted.keys() & self._wanted.keys())
+        if taken or len(wanted) < len(requests):
+            raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
+        self._wanted |= wanted
+        self._ledger.add(requests)
+        self._quiet_s = 0.0
+        self._admit()
+        self._top_up()
+        return list(wanted)
+
+    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.
+
+        `only` are the ids of those that are wanted now; others that end meanwhile are kept for a later call. More may
+        be submitted while this is iterated over, and an iteration that is given up loses nothing.
+
+        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows, ClusterError
+        when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
+        """
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        pending = None if only is None else set(only)
+        while True:
+            found = next((one for one in self._ended if pending is None or one in pending), None)
+            if found is not None:
+                if pending is not None:
+                    pending.discard(found)
+                yield self._hand_over(found)
+                continue
+            if not (self._wanted if pending is None else pending):
+                return
+            left_s = POLL_S * 2 if deadline is None else min(POLL_S * 2, deadline - time.monotonic())
+            if left_s < 0:
+                return
+            self._collect(left_s)
+            if pending is not None:
+                pending &= self._wanted.keys()
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
+        self._ledger.forget(ids)
+        for one in ids:
+            self._wanted.pop(one, None)
+            self._ended.pop(one, None)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -124,112 +211,135 @@ class ReplicaPool:
         *,
         greedy: bool = False,
     ) -> list[Rollout]:
-        """n rollouts per prompt, by prompt and sample; each is handed to `on_finish` as it ends.
-
-        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others,
-        whose sample index is `GREEDY`. Raises WeightVersionError for a response that was sampled with other weights than those synced
-        last, ClusterError when a replica fails or nothing ends for `trainer.step_timeout_s`.
-        """
-        wanted: dict[str, tuple[Prompt, int]] = {}
-        requests: list[Request] = []
-        for prompt in prompts:
-            for sample in [*range(n), *([GREEDY] if greedy else [])]:
-                request_id = f"{prompt.uid}/{sample}"
-                wanted[request_id] = (prompt, sample)
-                requests.append(Request(request_id, prompt.token_ids, sampling_of(sampling, prompt.uid, sample)))
+        """Return the rollouts of `submit`, in its order; each is given to `on_finish` as it ends. Raises as `completed`."""
+        ids = self.submit(prompts, n, sampling, greedy=greedy)
         finished: dict[str, Rollout] = {}
-        for completion in self._serve(requests):
-            prompt, sample = wanted[completion.request_id]
-            rollout = self._rollout(prompt, sample, completion)
-            finished[completion.request_id] = rollout
-            if on_finish is not None:
-                on_finish(rollout)
-        if self.options.sleeps:
+        try:
+            for rollout in self.completed(only=ids):
+                finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
+                if on_finish is not None:
+                    on_finish(rollout)
+        except BaseException:
+            self.forget(ids)
+            raise
+        if self.options.sleeps and not self._wanted:
             serving = self.replicas.serving
             calls = [worker.call("sleep") for worker in serving]
             settle(serving, calls, self.options.step_timeout_s, "rollout.sleep", self.replicas.failed)
             self._asleep = True
-        return [finished[request_id] for request_id in wanted]
+        return [finished[one] for one in ids]
 
-    def _serve(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Completions of all requests as they end; each replica is topped up as soon as it reports."""
-        capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
-        ledger: Ledger[Worker] = Ledger(requests)
-        polls: dict[ray.ObjectRef, Worker] = {}
-        last_news = time.monotonic()
-        while ledger.open:
-            self._admit(ledger)
-            polls = {ref: worker for ref, worker in polls.items() if worker in ledger.in_flight}
-            self._top_up(ledger, capacity)
-            for worker, mine in ledger.in_flight.items():
-                if mine and worker not in polls.values():
-                    polls[worker.call("poll", POLL_S)] = worker
-            done = ray.wait(list(polls), num_returns=1, timeout=POLL_S * 2)[0] if polls else []
-            if not polls:
-                self.replicas.wait_for_one(POLL_S)
-            for ref in done:
-                worker = polls.pop(ref)
-                try:
-                    completions = fetch(worker, ref, "sampling")
-                except WorkerFailed as error:
-                    self.replicas.failed(worker, error)
-                    continue
-                for completion in completions:
-                    if ledger.answered(worker, completion.request_id):
-                        last_news = time.monotonic()
-                        yield completion
-            if time.monotonic() - last_news > self.options.step_timeout_s:
-                waiting = ", ".join(f"{w.name} ({len(mine)} in flight)" for w, mine in ledger.in_flight.items() if mine)
-                raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
+    def _collect(self, wait_s: float, *, top_up: bool = True) -> None:
+        """Take what the replicas have completed; wait up to `wait_s` for the first of them that reports."""
+        began = time.monotonic()
+        self._admit()
+        if top_up:
+            self._top_up()
+        in_flight = self._ledger.in_flight
+        self._polls = {ref: worker for ref, worker in self._polls.items() if worker in in_flight}
+        polled = set(self._polls.values())
+        for worker, mine in in_flight.items():
+            if mine and worker not in polled:
+                self._polls[worker.call("poll", POLL_S)] = worker
+        if self._polls:
+            done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
+        else:
+            done = []
+            self.replicas.wait_for_one(min(wait_s, POLL_S))
+        news = [self._take(ref) for ref in done]
+        self._quiet_s = 0.0 if any(news) else self._quiet_s + time.monotonic() - began
+        if self._quiet_s > self.options.step_timeout_s:
+            waiting = ", ".join(f"{worker.name} ({len(mine)} in flight)" for worker, mine in in_flight.items() if mine)
+            raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
-    def _admit(self, ledger: Ledger[Worker]) -> None:
-        """Bring the ledger up to date with who serves; replacements that are ready get the weights first."""
-        for worker in self.replicas.drop_lost():
-            if number := ledger.leave(worker):
+    def _take(self, ref: ray.ObjectRef) -> bool:
+        """Keep the completions of one poll; return whether one of them was waited for."""
+        worker = self._polls.pop(ref)
+        try:
+            completions: list[Completion] = fetch(worker, ref, "sampling")
+        except WorkerFailed as error:
+            self.replicas.failed(worker, error)
+            return False
+        counting = [one for one in completions if self._ledger.answered(worker, one.request_id)]
+        self._ended |= {one.request_id: one for one in counting}
+        return bool(counting)
+
+    def _admit(self) -> None:
+        """Bring the ledger up to date with the replicas that serve; replacements that are ready get the weights first."""
+        self.replicas.drop_lost()
+        for worker in [worker for worker in self._ledger.in_flight if worker not in self.replicas.serving]:
+            if number := self._ledger.leave(worker):
                 self.replicas.note_resampled(number)
         ready = self.replicas.ready()
         if self.version == 0:
             for worker in ready:
                 self.replicas.serve(worker, 0)
-        # An actor that has trained on has other weights by now: who comes late waits for the next update.
+        # An actor that has trained on has other weights by now: a replica that comes late waits for the next update.
         elif ready and self._actor is not None and self._actor.version == self.version:
             self._update(ready, self.version)
         for worker in self.replicas.serving:
-            ledger.join(worker)
+            self._ledger.join(worker)
 
-    def _top_up(self, ledger: Ledger[Worker], capacity: int) -> None:
+    def _top_up(self) -> None:
         """Give waiting requests to the replicas with the fewest in flight, up to their capacity."""
-        calls = {worker: worker.call("submit", share) for worker, share in ledger.shares(capacity).items()}
+        capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
+        calls = {worker: worker.call("submit", share) for worker, share in self._ledger.shares(capacity).items()}
         settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
 
-    def _rollout(self, prompt: Prompt, sample: int, completion: Completion) -> Rollout:
-        if completion.weight_version != self.version:
-            raise WeightVersionError(
-                f"rollout {completion.request_id} was sampled with weights of version {completion.weight_version}, "
-                f"the actor's are {self.version}"
-            )
+    def _hand_over(self, request_id: str) -> Rollout:
+        """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
+        completion, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
+        check_versions(completion, self.version, self.options.max_staleness)
         return Rollout(
             prompt=prompt,
             sample_index=sample,
             response_ids=completion.response_ids,
             rollout_logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,
-            weight_version=completion.weight_version,
-            text=self.decode(completion.response_ids),
+            versions=completion.versions,
+            text=completion.text,
             support=completion.support,
         )
 
 
+def check_versions(completion: Completion, version: int, max_staleness: int) -> None:
+    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older."""
+    where = f"rollout {completion.request_id}"
+    for sampled_with, _ in completion.versions:
+        if not version - max_staleness <= sampled_with <= version:
+            allowed = f", and at most {max_staleness} versions older are allowed" if max_staleness else ""
+            raise WeightVersionError(
+                f"{where} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"
+            )
+    labelled = sum(num_tokens for _, num_tokens in completion.versions)
+    if labelled != len(completion.response_ids):
+        raise WeightVersionError(f"{where} has {len(completion.response_ids)} tokens, and weight versions for {labelled}")
+
+
+def rollout_id(prompt: Prompt, sample: int) -> str:
+    """Return what names one rollout in the pool and in the engines."""
+    return f"{prompt.uid}/{sample}"
+
+
 def sampling_of(sampling: Sampling, uid: str, sample: int) -> Sampling:
-    """How one response is sampled: with a seed of its own, or greedily."""
+    """Return how one response is sampled: with a seed of its own, or greedily."""
     if sample == GREEDY:
         return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, keep_support=False, seed=None)
     return replace(sampling, seed=sample_seed(sampling.seed, uid, sample))
 
 
 def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
-    """A seed of its own for every response, the same wherever and whenever it is sampled."""
+    """Return the seed of one response, another for each, the same wherever and whenever it is sampled."""
     if seed is None:
         return None
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def rollout_factory(spec: Any) -> Any:
+    """Return a RolloutWorker, imported in the process that will run it."""
+    from grpo_rl.workers.rollout import RolloutWorker
+
+    if spec.tensor_parallel_size > 1:
+        track_apart()
+    return RolloutWorker(spec)

@@ -135,6 +135,11 @@ class Connection(threading.Thread):
         while not self._closed.wait(LOOK_S):
             pass
 
+    @property
+    def has_tried(self) -> bool:
+        """Whether Ray is there, or will not come: `connected` returns at once."""
+        return self._tried.is_set()
+
     def connected(self) -> None:
         """Wait until Ray is there. Raises ClusterError when it does not come."""
         if not self._tried.wait(START_S):

@@ -164,6 +164,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
+        f"{r}.hf.batched": (rollout.name == "hf", f"is of the transformers engine, and {r}.name={rollout.name}"),
         f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
     }
 

@@ -197,9 +197,16 @@ class WeightSyncConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HfEngineConfig:
+    batched: bool = True
+    """false: each response is sampled in forward passes of its own, many times slower, and is the same to the last bit
+    whichever replica samples it beside whichever others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutConfig:
     name: str = "vllm"
-    """Engine: vllm, or hf (transformers generate; slow, for debugging)."""
+    """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and where vLLM is missing)."""
     n: Count = 8
     """Responses per prompt: the group of GRPO."""
     temperature: Positive = 1.0
@@ -250,6 +257,7 @@ class RolloutConfig:
     """Most tokens per such pass; null: as actor.ppo_max_token_len_per_gpu."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    hf: HfEngineConfig = field(default_factory=HfEngineConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed on to the engine's constructor, by engine name: {vllm: {...}}."""
 

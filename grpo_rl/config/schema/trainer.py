@@ -20,6 +20,9 @@ class TrainerConfig:
         default_factory=lambda: ["console", "tensorboard"]
     )
     """Where metrics go, beside metrics.jsonl in the run's folder, which is always written."""
+    schedule: str = "sync"
+    """What one training step does. sync: sample with the current policy, score, train on it; or your own,
+    `path/to/file.py:Class`."""
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None

@@ -48,7 +48,7 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
             )
         ends.append(end)
         rewards.append(factor * reward)
-    return tuple(zip(step_ends(rollout.response_ids, decode, ends), rewards, strict=True))
+    return tuple(zip(step_ends(rollout.response_ids.tolist(), decode, ends), rewards, strict=True))
 
 
 def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:

@@ -100,7 +100,7 @@ class Judge:
             raise RuntimeError("the judge is closed")
         key = (rollout.prompt.uid, rollout.sample_index)
         pending = self._pending.get(key)
-        if pending is None or pending[0].response_ids != rollout.response_ids:
+        if pending is None or not pending[0].same_response(rollout):
             self._pending[key] = (rollout, asyncio.run_coroutine_threadsafe(self.judge(rollout), self._loop))
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:

@@ -38,10 +38,10 @@ class Renderer:
 
     def __call__(self, rollout: Rollout) -> Scorable:
         ends = None if self.separator is None else split_steps(rollout.text, self.separator)
-        step_tokens = None if ends is None else tuple(step_ends(rollout.response_ids, self.decode, ends))
+        step_tokens = None if ends is None else tuple(step_ends(rollout.response_ids.tolist(), self.decode, ends))
         if self.tokenizer is None:
-            prompt_ids: Sequence[int] = rollout.prompt.token_ids
-            response_ids: Sequence[int] = rollout.response_ids
+            prompt_ids: Sequence[int] = rollout.prompt.token_ids.tolist()
+            response_ids: Sequence[int] = rollout.response_ids.tolist()
             places = step_tokens
         else:
             prompt_ids = self._prompt_ids(rollout)

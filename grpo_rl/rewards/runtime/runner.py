@@ -77,7 +77,7 @@ class RewardRunner:
         if self._closed:
             raise RuntimeError("the reward runner is closed")
         pending = self._jobs.get(_key(rollout))
-        if pending is None or pending.rollouts[0].response_ids != rollout.response_ids:
+        if pending is None or not pending.rollouts[0].same_response(rollout):
             job = self._jobs[_key(rollout)] = Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
             if not job.done:
                 self._queue.put(job)

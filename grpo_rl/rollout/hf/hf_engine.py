@@ -1,47 +1,60 @@
-"""A rollout replica on plain transformers: slow, short, and easy to step through with a debugger."""
+"""A rollout replica on plain transformers: short, with nothing to compile, and easy to step through with a debugger."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
+from grpo_rl.rollout.hf.row_cache import RowCache
 from grpo_rl.rollout.hf.token_sampling import sample, support_of
 from grpo_rl.rollout.model_info import load_config, stop_token_ids
-from grpo_rl.rollout.request_checks import check_requests
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
 from grpo_rl.rollout.weights.update_order import WeightUpdate
-from grpo_rl.types import Completion, FinishReason, Request
+from grpo_rl.types import Completion, FinishReason, Request, Versions, extended
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """A request that is being answered."""
 
     request: Request
     generator: torch.Generator
-    next_ids: list[int]
-    """What the model has not read yet: the prompt, then the newest token."""
-    cache: DynamicCache = field(default_factory=DynamicCache)
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: Versions = ()
     left: list[Tensor] = field(default_factory=list)
-    """Ids that each token was sampled from, where the request wants to know."""
+    """The ids that each token was sampled from, where the request's sampling returns them."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.request.prompt_ids.tolist(), *self.response_ids]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Requests that share forward passes, and the cache of all their tokens but the newest of each."""
+
+    rows: list[_Running]
+    cache: RowCache
 
 
 class HfEngine:
-    """`AutoModelForCausalLM` behind the RolloutEngine protocol.
+    """`AutoModelForCausalLM` behind the RolloutEngine protocol; there is no prefix cache and nothing to sleep.
 
-    Each request goes through the model by itself: the last bits of a matrix product depend on its shape, and of attention on
-    padding, so that beside others a response would depend on who they are, which is a matter of timing. This way it
-    depends on weights, prompt and seed alone, in whichever replica it is sampled. There is no prefix cache and nothing to sleep.
+    `batched`: all running requests are one batch, and prompts are read together where they are equally long.
+    Otherwise each request is a batch of its own: the last bits of a matrix product depend on its shape, and of attention
+    on padding, so that beside others a response would depend on which they are, which is a matter of timing. Alone it
+    depends on weights, prompt and seed, in whichever replica it is sampled.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -53,11 +66,14 @@ class HfEngine:
             torch.set_num_threads(spec.threads)
         self._model = _load_model(spec).to(self._device).eval()
         self._stop_ids = frozenset(stop_token_ids(spec))
-        self._update = WeightUpdate({name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()})
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+        self._update = WeightUpdate(shapes, in_flight=self.updates_in_flight)
         self._digests: dict[str, str] = {}
         self._seeds = torch.Generator().manual_seed(spec.seed)
         self._waiting: deque[Request] = deque()
-        self._running: list[_Running] = []
+        self._unread: list[_Running] = []
+        """Requests of which no token is in a cache: new ones, and after a weight update those that go on."""
+        self._batches: list[_Batch] = []
 
     @property
     def num_unfinished(self) -> int:
@@ -67,6 +83,14 @@ class HfEngine:
     def weight_version(self) -> int:
         return self._update.version
 
+    @property
+    def updates_in_flight(self) -> bool:
+        return True
+
+    @property
+    def _running(self) -> list[_Running]:
+        return [row for batch in self._batches for row in batch.rows] + self._unread
+
     def submit(self, requests: Sequence[Request]) -> None:
         self._update.check_can_sample()
         taken = {one.request.request_id for one in self._running} | {request.request_id for request in self._waiting}
@@ -75,19 +99,28 @@ class HfEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        while self._waiting and len(self._running) < self._spec.max_num_seqs:
+        if self._update.active:
+            return []
+        num_running = len(self._running)
+        while self._waiting and num_running < self._spec.max_num_seqs:
             request = self._waiting.popleft()
-            self._running.append(_Running(request, self._generator(request), list(request.prompt_ids)))
-        for one in self._running:
-            self._advance(one)
-        reasons = [self._finish_reason(one) for one in self._running]
-        ended = [self._completion(one, reason) for one, reason in zip(self._running, reasons, strict=True) if reason]
-        self._running = [one for one, reason in zip(self._running, reasons, strict=True) if reason is None]
-        return ended
+            self._unread.append(_Running(request, self._generator(request)))
+            num_running += 1
+        for batch in self._batches:
+            newest = [row.response_ids[-1] for row in batch.rows]
+            self._sample(batch.rows, batch.cache.extend(self._model, newest, self._device))
+        for batch in self._read():
+            if self._spec.batched and self._batches:
+                self._batches[0].rows += batch.rows
+                self._batches[0].cache.append(batch.cache)
+            else:
+                self._batches.append(batch)
+        return self._take_ended()
 
     def abort_all(self) -> None:
         self._waiting.clear()
-        self._running.clear()
+        self._unread.clear()
+        self._batches.clear()
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
         raise WeightTransferError("the transformers engine takes weights from host memory: there is nothing to connect")
@@ -106,8 +139,12 @@ class HfEngine:
             # A tied head is the embedding under a second name: both are sent and hold the same values.
             own[name].copy_(tensor)
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, keep_cache: bool = False) -> None:
         self._update.finish()
+        if not keep_cache:
+            # Prompt and response so far are read again with the new weights before the next token is sampled.
+            self._unread = self._running
+            self._batches = []
 
     def received_digests(self) -> dict[str, str]:
         return dict(self._digests)
@@ -122,20 +159,45 @@ class HfEngine:
         self.abort_all()
         self._model = None
 
-    def _advance(self, one: _Running) -> None:
-        """Sample one more token."""
-        logits_1V = self._model(
-            input_ids=torch.tensor([one.next_ids], device=self._device),
-            past_key_values=one.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        tokens_1, logprobs_1, [left] = sample(logits_1V, [one.request.sampling], [one.generator])
-        one.next_ids = tokens_1.tolist()
-        one.response_ids += one.next_ids
-        one.logprobs += logprobs_1.tolist()
-        if left is not None:
-            one.left.append(left)
+    def _read(self) -> Iterator[_Batch]:
+        """Read the unread requests and sample a token of each; the batches that result are of one length each."""
+        unread, self._unread = self._unread, []
+        if not self._spec.batched:
+            parts = [[row] for row in unread]
+        else:
+            by_length = groupby(sorted(unread, key=lambda row: len(row.token_ids)), key=lambda row: len(row.token_ids))
+            parts = []
+            for length, rows in by_length:
+                same, at_once = list(rows), max(1, self._spec.max_num_batched_tokens // length)
+                parts += [same[start : start + at_once] for start in range(0, len(same), at_once)]
+        for rows_of_part in parts:
+            cache, logits_BV = RowCache.read(self._model, [row.token_ids for row in rows_of_part], self._device)
+            self._sample(rows_of_part, logits_BV)
+            yield _Batch(rows_of_part, cache)
+
+    def _sample(self, rows: Sequence[_Running], logits_BV: Tensor) -> None:
+        """Sample one more token of each row."""
+        tokens_B, logprobs_B, left_B = sample(logits_BV, [r.request.sampling for r in rows], [r.generator for r in rows])
+        for row, token, logprob, left in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), left_B, strict=True):
+            row.response_ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions = extended(row.versions, self._update.version, 1)
+            if left is not None:
+                row.left.append(left)
+
+    def _take_ended(self) -> list[Completion]:
+        """Take the requests that have ended out of the batches."""
+        completions = []
+        for batch in self._batches:
+            reasons = [self._finish_reason(row) for row in batch.rows]
+            ended = [(row, reason) for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None]
+            completions += [_completion(row, reason) for row, reason in ended]
+            going_on = [place for place, reason in enumerate(reasons) if reason is None]
+            batch.rows = [batch.rows[place] for place in going_on]
+            if ended and going_on:
+                batch.cache.keep(going_on)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return completions
 
     def _generator(self, request: Request) -> torch.Generator:
         seed = request.sampling.seed
@@ -143,21 +205,22 @@ class HfEngine:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         return torch.Generator(self._device).manual_seed(seed)
 
-    def _finish_reason(self, one: _Running) -> FinishReason | None:
-        sampling = one.request.sampling
-        if one.response_ids[-1] in self._stop_ids and not sampling.ignore_eos:
+    def _finish_reason(self, row: _Running) -> FinishReason | None:
+        sampling = row.request.sampling
+        if row.response_ids[-1] in self._stop_ids and not sampling.ignore_eos:
             return "stop"
-        return "length" if len(one.response_ids) == sampling.max_tokens else None
+        return "length" if len(row.response_ids) == sampling.max_tokens else None
 
-    def _completion(self, one: _Running, reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=one.request.request_id,
-            response_ids=tuple(one.response_ids),
-            logprobs=tuple(one.logprobs),
-            finish_reason=reason,
-            weight_version=self._update.version,
-            support=support_of(one.left) if one.left else None,
-        )
+
+def _completion(row: _Running, reason: FinishReason) -> Completion:
+    return Completion(
+        request_id=row.request.request_id,
+        response_ids=np.array(row.response_ids, dtype=np.int32),
+        logprobs=np.array(row.logprobs, dtype=np.float32),
+        finish_reason=reason,
+        versions=row.versions,
+        support=support_of(row.left) if row.left else None,
+    )
 
 
 def _load_model(spec: EngineSpec) -> Any:

@@ -29,10 +29,9 @@ def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
     return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
 
 
-def sampled_logprobs(logprobs: FlatLogprobs) -> tuple[float, ...]:
-    """The log-prob of each sampled token: the first of those reported for its place."""
-    values = logprobs.logprobs
-    return tuple(values[start] for start in logprobs.start_indices)
+def sampled_logprobs(logprobs: FlatLogprobs) -> np.ndarray:
+    """Return the log-prob of each sampled token, float32: the first of those reported for its place."""
+    return np.asarray(logprobs.logprobs, dtype=np.float32)[np.asarray(logprobs.start_indices, dtype=np.int64)]
 
 
 def support_of(logprobs: FlatLogprobs) -> Support:

@@ -6,9 +6,10 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable
+import numpy as np
+
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
-from grpo_rl.rollout.request_checks import check_requests
 from grpo_rl.rollout.vllm.build import build_llm_engine
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError
@@ -30,8 +31,9 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._stop_ids = stop_token_ids(spec)
-        self._update = WeightUpdate(expected_tensors(spec))
         self._llm = build_llm_engine(spec)
+        self._update = WeightUpdate(expected_tensors(spec), in_flight=self.updates_in_flight)
+        self._label_tokens()
         self._unfinished: dict[str, Sampling] = {}
         if spec.weight_backend == "ipc":
             # No rendezvous: this only says that buckets come packed, to be copied out of one buffer.
@@ -46,19 +48,28 @@ class VllmEngine:
     def weight_version(self) -> int:
         return self._update.version
 
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether tokens are handed over in the step that samples them, as on CPU.
+
+        With vLLM's asynchronous scheduling, its default on GPUs, the newest tokens are handed over one step later and
+        would get the version of the weights that are live by then.
+        """
+        return not self._llm.vllm_config.scheduler_config.async_scheduling
+
     def submit(self, requests: Sequence[Request]) -> None:
         from vllm.inputs.engine import tokens_input
 
         self._update.check_can_sample()
         check_requests(requests, self._unfinished, self._spec.max_model_len)
         for request in requests:
-            self._llm.add_request(
-                request.request_id, tokens_input(list(request.prompt_ids)), self._sampling_params(request.sampling)
-            )
+            # Prefixes are shared under the same salt only: never across weight versions.
+            prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self.weight_version))
+            self._llm.add_request(request.request_id, prompt, self._sampling_params(request.sampling))
             self._unfinished[request.request_id] = request.sampling
 
     def step(self) -> list[Completion]:
-        if not self._unfinished:
+        if not self._unfinished or self._update.active:
             return []
         return [self._completion(output) for output in self._llm.step() if output.finished]  # type: ignore[arg-type]
 
@@ -89,12 +100,16 @@ class VllmEngine:
         self._update.receive(bucket)
         self._rpc("update_weights", update_info=_update_info(bucket, self._spec.weight_backend))
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, keep_cache: bool = False) -> None:
         self._update.check_complete()
         self._rpc("finish_weight_update")
-        if not self._llm.reset_prefix_cache():
+        # Kept, the old prefixes are no danger to later requests, whose salt is another.
+        keeps = keep_cache and bool(self._unfinished)
+        # Running requests are put back among the waiting ones, and read again as a whole when their turn comes.
+        if not keeps and not self._llm.reset_prefix_cache(reset_running_requests=bool(self._unfinished)):
             raise WeightTransferError("vLLM kept its prefix cache, which was computed with the old weights")
         self._update.finish()
+        self._label_tokens()
 
     def received_digests(self) -> dict[str, str]:
         by_worker: list[dict[str, str]] = self._rpc("received_weight_digests")
@@ -120,6 +135,10 @@ class VllmEngine:
         self._llm.engine_core.shutdown()
         self._llm = None  # type: ignore[assignment]
         gc.collect()
+
+    def _label_tokens(self) -> None:
+        """Have vLLM note the live version beside every token that it samples from now on."""
+        self._llm.set_weight_version(str(self._update.version))
 
     def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, kwargs=arguments)
@@ -152,24 +171,24 @@ class VllmEngine:
         sampling = self._unfinished.pop(output.request_id)
         return Completion(
             request_id=output.request_id,
-            response_ids=tuple(sampled.token_ids),
+            response_ids=np.array(sampled.token_ids, dtype=np.int32),
             logprobs=sampled_logprobs(logprobs),
             finish_reason=reason,
-            weight_version=self._update.version,
+            versions=tuple((int(span.version), span.end - span.start) for span in sampled.weight_versions or ()),
             support=support_of(logprobs) if sampling.returns_support else None,
         )
 
     def _warm_up(self) -> None:
         """Run two tokens through: the first step allocates and compiles, and should not be part of a rollout."""
         sampling = Sampling(max_tokens=min(2, self._spec.max_model_len - 1), seed=0, ignore_eos=True)
-        self.submit([Request(request_id="warm-up", prompt_ids=(0,), sampling=sampling)])
+        self.submit([Request(request_id="warm-up", prompt_ids=np.zeros(1, dtype=np.int32), sampling=sampling)])
         while self.num_unfinished:
             self.step()
         self._llm.reset_prefix_cache()
 
 
 def _update_info(bucket: WeightBucket, backend: str) -> dict[str, Any]:
-    """The bucket in the words of vLLM's transfer engine of this backend."""
+    """Return the bucket as the arguments of vLLM's transfer engine of this backend."""
     if backend == "object_store":
         return {"bucket": bucket}
     info: dict[str, Any] = {

@@ -17,8 +17,16 @@ from typing import Protocol
 
 import torch
 
-from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
-from grpo_rl.rollout.weights.buckets import NamedTensor, WeightBucket, describe, digest, group_by_bytes, pack, write_flat
+from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.weights.buckets import (
+    NamedTensor,
+    WeightBucket,
+    describe,
+    digest,
+    group_by_bytes,
+    pack,
+    write_flat,
+)
 
 
 class WeightSender(Protocol):
@@ -109,22 +117,3 @@ class IpcSender(BaseSender):
             # The other process reads without any ordering between the two streams.
             torch.cuda.current_stream().synchronize()
             yield replace(bucket, ipc_handles={uuid: handle})
-
-
-def make_sender(
-    backend: WeightBackend,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-    verify: bool = False,
-    rank: int = 0,
-    timeout_s: float = 600.0,
-) -> WeightSender:
-    """The sender of one actor rank. `timeout_s`: longest wait for the engines to receive a broadcast."""
-    arguments = (bucket_bytes, dtype, verify, rank == 0)
-    if backend == "object_store":
-        return ObjectStoreSender(*arguments)
-    if backend == "ipc":
-        return IpcSender(*arguments)
-    from grpo_rl.rollout.vllm.nccl_sender import NcclSender
-
-    return NcclSender(*arguments, timeout_s=timeout_s)

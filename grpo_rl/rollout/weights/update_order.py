@@ -8,12 +8,13 @@ from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, f
 
 
 class WeightUpdate:
-    """Which weights are live, and what has arrived of the next ones.
+    """Which weights are live, and what has arrived of the next ones; `expected` are the names and shapes of all tensors.
 
-    It moves no data. Every method either accepts the call or raises WeightTransferError and changes nothing.
+    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts the call or raises WeightTransferError and changes nothing.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:
+        self._in_flight = in_flight
         self._expected = dict(expected)
         self._arrived: set[str] = set()
         self._next: int | None = None
@@ -40,7 +41,7 @@ class WeightUpdate:
     def start(self, version: int, num_unfinished: int) -> None:
         if self.active:
             raise WeightTransferError(f"weights {version} cannot start: weights {self._next} have not been finished")
-        if num_unfinished:
+        if num_unfinished and not self._in_flight:
             raise WeightTransferError(
                 f"weights {version} cannot start: {num_unfinished} requests are unfinished; wait for them or abort them"
             )

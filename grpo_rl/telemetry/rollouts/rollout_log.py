@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,6 +54,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
     logprobs = rollout.rollout_logprobs
     optional = {
+        "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
         "baseline": rollout.baseline,
         "steps": rollout.steps,
         "failure": rollout.failure,
@@ -71,10 +71,10 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "uid": rollout.prompt.uid,
         "sample": rollout.sample_index,
         "finish_reason": rollout.finish_reason,
-        "weight_version": rollout.weight_version,
+        "weight_version": rollout.oldest_version,
         "prompt_length": len(rollout.prompt.token_ids),
         "response_length": len(rollout.response_ids),
-        "rollout_logprob_mean": statistics.fmean(logprobs) if logprobs else None,
+        "rollout_logprob_mean": float(logprobs.mean(dtype="float64")) if len(logprobs) else None,
     } | {name: value for name, value in optional.items() if value is not None}
 
 

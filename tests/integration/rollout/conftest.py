@@ -48,6 +48,6 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
 @torch.no_grad()
 def response_logits(model: Qwen3ForCausalLM, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...]) -> Tensor:
     """Logits [tokens, V] that a plain forward pass gives for each response token."""
-    ids = torch.tensor([prompt_ids + response_ids])
+    ids = torch.tensor([[*prompt_ids, *response_ids]])
     logits: Tensor = model(ids).logits[0].float()
     return logits[len(prompt_ids) - 1 : -1]

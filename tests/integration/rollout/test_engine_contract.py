@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from conftest import EOS, VOCAB, response_logits
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, pack_buckets
 from grpo_rl.rollout.weights.senders import ObjectStoreSender
 from grpo_rl.types import Completion, Request, Sampling
@@ -43,7 +45,7 @@ class Replica:
         """What the model says about the sampled tokens, at the request's temperature."""
         logits = response_logits(self.model, request.prompt_ids, completion.response_ids)
         logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
-        return logprobs.gather(-1, torch.tensor(completion.response_ids)[:, None])[:, 0]
+        return logprobs.gather(-1, torch.tensor(completion.response_ids).long()[:, None])[:, 0]
 
     def change_model(self) -> None:
         """Give the model other weights; the engine keeps the old ones."""
@@ -52,15 +54,16 @@ class Replica:
             for parameter in self.model.parameters():
                 parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
 
-    def update(self, bucket_bytes: int = 1 << 20) -> ObjectStoreSender:
-        """Bring the engine to the model's weights."""
+    def update(self, bucket_bytes: int = 1 << 20, keep_cache: bool = False) -> ObjectStoreSender:
+        """Bring the engine to the model's weights; no tokens are sampled meanwhile."""
         sender = ObjectStoreSender(bucket_bytes, verify=True)
         self.engine.start_weight_update(self.engine.weight_version + 1)
         for bucket in sender.buckets(self.model.state_dict().items()):
             assert bucket.data is not None
             bucket.data.flags.writeable = False  # as Ray's shared memory is
             self.engine.load_bucket(bucket)
-        self.engine.finish_weight_update()
+            assert self.engine.step() == []
+        self.engine.finish_weight_update(keep_cache)
         return sender
 
 
@@ -124,7 +127,7 @@ def test_greedy_takes_the_likeliest_token_of_a_plain_forward_pass(replica: Repli
     completions = replica.run(requests)
     for request, completion in zip(requests, completions, strict=True):
         logits = response_logits(replica.model, request.prompt_ids, completion.response_ids)
-        assert completion.response_ids == tuple(logits.argmax(-1).tolist())
+        assert completion.response_ids.tolist() == logits.argmax(-1).tolist()
     assert_logprobs_match(replica, requests, completions)
 
 
@@ -161,19 +164,19 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(replica: Replica) ->
     requests = requests_for("company", 6)
     together = replica.run(requests)
     alone = replica.run([replace(requests[4], request_id="alone")])[0]
-    assert alone.response_ids == together[4].response_ids
+    assert np.array_equal(alone.response_ids, together[4].response_ids)
 
 
 def test_different_seeds_give_different_tokens(replica: Replica) -> None:
     one, other = (Request(f"seed{s}", PROMPTS[0], Sampling(12, seed=s, ignore_eos=True)) for s in (1, 2))
     completions = replica.run([one, other])
-    assert completions[0].response_ids != completions[1].response_ids
+    assert not np.array_equal(completions[0].response_ids, completions[1].response_ids)
 
 
 def test_requests_without_a_seed_differ_from_each_other(replica: Replica) -> None:
     requests = [Request(f"free{i}", PROMPTS[0], Sampling(12, ignore_eos=True)) for i in range(2)]
     completions = replica.run(requests)
-    assert completions[0].response_ids != completions[1].response_ids
+    assert not np.array_equal(completions[0].response_ids, completions[1].response_ids)
 
 
 def test_a_response_of_max_tokens_ends_with_length(replica: Replica) -> None:
@@ -237,14 +240,64 @@ def test_after_an_update_logprobs_are_those_of_the_new_weights(replica: Replica,
     replica.change_model()
     before = replica.engine.weight_version
     requests = requests_for(f"new{bucket_bytes}", 8)
-    assert {completion.weight_version for completion in replica.run(requests)} == {before}
+    assert {completion.versions for completion in replica.run(requests)} == {((before, 12),)}
 
     replica.update(bucket_bytes)
 
     completions = replica.run(requests)
     assert replica.engine.weight_version == before + 1
-    assert {completion.weight_version for completion in completions} == {before + 1}
+    assert {completion.versions for completion in completions} == {((before + 1, 12),)}
     assert_logprobs_match(replica, requests, completions)
+
+
+def mixed_logprobs(
+    old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, request: Request, completion: Completion, keep_cache: bool
+) -> torch.Tensor:
+    """The log-probs of a response whose first span of tokens the old model sampled, and the rest the new one."""
+    prompt, response, (_, first) = request.prompt_ids, completion.response_ids, completion.versions[0]
+    logits = torch.cat([response_logits(old, prompt, response)[:first], response_logits(new, prompt, response)[first:]])
+    if keep_cache:
+        # The last token of the first span is sampled and not yet read when the weights change.
+        ids, read = torch.tensor([[*prompt, *response]]), len(prompt) + first - 1
+        with torch.no_grad():
+            cache = old(ids[:, :read], use_cache=True).past_key_values
+            logits[first:] = new(ids[:, read:-1], past_key_values=cache).logits[0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response).long()[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_requests_live_through_an_update_and_each_token_is_of_the_weights_whose_version_it_carries(
+    replica: Replica, keep_cache: bool
+) -> None:
+    assert replica.engine.updates_in_flight
+    old, before = deepcopy(replica.model), replica.engine.weight_version
+    # More than run at once: some wait through the update. Two blocks of the long prompt may be shared with later requests.
+    requests = [*requests_for(f"live{keep_cache}", 9), Request("long", LONG_PROMPT, Sampling(12, seed=1, ignore_eos=True))]
+    requests.insert(0, requests.pop())
+    replica.engine.submit(requests)
+    for _ in range(5):
+        assert replica.engine.step() == []
+    replica.change_model()
+    replica.update(keep_cache=keep_cache)
+    late = [Request("late", LONG_PROMPT, Sampling(4, seed=2, ignore_eos=True))]
+    completions: dict[str, Completion] = {}
+    replica.engine.submit(late)
+    while replica.engine.num_unfinished:
+        completions |= {completion.request_id: completion for completion in replica.engine.step()}
+    assert completions.keys() == {request.request_id for request in [*requests, *late]}
+    mixed = [request for request in requests if len(completions[request.request_id].versions) == 2]
+    assert requests[0] in mixed and len(mixed) >= 3
+    for request in mixed:
+        completion = completions[request.request_id]
+        (first_version, first), (second_version, second) = completion.versions
+        assert (first_version, second_version, first + second) == (before, before + 1, 12) and 1 <= first <= 5
+        expected = mixed_logprobs(old, replica.model, request, completion, keep_cache)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        other = mixed_logprobs(old, replica.model, request, completion, not keep_cache)
+        assert (expected - other).abs().max() > 1e-3, "what is in the cache shows"
+    fresh = [request for request in [*requests, *late] if request not in mixed]
+    assert {completions[request.request_id].versions[0][0] for request in fresh} == {before + 1}
+    assert_logprobs_match(replica, fresh, [completions[request.request_id] for request in fresh])
 
 
 def test_the_prefix_cache_of_the_old_weights_is_not_used_with_the_new_ones(replica: Replica) -> None:
@@ -294,10 +347,6 @@ def test_calls_out_of_order_and_foreign_tensors_are_refused_and_change_nothing(r
         engine.finish_weight_update()
     with pytest.raises(WeightTransferError, match="older than those the engine has"):
         engine.start_weight_update(version - 1)
-    engine.submit(requests_for("running", 1))
-    with pytest.raises(WeightTransferError, match="1 requests are unfinished"):
-        engine.start_weight_update(version + 1)
-    engine.abort_all()
 
     engine.start_weight_update(version + 1)
     with pytest.raises(WeightTransferError, match="have not been finished"):

@@ -103,9 +103,9 @@ def test_new_weights_are_live_in_the_next_rollouts(worker: RolloutWorker) -> Non
     request = requests_for("new", 1)[0]
     worker.submit([request])
     [completion] = poll_all(worker, 1)
-    assert completion.weight_version == 5
+    assert completion.versions == ((5, 8),)
     logprobs = response_logits(model, request.prompt_ids, completion.response_ids).log_softmax(-1)
-    expected = logprobs.gather(-1, torch.tensor(completion.response_ids)[:, None])[:, 0]
+    expected = logprobs.gather(-1, torch.tensor(completion.response_ids).long()[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from grpo_rl.data.collate import collate
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, RolloutEngine
+from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.types import Batch, Completion, Prompt, Request, Rollout, Sampling
 from grpo_rl.workers.sharded_policy import sequences_of
 
@@ -84,7 +85,7 @@ def batch_of(pairs: list[tuple[Request, Completion]]) -> Batch:
                 response_ids=completion.response_ids,
                 rollout_logprobs=completion.logprobs,
                 finish_reason=completion.finish_reason,
-                weight_version=0,
+                versions=completion.versions,
                 reward=0.0,
                 support=completion.support,
             )

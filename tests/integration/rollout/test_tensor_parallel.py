@@ -10,7 +10,8 @@ import torch
 from conftest import response_logits
 from transformers import AutoModelForCausalLM
 
-from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import check_digests
 from grpo_rl.rollout.weights.senders import ObjectStoreSender
 from grpo_rl.types import Completion, Request, Sampling
@@ -42,5 +43,5 @@ def test_an_update_reaches_both_halves_of_a_tensor_parallel_engine(tiny_qwen3: C
     engine.close()
     [completion] = ended
     logprobs = response_logits(model, request.prompt_ids, completion.response_ids).log_softmax(-1)
-    expected = logprobs.gather(-1, torch.tensor(completion.response_ids)[:, None])[:, 0]
+    expected = logprobs.gather(-1, torch.tensor(completion.response_ids).long()[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)

@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.roles.actor_role import ActorRole, ReferenceRole
-from grpo_rl.cluster.roles.micro_batches import combine_stats, gather, micro_batches, plan
+from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.roles.actor_role import ActorRole
+from grpo_rl.cluster.roles.dealing import combine_stats, deal, forward, gather, per_token
+from grpo_rl.cluster.roles.reference_role import ReferenceRole
 from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
-from grpo_rl.workers.specs import OptimizerStep
+from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
 
 def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None = None) -> Batch:
@@ -43,6 +45,11 @@ class Ranks:
         self.size = size
         self.answer = answer
         self.asked: list[tuple[str, Sequence[tuple[Any, ...]]]] = []
+        self.sent: list[Sequence[Batch]] = []
+
+    def store(self, values: Sequence[Batch]) -> Sequence[Batch]:
+        self.sent.append(values)
+        return values
 
     def __len__(self) -> int:
         return self.size
@@ -53,9 +60,9 @@ class Ranks:
         return [self.answer(*args) for args in arguments]
 
 
-def echo(batches: Sequence[Batch | None], *_: Any) -> list[torch.Tensor | None]:
+def echo(share: Batch, micro_batches: Sequence[Rows], *_: Any) -> torch.Tensor:
     """A rank whose log-probs are the rollout's own, negated."""
-    return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
+    return torch.cat([-share.select(list(rows)).rollout_logprobs_T for rows in micro_batches])
 
 
 def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> ActorRole:
@@ -65,8 +72,23 @@ def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> Ac
     return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, old_logprobs=old_logprobs, objective=objective)
 
 
-def empty_stats(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-    return [{} for _ in steps]
+def empty_stats(share: Batch, update: Update) -> list[dict[str, float]]:
+    return [{} for _ in update.steps]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An optimizer step as a rank takes it: its micro-batches with all their columns."""
+
+    counts: Counts
+    entropy_coeff: float | None
+    micro_batches: list[Batch | None]
+
+    @staticmethod
+    def of(step: OptimizerStep, batch: Batch) -> Step:
+        batch = batch.replace(selected_T=step.selected_T)
+        parts = [batch.select(list(rows)) if rows else None for rows in step.micro_batches]
+        return Step(step.counts, step.entropy_coeff, parts)
 
 
 # ---- gathering --------------------------------------------------------------------------------------
@@ -78,33 +100,32 @@ rollouts = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1,
 def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, by_tokens):
     batch = make_batch(lengths)
     rule = MicroBatchRule(12, None) if by_tokens else MicroBatchRule(None, 3)
-    rows = plan(batch, rule, num_ranks)
-    parts = [echo(micro_batches(batch, rank_rows)) for rank_rows in rows]
-    if any(part is not None for rank_parts in parts for part in rank_parts):
-        assert torch.equal(gather(batch, rows, parts), -batch.rollout_logprobs_T)
+    ranks = Ranks(num_ranks, echo)
+    assert torch.equal(per_token(Cut(ranks, rule), "logprobs", deal(ranks, batch)), -batch.rollout_logprobs_T)
+    assert len(ranks.sent) == 1
 
 
 def test_rows_of_a_matrix_are_gathered_alike():
     batch = make_batch([(1, 2), (1, 1), (2, 0), (1, 3)])
     hidden = torch.stack([batch.rollout_logprobs_T, 10 * batch.rollout_logprobs_T], 1)
-    rows = [[[3], []], [[1, 0], [2]]]
-    parts = [[hidden[3:6], None], [hidden[[2, 0, 1]], hidden[:0]]]
-    assert torch.equal(gather(batch, rows, parts), hidden)
+    parts = [hidden[3:6], hidden[[2, 0, 1]]]
+    assert torch.equal(gather(batch, torch.tensor([3, 1, 0, 2]), parts), hidden)
 
 
 def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     batch = make_batch([(2, 3)])
-    rows = plan(batch, MicroBatchRule(None, 4), 3)
-    assert [micro_batches(batch, rank_rows) for rank_rows in rows][1:] == [[None], [None]]
+    ranks = Ranks(3, echo)
+    forward(Cut(ranks, MicroBatchRule(None, 4)), "logprobs", deal(ranks, batch))
+    assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 
 def test_the_reference_fills_both_columns_for_the_full_kl():
     batch = make_batch([(1, 2), (3, 1), (1, 4)])
 
-    def answer(batches: Sequence[Batch | None], want_hidden: bool) -> dict[str, list[torch.Tensor | None]]:
+    def answer(share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, torch.Tensor]:
         assert want_hidden
-        hidden = [None if part is None else part[:, None].expand(-1, 5) for part in echo(batches)]
-        return {"logprobs_T": echo(batches), "hidden_TD": hidden}
+        logprobs_T = echo(share, micro_batches)
+        return {"logprobs_T": logprobs_T, "hidden_TD": logprobs_T[:, None].expand(-1, 5)}
 
     out = ReferenceRole(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
     assert torch.equal(out.ref_logprobs_T, -batch.rollout_logprobs_T)
@@ -130,7 +151,7 @@ def test_old_logprobs_are_computed_where_the_plan_says_so():
 # ---- mini-batches -----------------------------------------------------------------------------------
 
 
-def groups_of(steps: Sequence[Sequence[OptimizerStep]], batch: Batch) -> list[list[int]]:
+def groups_of(steps: Sequence[Sequence[Step]], batch: Batch) -> list[list[int]]:
     """The prompt groups of each optimizer step, over all ranks."""
     return [
         sorted({int(g) for rank in steps for b in rank[step].micro_batches if b is not None for g in b.group_N})
@@ -141,12 +162,15 @@ def groups_of(steps: Sequence[Sequence[OptimizerStep]], batch: Batch) -> list[li
 INTERLEAVED = make_batch([(1, 1 + n % 4) for n in range(15)], groups=[n % 5 for n in range(15)])
 
 
-def run_update(batch: Batch, num_ranks: int = 2, times: int = 1, **config: Any) -> list[list[list[OptimizerStep]]]:
+def run_update(batch: Batch, num_ranks: int = 2, times: int = 1, **config: Any) -> list[list[list[Step]]]:
     ranks = Ranks(num_ranks, empty_stats)
     group = actor(ranks, **config)
     for _ in range(times):
         group.update(batch)
-    return [[list(args[0]) for args in arguments] for _, arguments in ranks.asked]
+    return [
+        [[Step.of(step, update.complete(share)) for step in update.steps] for share, update in arguments]
+        for _, arguments in ranks.asked
+    ]
 
 
 def test_mini_batches_are_whole_groups_in_order_and_the_last_may_be_smaller():
@@ -199,7 +223,7 @@ def with_advantages(batch: Batch) -> Batch:
     return batch.replace(advantages_T=values, old_logprobs_T=-values.abs())
 
 
-def gathered(steps: Sequence[Sequence[OptimizerStep]], step: int) -> list[Batch]:
+def gathered(steps: Sequence[Sequence[Step]], step: int) -> list[Batch]:
     return [batch for rank in steps for batch in rank[step].micro_batches if batch is not None]
 
 
@@ -233,11 +257,12 @@ def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_
 
 
 def test_rejected_tokens_leave_every_count():
-    batch = INTERLEAVED.replace(keep_T=INTERLEAVED.rollout_logprobs_T % 2 == 0)
-    batch.keep_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+    keep_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
+    keep_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+    batch = INTERLEAVED.keep(keep_T)
     [steps] = run_update(batch, ppo_mini_batch_size=5, loss_agg_mode="prompt-mean")
     counts = steps[0][0].counts
-    kept = [int(part.sum()) for part in batch.keep_T.split(batch.response_lengths_N.tolist())]
+    kept = [int(part.sum()) for part in keep_T.split(batch.response_lengths_N.tolist())]
     assert (counts.num_tokens, counts.num_sequences) == (sum(kept), sum(number > 0 for number in kept))
     for part in gathered(steps, 0):
         for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
@@ -318,8 +343,8 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
             """Saving and loading is the ranks' own affair; this one says that it wrote something."""
             return [{"weights": (1, "digest")}]
 
-    def answer(steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-        sent.extend(step.entropy_coeff for step in steps)
+    def answer(share: Batch, update: Update) -> list[dict[str, float]]:
+        sent.extend(step.entropy_coeff for step in update.steps)
         return [{"sum/entropy": next(entropies) * 4}]
 
     def make() -> ActorRole:

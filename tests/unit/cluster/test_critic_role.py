@@ -15,7 +15,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import CheckpointError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import OptimizerStep, PolicySpec
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rows, Update
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
@@ -27,6 +27,11 @@ class Ranks:
         self.size = size
         self.steps: list[Sequence[OptimizerStep]] = []
         self.calls: list[tuple[str, Any]] = []
+        self.tokens: list[list[int]] = []
+        """Trained tokens of each step, by rank."""
+
+    def store(self, values: Sequence[Batch]) -> Sequence[Batch]:
+        return values
 
     def __len__(self) -> int:
         return self.size
@@ -38,12 +43,16 @@ class Ranks:
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [getattr(self, method)(*args) for args in arguments]
 
-    def values(self, batches: Sequence[Batch | None]) -> list[torch.Tensor | None]:
-        return [None if batch is None else -batch.rollout_logprobs_T for batch in batches]
+    def values(self, share: Batch, micro_batches: Sequence[Rows]) -> torch.Tensor:
+        return torch.cat([-share.select(list(rows)).rollout_logprobs_T for rows in micro_batches])
 
-    def update(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
-        self.steps.append(steps)
-        return [{"share/vf_loss": 0.5, "sum/vf_clipfrac": 3.0, "same/lr": 0.1} for _ in steps]
+    def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
+        batch = update.complete(share)
+        assert batch.values_T.shape == batch.returns_T.shape == batch.rollout_logprobs_T.shape
+        self.steps.append(update.steps)
+        parts = [[batch.select(list(rows)) for rows in step.micro_batches] for step in update.steps]
+        self.tokens.append([sum(part.num_trained_tokens for part in step) for step in parts])
+        return [{"share/vf_loss": 0.5, "sum/vf_clipfrac": 3.0, "same/lr": 0.1} for _ in update.steps]
 
 
 def make_batch(**columns: torch.Tensor) -> Batch:
@@ -76,11 +85,7 @@ def test_an_update_makes_mini_batches_of_whole_groups_in_every_pass_with_global_
     metrics = critic(ranks, size=2, epochs=2).update(batch)
     tokens = [[step.counts.num_tokens for step in steps] for steps in ranks.steps]
     assert tokens == [[9, 6, 9, 6]] * 2
-    trained = [
-        sum(micro.num_trained_tokens for steps in ranks.steps for micro in steps[number].micro_batches if micro is not None)
-        for number in range(4)
-    ]
-    assert trained == [9, 6, 9, 6]
+    assert [sum(step) for step in zip(*ranks.tokens, strict=True)] == [9, 6, 9, 6]
     # Two ranks: shares add up; counts are divided by the tokens of their step, and steps are averaged.
     assert metrics["critic/vf_loss"] == 1.0
     assert metrics["critic/vf_clipfrac"] == pytest.approx((6 / 9 + 6 / 6) / 2)
@@ -92,7 +97,7 @@ def test_tokens_that_are_not_trained_count_nowhere():
     values, returns = torch.arange(15.0), torch.arange(15.0)
     values[~keep] = 1000.0
     ranks = Ranks(1)
-    metrics = critic(ranks, size=3).update(make_batch(values_T=values, returns_T=returns, keep_T=keep))
+    metrics = critic(ranks, size=3).update(make_batch(values_T=values, returns_T=returns).keep(keep))
     assert ranks.steps[0][0].counts.num_tokens == 8
     assert metrics["critic/vf_explained_var"] == 1.0
     assert metrics["critic/values/mean"] == metrics["critic/returns/mean"] == 7.0

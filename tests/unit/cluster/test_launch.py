@@ -11,6 +11,7 @@ import pytest
 from grpo_rl.cluster.launch import reported
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import Preempted
+from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -26,7 +27,7 @@ def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
     config = compose([f"trainer.default_local_dir={run_dir.path.parent}"]).config
     with ExitStack() as stack, pytest.raises(BaseException) as found:
         stack.callback(run_dir.release)
-        with reported(config, run_dir, stack):
+        with reported(config, run_dir, stack, Console()):
             raise error
     return found.value, json.loads(run_dir.status_file.read_text())["state"]
 

@@ -56,7 +56,7 @@ class Ranks:
 
 def rollout(sample: int, text: str) -> Rollout:
     ids = tuple(TOKENIZER(text)["input_ids"])
-    return Rollout(Prompt("p", PROMPT, "ab", "test"), sample, ids, (0.0,) * len(ids), "length", 0, text=text)
+    return Rollout(Prompt("p", PROMPT, "ab", "test"), sample, ids, (0.0,) * len(ids), "length", ((0, len(ids)),), text=text)
 
 
 def expected(text: str) -> float:

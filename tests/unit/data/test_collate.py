@@ -12,7 +12,7 @@ def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same tex
         response_ids=tuple(response_ids),
         rollout_logprobs=tuple(-0.5 for _ in response_ids) if logprobs is None else tuple(logprobs),
         finish_reason="stop",
-        weight_version=1,
+        versions=((1, len(response_ids)),),
         reward=reward,
     )
 

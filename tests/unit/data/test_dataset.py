@@ -44,7 +44,7 @@ def test_a_chat_row_becomes_the_templated_prompt_and_its_tokens(tmp_path, tokeni
     data = load(write_jsonl(tmp_path / "a.jsonl", [row("47+8=", "55")]), tokenizer)
     prompt = data.prompt(0, "e0-r0")
     assert prompt.text == "<|user|>47+8=<|assistant|>"
-    assert prompt.token_ids == tuple(tokenizer.encode("<|user|>47+8=<|assistant|>"))
+    assert prompt.token_ids.tolist() == tokenizer.encode("<|user|>47+8=<|assistant|>")
     assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("e0-r0", "arithmetic", "55")
     assert prompt.extra_info == {"index": 0}
 
@@ -76,7 +76,7 @@ def test_max_samples_takes_the_first_rows(tmp_path, tokenizer):
 
 def test_a_plain_string_prompt_is_tokenized_as_it_is(tmp_path, tokenizer):
     data = load(write_jsonl(tmp_path / "a.jsonl", [row(prompt="1+1="), row("2+2=")]), tokenizer)
-    assert data.prompt(0, "u").token_ids == tuple(tokenizer.encode("1+1="))
+    assert data.prompt(0, "u").token_ids.tolist() == tokenizer.encode("1+1=")
     assert data.prompt(0, "u").text == "1+1="
     assert data.prompt(1, "u").text == "<|user|>2+2=<|assistant|>"
 
@@ -265,4 +265,4 @@ def test_gsm8k_loads_with_the_qwen_tokenizer_and_its_chat_template():
         }
     ]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert prompt.token_ids == tuple(expected)
+    assert prompt.token_ids.tolist() == expected

@@ -212,15 +212,19 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, want_all):
 
 def test_each_trained_token_is_predicted_from_the_token_before_it():
     ids = torch.tensor([10, 11, 12, 20, 21, 22, 30])
-    sequences = Sequences.of(ids, torch.tensor([1, 2, 1]), torch.tensor([2, 1, 0]), torch.device("cpu"))
+    lengths_N, trained_N = torch.tensor([3, 3, 1]), torch.tensor([2, 1, 0])
+    sequences = Sequences.of(ids, lengths_N, torch.tensor([1, 2, 5]), trained_N, torch.device("cpu"))
     assert sequences.target_T.tolist() == [11, 12, 22]
     assert sequences.predict_T.tolist() == [0, 1, 4]
     assert sequences.packing.position_ids_S.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_response_without_a_prompt_is_refused():
-    with pytest.raises(ValueError, match="a prompt without tokens"):
-        Sequences.of(torch.tensor([1, 2]), torch.tensor([0]), torch.tensor([2]), torch.device("cpu"))
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_a_trained_token_that_no_token_of_its_sequence_comes_before_is_refused(position):
+    # Two sequences of two tokens; the first has the trained one.
+    with pytest.raises(ValueError, match="no token of its own sequence before it"):
+        two, one = torch.tensor([2, 2]), torch.tensor([1, 0])
+        Sequences.of(torch.tensor([1, 2, 3, 4]), two, torch.tensor([position]), one, torch.device("cpu"))
 
 
 def test_only_empty_responses_give_no_outputs_and_a_backward_pass_that_changes_nothing(folder):

@@ -11,6 +11,7 @@ from tiny_models import VOCAB, Ragged, make_folder, packed_policy
 
 from grpo_rl.models.forward import Sequences, TokenOutputs, _head
 from grpo_rl.types import Batch
+from grpo_rl.workers.sharded_policy import sequences_of
 
 RAGGED = Ragged(prompt_lengths=[3, 7, 1, 5], response_lengths=[2, 9, 6, 0], seed=4)
 TEMPERATURE = 0.8
@@ -31,7 +32,8 @@ def sequences(sets: list[list[int]]) -> Sequences:
     plain = RAGGED.sequences()
     return Sequences.of(
         plain.token_ids_S,
-        torch.tensor(RAGGED.prompt_lengths),
+        torch.tensor(RAGGED.prompt_lengths) + torch.tensor(RAGGED.response_lengths),
+        plain.predict_T + 1,
         torch.tensor(RAGGED.response_lengths),
         torch.device("cpu"),
         torch.tensor([len(each) for each in sets]),
@@ -128,8 +130,6 @@ def test_a_batch_cut_into_rollouts_gives_the_same_logprobs(folder):
     with torch.no_grad():
         parts = []
         for rows in ([1], [0, 3], [2]):
-            part = batch.select(rows)
-            columns = (part.token_ids_S, part.prompt_lengths_N, part.response_lengths_N, torch.device("cpu"))
-            parts.append(policy(Sequences.of(*columns, part.support_counts_T, part.support_ids_M)).logprobs_T)
+            parts.append(policy(sequences_of(batch.select(rows), torch.device("cpu"))).logprobs_T)
         together_T = policy(whole).logprobs_T
     torch.testing.assert_close(torch.cat([parts[1], parts[0], parts[2]]), together_T, atol=1e-5, rtol=0)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.score_head import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -9,8 +9,8 @@ import torch
 from tiny_models import Ragged, make_folder, plain_model
 from torch import Tensor
 
+from grpo_rl.models.heads import ValueModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.models.value_head import ValueModel
 
 
 def value_model(folder: Path, seed: int = 1) -> ValueModel:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from grpo_rl.models.forward import PolicyModel, Sequences
 from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.types import Batch
+from grpo_rl.workers.sharded_policy import sequences_of
 
 VOCAB = 37
 FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
@@ -62,8 +64,16 @@ class Ragged:
         self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
 
     def sequences(self) -> Sequences:
-        device = torch.device("cpu")
-        return Sequences.of(torch.cat(self.ids), torch.tensor(self.prompt_lengths), torch.tensor(self.response_lengths), device)
+        """The responses as trained tokens."""
+        batch = Batch(
+            prompt_lengths_N=torch.tensor(self.prompt_lengths),
+            response_lengths_N=torch.tensor(self.response_lengths),
+            group_N=torch.arange(len(self.ids)),
+            token_ids_S=torch.cat(self.ids),
+            rewards_N=torch.zeros(len(self.ids)),
+            rollout_logprobs_T=torch.zeros(sum(self.response_lengths)),
+        )
+        return sequences_of(batch, torch.device("cpu"))
 
     def plain_logprobs_TV(self, model: Any, temperature: float = 1.0) -> Tensor:
         """Whole distributions of every response token, one sequence after the other, no packing."""

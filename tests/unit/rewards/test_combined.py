@@ -16,7 +16,7 @@ BROKEN = 9
 
 
 def rollout(sample: int) -> Rollout:
-    return Rollout(Prompt("p", (1,), "", "test"), sample, (1, 2), (0.0, 0.0), "stop", 0)
+    return Rollout(Prompt("p", (1,), "", "test"), sample, (1, 2), (0.0, 0.0), "stop", ((0, 2),))
 
 
 class Rules:

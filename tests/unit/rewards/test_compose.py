@@ -13,7 +13,7 @@ from grpo_rl.types import Prompt, Rollout
 
 def rollout(text="55", ground_truth="55", data_source="arithmetic", **extra_info):
     prompt = Prompt("e0-r3", (1,), "47+8=", data_source, ground_truth, extra_info)
-    return Rollout(prompt, 2, (5, 5), (-0.1, -0.1), "stop", 1, text=text)
+    return Rollout(prompt, 2, (5, 5), (-0.1, -0.1), "stop", ((1, 2),), text=text)
 
 
 def from_functions(*functions):

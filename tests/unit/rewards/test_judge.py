@@ -102,7 +102,9 @@ def judge(server: Server) -> Iterator[Callable[..., Judge]]:
 
 
 def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) -> Rollout:
-    return Rollout(Prompt("p", (1,), "ask", "test", "4"), sample, response_ids, (0.0,), "stop", 0, text=text)
+    return Rollout(
+        Prompt("p", (1,), "ask", "test", "4"), sample, response_ids, (0.0,), "stop", ((0, len(response_ids)),), text=text
+    )
 
 
 def one(judge: Judge) -> ModelScore | Failure:

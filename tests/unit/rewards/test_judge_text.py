@@ -13,7 +13,9 @@ from grpo_rl.types import Prompt, Rollout
 
 
 def rollout(text="an answer", ground_truth="4", messages=({"role": "user", "content": "2+2?"},)) -> Rollout:
-    return Rollout(Prompt("p", (1,), "raw", "test", ground_truth, messages=messages), 0, (1,), (0.0,), "stop", 0, text=text)
+    return Rollout(
+        Prompt("p", (1,), "raw", "test", ground_truth, messages=messages), 0, (1,), (0.0,), "stop", ((0, 1),), text=text
+    )
 
 
 def test_a_template_is_filled_once_and_braces_of_a_response_stay_text():

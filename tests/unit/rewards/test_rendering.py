@@ -22,7 +22,7 @@ def decode(ids):
 def rollout(text: str, *, stop: bool = True, messages=MESSAGES) -> Rollout:
     ids = tuple(POLICY(text)["input_ids"]) + ((POLICY.eos_token_id,) if stop else ())
     prompt = Prompt("p", tuple(POLICY("ab")["input_ids"]), "ab", "test", messages=messages)
-    return Rollout(prompt, 0, ids, (0.0,) * len(ids), "stop" if stop else "length", 0, text=text)
+    return Rollout(prompt, 0, ids, (0.0,) * len(ids), "stop" if stop else "length", ((0, len(ids)),), text=text)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_response_is_cut_after_each_separator_and_white_space_is_no_step(text,
 def test_with_the_same_tokens_the_last_one_is_scored_or_the_last_of_each_step():
     item = rollout("3\n\n4")
     whole = Renderer(decode)(item)
-    assert whole.token_ids == item.prompt.token_ids + item.response_ids
+    assert whole.token_ids == (*item.prompt.token_ids, *item.response_ids)
     # Two tokens of the prompt, four characters, and the end.
     assert (whole.positions, whole.step_tokens) == ((6,), None)
     steps = Renderer(decode, separator="\n\n")(item)

@@ -26,7 +26,7 @@ GRACE_S = 0.5
 
 def rollout(uid, text="", sample=0, response_ids=(1,), **extra_info):
     prompt = Prompt(uid, (1,), "", "test", None, extra_info)
-    return Rollout(prompt, sample, response_ids, (0.0,) * len(response_ids), "stop", 1, text=text)
+    return Rollout(prompt, sample, response_ids, (0.0,) * len(response_ids), "stop", ((1, len(response_ids)),), text=text)
 
 
 def make_runner(*functions, log_folder=None, decode=None, **settings):
@@ -266,7 +266,7 @@ def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
     truth = {"inputs": ["1 2", "5 5"], "outputs": ["3", "10"]}
     right, half = "```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```"
     rollouts = [
-        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", 1, text=text)
+        Rollout(Prompt(uid, (1,), "", "code", truth), 0, (1,), (0.0,), "stop", ((1, 1),), text=text)
         for uid, text in (("a", right), ("b", half))
     ]
     try:

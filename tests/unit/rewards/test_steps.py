@@ -34,7 +34,7 @@ class Bytes:
 
 def rollout(tokenizer: Bytes) -> Rollout:
     ids = tuple(tokenizer.token_ids)
-    return Rollout(Prompt("e0-r3", (1,), "", "test"), 2, ids, (0.0,) * len(ids), "stop", 1, text=tokenizer(ids))
+    return Rollout(Prompt("e0-r3", (1,), "", "test"), 2, ids, (0.0,) * len(ids), "stop", ((1, len(ids)),), text=tokenizer(ids))
 
 
 def test_a_step_ends_at_the_token_that_holds_its_last_character():

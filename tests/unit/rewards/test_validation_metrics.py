@@ -9,7 +9,9 @@ from grpo_rl.types import Prompt, Rollout
 
 def rollout(uid, reward, source="s", length=1, **parts):
     ids = (1,) * length
-    return Rollout(Prompt(uid, (1,), "", source), 0, ids, (0.0,) * length, "stop", 1, reward=reward, reward_parts=parts)
+    return Rollout(
+        Prompt(uid, (1,), "", source), 0, ids, (0.0,) * length, "stop", ((1, len(ids)),), reward=reward, reward_parts=parts
+    )
 
 
 def test_mean_and_best_are_taken_per_prompt_and_then_averaged():

@@ -11,8 +11,9 @@ import pytest
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build
-from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.vllm.build import engine_arguments
 
 

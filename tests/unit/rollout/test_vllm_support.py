@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
@@ -30,7 +31,7 @@ def test_tokens_with_a_probability_are_the_support_and_the_sampled_one_counts_on
     support = support_of(logprobs)
     assert support.counts.tolist() == [3, 1, 3]
     assert support.token_ids.tolist() == [7, 3, 9, 4, 8, 5, 6]
-    assert sampled_logprobs(logprobs) == (QUARTER, 0.0, QUARTER)
+    assert sampled_logprobs(logprobs).tolist() == np.array([QUARTER, 0.0, QUARTER], dtype=np.float32).tolist()
 
 
 def test_a_probability_that_was_not_reported_is_an_error_that_says_what_to_do() -> None:

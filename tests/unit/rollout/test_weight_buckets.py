@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import (
     WeightTransferError,
     check_digests,
@@ -19,7 +20,7 @@ from grpo_rl.rollout.weights.buckets import (
     pack,
     pack_buckets,
 )
-from grpo_rl.rollout.weights.senders import ObjectStoreSender, make_sender
+from grpo_rl.rollout.weights.senders import ObjectStoreSender
 
 FLOATS = torch.arange(6, dtype=torch.float32).view(2, 3)
 HALVES = torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16)

@@ -134,7 +134,7 @@ def test_a_rollout_and_a_failed_reward_hide_secrets_also_where_they_are_cut_shor
     # The middle of a long cause is left out: a secret there must not be left in halves.
     failure = RewardFailure(ERROR, "x" * 995 + secret + "y" * 2000)
     prompt = Prompt("u", (1,), f"say {secret}", "test", secret)
-    rollout = Rollout(prompt, 0, (1,), (0.0,), "stop", 1, text="", failure=failure.kind, failure_cause=failure.cause)
+    rollout = Rollout(prompt, 0, (1,), (0.0,), "stop", ((1, 1),), text="", failure=failure.kind, failure_cause=failure.cause)
     (line,) = write_rollouts(tmp_path / "r.jsonl", [rollout]).read_text().splitlines()
     record = json.loads(line)
     assert (record["prompt"], record["ground_truth"]) == (f"say {HIDDEN}", HIDDEN)

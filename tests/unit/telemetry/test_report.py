@@ -10,7 +10,14 @@ from grpo_rl.types import Prompt, Rollout
 def validate(log: RolloutLog, step: int, answers: list[str]) -> None:
     rollouts = [
         Rollout(
-            Prompt(f"v{step}-{i}", (1,), f"question {i}", "sums", "8"), 0, (2,), (-0.1,), "stop", step, text, float(text == "8")
+            Prompt(f"v{step}-{i}", (1,), f"question {i}", "sums", "8"),
+            0,
+            (2,),
+            (-0.1,),
+            "stop",
+            ((step, 1),),
+            text,
+            float(text == "8"),
         )
         for i, text in enumerate(answers)
     ]

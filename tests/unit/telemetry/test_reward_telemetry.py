@@ -7,8 +7,7 @@ import pytest
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.plots.reward_plots import histogram, plot_rewards, read_scores
-from grpo_rl.telemetry.report import final_report
-from grpo_rl.telemetry.reward_summary import rewards_section
+from grpo_rl.telemetry.report import final_report, rewards_section
 from grpo_rl.telemetry.rundir import RunDir
 
 

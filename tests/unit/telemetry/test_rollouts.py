@@ -11,7 +11,7 @@ from grpo_rl.types import Prompt, Rollout
 
 def make_rollout(sample: int = 0, text: str = "55", reward: float | None = 1.0) -> Rollout:
     prompt = Prompt("row-7", (1, 2, 3), "47 + 8 =", "arithmetic", "55")
-    return Rollout(prompt, sample, (4, 5), (-0.5, -1.5), "stop", 9, text, reward, {"correct": 1.0, "format": 0.5})
+    return Rollout(prompt, sample, (4, 5), (-0.5, -1.5), "stop", ((9, 2),), text, reward, {"correct": 1.0, "format": 0.5})
 
 
 def test_a_line_holds_everything_known_about_a_rollout(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_line_holds_everything_known_about_a_rollout(tmp_path: Path) -> None:
 def test_hostile_text_and_missing_values_are_kept_exactly(tmp_path: Path) -> None:
     log = RolloutLog(RunDir.create(tmp_path, "r"))
     text = "a\nb\u2028c\x00\ud800\U0001f600"
-    empty = Rollout(make_rollout().prompt, 1, (), (), "abort", 0, text, math.nan)
+    empty = Rollout(make_rollout().prompt, 1, (), (), "abort", (), text, math.nan)
     path = log.write("val", 0, [empty, make_rollout(reward=None)])
     first, second = read_rollouts(path)
     assert first["response"] == text

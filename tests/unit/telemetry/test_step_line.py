@@ -28,7 +28,7 @@ def as_text(cells: list[step_line.Cell]) -> str:
 
 def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
     names = as_text(step_line.header()).split()
-    values = as_text(step_line.line(3, 60, METRICS)).split()
+    values = as_text(step_line.line(3, 60, METRICS, 725.4)).split()
     assert dict(zip(names, values, strict=True)) == {
         "step": "3/60",
         "reward": "0.500",
@@ -38,6 +38,7 @@ def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
         "length": "8.2",
         "tok/s": "12346",
         "seconds": "2.00",
+        "left": "12m05s",
         "|": "|",
         "gen": "0.50",
         "ref": "0.20",
@@ -68,7 +69,7 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
         cell.text
         for cell in step_line.line(1, 9, {"reward/mean": 0.5, "reward/auto": 0.5, "reward/auto/acc": 0.5, "reward/acc": 0.5})
     )
-    assert len(plain) == 111
+    assert len(plain) == 119
     rich = {
         "reward/mean": 0.6,
         "reward/auto": 0.5,
@@ -78,6 +79,15 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
         "reward/dropped": 3.0,
     }
     text = "".join(cell.text for cell in step_line.line(1, 9, rich))
-    assert text[111:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
+    assert text[119:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
     many = {"reward/mean": 1.0} | {f"reward/part{number}": 1.0 for number in range(6)}
     assert "".join(cell.text for cell in step_line.line(1, 9, many)).endswith("  part3  1.000  and 2 more")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725.4, "12m05s"), (25_400.0, "7h03m"), (284_400.0, "3d07h")],
+)
+def test_the_time_left_takes_at_most_seven_columns(seconds: float, shown: str) -> None:
+    plain = as_text(step_line.line(1, 9, {}, seconds))
+    assert plain.split()[8] == shown and len(plain) == 119

@@ -10,7 +10,7 @@ from grpo_rl.types import GREEDY, Prompt, Rollout
 
 
 def rollout(uid: str, sample: int, reward: float, text: str = "same text") -> Rollout:
-    return Rollout(Prompt(uid, (1,), text, "test"), sample, (2,), (-0.1,), "stop", 1, reward=reward)
+    return Rollout(Prompt(uid, (1,), text, "test"), sample, (2,), (-0.1,), "stop", ((1, 1),), reward=reward)
 
 
 def test_each_rollout_gets_the_reward_of_the_greedy_response_to_its_own_prompt() -> None:

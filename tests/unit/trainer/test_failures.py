@@ -24,7 +24,7 @@ def rollout(uid: str, sample: int, reward: float | None, failure: str | None = N
     prompt = Prompt(uid, (1, 2), "?", "test")
     parts = {} if reward is None else {"rule": reward}
     cause = None if failure is None else f"{uid} is too hard"
-    made = Rollout(prompt, sample, (3, 4), (-0.5, -0.5), "stop", 1, reward=reward, reward_parts=parts, failure=failure)
+    made = Rollout(prompt, sample, (3, 4), (-0.5, -0.5), "stop", ((1, 2),), reward=reward, reward_parts=parts, failure=failure)
     return dataclasses.replace(made, failure_cause=cause)
 
 

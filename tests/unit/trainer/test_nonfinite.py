@@ -10,16 +10,16 @@ from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import DivergedError
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.nonfinite import NonFiniteUpdates
+from grpo_rl.trainer.run import NonFiniteUpdates
 from grpo_rl.types import Counts, Prompt, Rollout
-from grpo_rl.workers.sharded_policy import step_optimizer
+from grpo_rl.workers.trained_rank import step_optimizer
 
 BAD, GOOD = {"actor/nonfinite": 0.5}, {"actor/nonfinite": 0.0}
 
 
 def rollouts() -> list[Rollout]:
     prompt = Prompt("u1", (1,), "1+1=", "arithmetic", "2")
-    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", 0, text="2") for sample in range(2)]
+    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((0, 2),), text="2") for sample in range(2)]
 
 
 @pytest.fixture

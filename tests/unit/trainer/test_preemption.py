@@ -14,16 +14,16 @@ from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import Status
+from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.stopping import Stop
-from grpo_rl.trainer.sync import SyncTrainer
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SyncTrainer], None]]:
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
     """Makes a trainer answer signals."""
     stops = []
 
-    def listen(trainer: SyncTrainer) -> None:
+    def listen(trainer: Run) -> None:
         # A step of this trainer would always end in time: here none does.
         trainer.output.stop = Stop(60.0)
         monkeypatch.setattr(trainer.output.stop, "_fits", lambda: False)
@@ -50,12 +50,12 @@ def interrupt_at(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, cou
     monkeypatch.setattr(policy, call, interrupted)
 
 
-def learnt(trainer: SyncTrainer) -> list[dict[str, float]]:
+def learnt(trainer: Run) -> list[dict[str, float]]:
     rows = read_metrics(trainer.output.run_dir.metrics_file)
     return [{k: v for k, v in row.items() if k not in ("time", "perf/tokens_per_s") and "timing" not in k} for row in rows]
 
 
-def steps_saved(trainer: SyncTrainer) -> list[int]:
+def steps_saved(trainer: Run) -> list[int]:
     return trainer.store.steps()
 
 

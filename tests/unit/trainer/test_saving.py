@@ -16,10 +16,10 @@ from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer import background_save, saving
-from grpo_rl.trainer.sync import SyncTrainer
+from grpo_rl.trainer.run import Run
 
 
-def failed_saves(trainer: SyncTrainer) -> list[float | None]:
+def failed_saves(trainer: Run) -> list[float | None]:
     return [row.get("trainer/failed_saves") for row in read_metrics(trainer.output.run_dir.metrics_file)]
 
 

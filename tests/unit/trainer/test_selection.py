@@ -46,9 +46,9 @@ def answers(scores: Mapping[int, Sequence[float | None]]) -> Callable[[list[Prom
 
     def sample(prompts: list[Prompt]) -> list[Rollout]:
         return [
-            Rollout(prompt, number, (2,), (-0.5,), "stop", 0, reward=score, reward_parts={"auto": score})
+            Rollout(prompt, number, (2,), (-0.5,), "stop", ((0, 1),), reward=score, reward_parts={"auto": score})
             if score is not None
-            else Rollout(prompt, number, (2,), (-0.5,), "stop", 0, failure="reward_timeout")
+            else Rollout(prompt, number, (2,), (-0.5,), "stop", ((0, 1),), failure="reward_timeout")
             for prompt in prompts
             for number, score in enumerate(scores[int(prompt.uid.rpartition("r")[2])])
         ]
@@ -127,7 +127,7 @@ def test_without_refilling_only_the_groups_with_signal_are_trained(data):
 def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(data):
     prompt = data.prompt(0, "e0-r0")
     rollouts = [
-        Rollout(prompt, number, (2,) * length, (0.0,) * length, "stop", 0, reward=0.1, reward_parts={"auto": 0.1})
+        Rollout(prompt, number, (2,) * length, (0.0,) * length, "stop", ((0, length),), reward=0.1, reward_parts={"auto": 0.1})
         for number, length in enumerate([7, 9])
     ]
     rollouts = penalize_overlong(rollouts, OverlongBufferConfig(len=7), 10)
@@ -140,7 +140,7 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
 
 def test_the_score_is_the_weighted_sum_of_the_parts(data):
     rollout = Rollout(
-        data.prompt(0, "u"), 0, (2,), (0.0,), "stop", 0, reward=9.0, reward_parts={"a": 1.0, "b": 0.5, "a/x": 3.0}
+        data.prompt(0, "u"), 0, (2,), (0.0,), "stop", ((0, 1),), reward=9.0, reward_parts={"a": 1.0, "b": 0.5, "a/x": 3.0}
     )
     assert metric_of(rollout, "score", {"a": 1.0, "b": 0.2}) == 1.1
     assert metric_of(rollout, "a/x", {"a": 1.0}) == 3.0

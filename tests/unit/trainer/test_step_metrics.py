@@ -14,7 +14,9 @@ from grpo_rl.types import Batch, FinishReason, Prompt, Rollout
 
 
 def rollout(reward: float | None, finish: FinishReason = "stop", **parts: float) -> Rollout:
-    return Rollout(Prompt("u", (1,), "?", "test"), 0, (2, 3), (-0.5, -0.5), finish, 1, reward=reward, reward_parts=parts)
+    return Rollout(
+        Prompt("u", (1,), "?", "test"), 0, (2, 3), (-0.5, -0.5), finish, ((1, 2),), reward=reward, reward_parts=parts
+    )
 
 
 def test_rewards_their_parts_and_cut_off_responses_are_averaged():

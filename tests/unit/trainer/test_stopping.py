@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import io
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from grpo_rl.errors import Preempted
+from grpo_rl.telemetry.console import Console
 from grpo_rl.trainer.stopping import Stop
 
 
@@ -21,7 +25,7 @@ def stop() -> Iterator[Stop]:
     stop.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_sampling_is_left_at_once_when_the_step_has_no_known_end(stop: Stop, number: signal.Signals) -> None:
     stop.step_begins()
     stop.phase("gen")
@@ -75,7 +79,7 @@ def test_who_had_the_signals_before_gets_them_back() -> None:
 
 def ending(program: str) -> tuple[int, str]:
     """Exit code and standard error of a process that listens, and then runs `program`."""
-    code = f"import signal, sys, time\nfrom grpo_rl.trainer.stopping import Stop\n{program}"
+    code = f"import signal, sys, time\nfrom grpo_rl.trainer.stopping import ONE_PRESS_S, Stop\n{program}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ))
     return done.returncode, done.stderr
 
@@ -83,9 +87,61 @@ def ending(program: str) -> tuple[int, str]:
 def test_a_second_interrupt_ends_the_process_at_once() -> None:
     code, err = ending(
         "stop = Stop(60.0); stop.listen(); stop.phase('save')\n"
-        "signal.raise_signal(signal.SIGINT); signal.raise_signal(signal.SIGINT); time.sleep(60)"
+        "signal.raise_signal(signal.SIGINT); time.sleep(ONE_PRESS_S + 0.1); signal.raise_signal(signal.SIGINT); time.sleep(60)"
     )
     assert code == 130 and "ended at once" in err
+
+
+def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop_by_another_signal_before() -> None:
+    code, err = ending(
+        "stop = Stop(60.0); stop.listen(); stop.phase('save'); signal.raise_signal(signal.SIGTERM)\n"
+        "signal.raise_signal(signal.SIGINT); time.sleep(ONE_PRESS_S + 0.1); signal.raise_signal(signal.SIGINT); time.sleep(60)"
+    )
+    assert code == 130 and "ended at once" in err
+
+
+def test_one_press_that_timeout_or_srun_passes_on_once_more_is_one(stop: Stop) -> None:
+    stop.phase("save")
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    assert stop.signal == "SIGINT"
+
+
+def test_a_run_that_was_started_with_hangups_ignored_goes_on_when_its_terminal_closes() -> None:
+    code, _ = ending(
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); stop = Stop(60.0); stop.listen(); stop.listen(); stop.phase('gen')\n"
+        "signal.raise_signal(signal.SIGHUP); sys.exit(0 if stop.signal is None else 1)"
+    )
+    assert code == 0
+
+
+def test_a_function_that_prints_is_not_left_half_way_and_the_run_stops_a_moment_later(stop: Stop) -> None:
+    signalled: list[str] = []
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            signal.raise_signal(signal.SIGTERM)
+            signalled.append(text)
+            return len(text)
+
+    stop.phase("gen")
+    Console(Screen()).info("a line")
+    assert signalled and stop.signal == "SIGTERM"
+    with pytest.raises(Preempted, match="SIGTERM"):
+        for _ in range(100):
+            time.sleep(0.1)
+
+
+def test_a_person_is_told_by_another_thread_that_the_run_will_stop() -> None:
+    said: queue.Queue[tuple[str, str]] = queue.Queue()
+    stop = Stop(9.0, notice=lambda text: said.put((text, threading.current_thread().name)))
+    stop.listen()
+    stop.phase("save")
+    signal.raise_signal(signal.SIGHUP)
+    try:
+        assert said.get(timeout=5.0) == ("SIGHUP: stopping within 9 s (trainer.grace_s)", "notice")
+    finally:
+        stop.close()
 
 
 def test_when_the_grace_period_is_over_the_process_ends_whatever_it_is_doing() -> None:

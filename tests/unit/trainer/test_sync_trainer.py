@@ -20,7 +20,9 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.sync import Output, Roles, SyncTrainer
+from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.schedule import Context, Output, Roles
+from grpo_rl.trainer.schedules import schedule_of
 from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling
 
 
@@ -58,7 +60,7 @@ class Policy:
                 # Greedily it knows every other prompt.
                 knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
                 text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
-                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", self.version, text=text))
+                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
         return rollouts
@@ -162,7 +164,7 @@ def dataset(name: str) -> PromptDataset:
 
 
 @pytest.fixture
-def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[SyncTrainer, Policy]]]:
+def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[Run, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
@@ -173,12 +175,13 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         reference: bool = False,
         rows: int = 6,
         critic: Critic | None = None,
-    ) -> tuple[SyncTrainer, Policy]:
+    ) -> tuple[Run, Policy]:
         policy = Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
-        return SyncTrainer(config, roles, train, val if with_val else None, output, total_steps=total_steps), policy
+        context = Context(config, roles, train, val if with_val else None, output, total_steps)
+        return Run(context, schedule_of(config)), policy
 
     yield trainer
     console.close()
@@ -215,7 +218,7 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others
     assert policy.calls == [*VALIDATION, "sync", "generate 2x4 and greedy", "old", "update", *VALIDATION]
     _, row = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["reward/mean"] == 0.5 and row["reward/greedy_baseline_mean"] == 0.5
-    prompt_tokens = sum(len(trainer.train_data.prompt(row, "").token_ids) for row in range(2))
+    prompt_tokens = sum(len(trainer.context.train_data.prompt(row, "").token_ids) for row in range(2))
     assert row["perf/total_num_tokens"] == 4 * prompt_tokens + 8 * len((2, 3))
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
@@ -312,7 +315,7 @@ def test_a_checkpoint_of_other_training_data_is_refused(make):
 
 def test_a_row_that_cannot_be_used_ends_the_run_and_what_was_trained_before_is_saved(make):
     trainer, policy = make(make_config(save_freq=10), total_steps=3, with_val=False)
-    sampler = trainer.selection.sampler
+    sampler = trainer.schedule.selection.sampler
     draw, positions = sampler.next_batch, []
 
     def next_batch():

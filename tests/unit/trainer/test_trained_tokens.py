@@ -14,7 +14,9 @@ from grpo_rl.types import Batch, Prompt, Rollout
 
 def rollout(length: int, reward: float) -> Rollout:
     prompt = Prompt("a", (1,), "a", "test")
-    return Rollout(prompt, 0, (2,) * length, (-1.0,) * length, "stop", 0, reward=reward, reward_parts={"mine": reward})
+    return Rollout(
+        prompt, 0, (2,) * length, (-1.0,) * length, "stop", ((0, length),), reward=reward, reward_parts={"mine": reward}
+    )
 
 
 def make_batch(d: list[float], lengths: list[int], truncated: list[bool] | None = None, old: bool = True) -> Batch:
@@ -54,7 +56,7 @@ def test_without_a_buffer_rewards_stay_what_they_are() -> None:
 
 def test_without_correction_only_the_distance_is_measured() -> None:
     out, metrics = trained(make_batch([0.1, -0.3], [1, 1]))
-    assert out.keep_T is None and out.weights_T is None
+    assert out.num_trained_tokens == 2 and out.weights_T is None
     assert metrics["rollout_corr/kl"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["rollout_corr/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert trained(make_batch([], [1, 1], old=False))[1] == {}
@@ -70,7 +72,8 @@ def test_weights_are_ratios_cut_at_two_where_nothing_else_is_said() -> None:
 def test_what_is_outside_the_bounds_is_not_trained() -> None:
     bounds = {"rollout_rs": ["token_k1"], "rollout_rs_threshold": [2.0]}
     out, metrics = trained(make_batch([0.0, math.log(1.9), math.log(2.1), -math.log(2.1)], [3, 1]), **bounds)
-    assert out.keep_T.tolist() == [True, True, False, False]
+    # One prompt token, then the response: the tokens 1 to 3 of the first rollout, the sixth of all in the second.
+    assert (out.positions_T.tolist(), out.trained_lengths_N.tolist()) == ([1, 2], [2, 0])
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
 
 
@@ -79,18 +82,18 @@ def test_truncated_responses_are_not_trained_and_weigh_in_no_mean() -> None:
     out, metrics = trained(
         batch, mask_truncated=True, rollout_is="token", rollout_is_threshold=10.0, rollout_is_batch_normalize=True
     )
-    assert out.keep_T.tolist() == [True, False, False, True]
+    assert (out.positions_T.tolist(), out.trained_lengths_N.tolist()) == ([1, 6], [1, 0, 1])
     # The mean of 2 and 4, without the truncated response.
-    assert out.weights_T.tolist() == pytest.approx([2 / 3, 0.0, 0.0, 4 / 3])
+    assert out.weights_T.tolist() == pytest.approx([2 / 3, 4 / 3])
     assert metrics["rollout/masked_fraction"] == pytest.approx(1 / 3)
 
 
 def test_rejections_are_made_among_the_responses_that_were_not_truncated() -> None:
     bounds = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [1.5]}
     out, _ = trained(make_batch([0.0, 0.0, 3.0], [1, 1, 1], [False, True, False]), mask_truncated=True, **bounds)
-    assert out.keep_T.tolist() == [True, False, False]
+    assert (out.positions_T.tolist(), out.trained_lengths_N.tolist()) == ([1], [1, 0, 0])
 
 
 def test_with_bypass_the_engines_own_logprobs_are_compared_with_nothing() -> None:
     out, metrics = trained(make_batch([0.0], [1]), bypass_mode=True)
-    assert metrics == {} and out.keep_T is None and out.weights_T is None
+    assert metrics == {} and out.num_trained_tokens == 1 and out.weights_T is None

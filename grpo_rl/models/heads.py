@@ -1,4 +1,4 @@
-"""A reward model: a decoder with a classification head of one label, and its score at chosen tokens of packed sequences."""
+"""Bodies of language models with a head of one number: the critic's value, and the reward model's score."""
 
 from __future__ import annotations
 
@@ -14,6 +14,26 @@ from grpo_rl.models.linear import linear
 from grpo_rl.models.load import load_config, packed_model
 
 KEY = "reward.reward_model.model_path"
+
+
+class ValueModel(PackedModel):
+    """The value of the state in which each trained token is sampled: a float32 linear head on the body of `lm`.
+
+    The head starts at 0, so that before its first update the critic says 0 everywhere and GAE is the
+    discounted reward to go. `lm`'s own head is dropped.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__(lm.base_model)
+        device = next(lm.parameters()).device
+        self.head = nn.Linear(int(lm.config.hidden_size), 1, device=device, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """`values_T`. The value of a response's first token is that of its prompt; later tokens are not looked at."""
+        # A copy, not a view: FSDP hooks the outputs and cannot hook views.
+        return self.head(self.hidden_TD(sequences).float())[:, 0].clone()
 
 
 class ScoreModel(PackedModel):

@@ -1,0 +1,205 @@
+"""A batch dealt to the ranks of a worker set: sent once per step, asked in micro-batches, and the answers gathered again.
+
+The rollouts are assigned to ranks once. Each rank's share goes into Ray's object store, and every call of the step (old
+log-probs, values, the update, a second try after a failure) only refers to it: which rows of the share make which
+micro-batch, and the columns that did not exist when the share was stored. A process fetches its share with the first
+call that refers to it and keeps it (`worker_host.Stored`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.data.balance import cut_shares, split_over_ranks
+from grpo_rl.types import Batch, Counts, Metrics
+from grpo_rl.workers.specs import OptimizerStep, Rows, Update
+
+FORWARD_COLUMNS = (
+    "prompt_lengths_N",
+    "response_lengths_N",
+    "group_N",
+    "token_ids_S",
+    "rewards_N",
+    "rollout_logprobs_T",
+    "positions_T",
+    "trained_lengths_N",
+    "support_counts_T",
+    "support_ids_M",
+)
+"""What a share is stored with: the columns that exist before any pass over the batch."""
+
+
+class Ranks(Protocol):
+    """The processes of a role, as `WorkerSet` calls them."""
+
+    def __len__(self) -> int: ...
+
+    def store(self, values: Sequence[Any]) -> list[Any]:
+        """Return a stand-in for each value, which a call passes on in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A batch as it was dealt: which rollouts each rank has, and where they are stored."""
+
+    batch: Batch
+    shares: list[list[int]]
+    """The rollouts of each rank, in the order in which its share holds them."""
+    stored: list[Any]
+
+    def holds(self, batch: Batch) -> bool:
+        """Return whether `batch` is this one, with other columns or with fewer trained tokens."""
+        return batch.token_ids_S is self.batch.token_ids_S
+
+    def micro_batches(self, chosen: Sequence[int], rule: MicroBatchRule) -> list[list[Rows]]:
+        """Return, for each rank, the rows of its share that make each micro-batch over the rollouts `chosen`."""
+        row = {index: number for share in self.shares for number, index in enumerate(share)}
+        wanted = set(chosen)
+        shares = [[index for index in share if index in wanted] for share in self.shares]
+        lengths = self.batch.sequence_lengths_N.tolist()
+        # A rollout that is not chosen may be longer than a micro-batch.
+        own = [length if index in wanted else 0 for index, length in enumerate(lengths)]
+        cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=rule.max_rollouts)
+        return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
+
+    def updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
+        """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
+        keep_T = None
+        if batch.positions_T is not self.batch.positions_T:
+            trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
+            trained_S[batch.positions_T] = True
+            keep_T = trained_S[self.batch.positions_T]
+        columns = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+        updates = []
+        for share, rank_steps in zip(self.shares, steps, strict=True):
+            rows, tokens = torch.tensor(share, dtype=torch.long), batch.token_index(share)
+            own = {name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items()}
+            kept = None if keep_T is None else keep_T[self.batch.token_index(share)]
+            updates.append(Update(own, kept, tuple(rank_steps)))
+        return updates
+
+
+def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = ()) -> Dealt:
+    """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share."""
+    shares = split_over_ranks(batch.sequence_lengths_N.tolist(), len(ranks), mini_batches=mini_batches)
+    bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS})
+    return Dealt(batch, shares, ranks.store([bare.select(share) for share in shares]))
+
+
+def train(
+    cut: Cut,
+    dealt: Dealt,
+    batch: Batch,
+    mini_batches: Sequence[Sequence[int]],
+    names: Sequence[str],
+    *,
+    entropy_coeff: float | None = None,
+    selected: Sequence[Tensor] | None = None,
+) -> tuple[list[list[dict[str, float]]], list[Counts]]:
+    """Take one optimizer step per mini-batch on all ranks; return the ranks' statistics of each, and its counts.
+
+    `names` are the columns that the update reads beside those of the share. `selected` has, for each mini-batch, a bool
+    for every trained token of the batch.
+    """
+    alive_N = (batch.trained_lengths_N > 0).tolist()
+    # A rollout without a trained token has no gradient: its pass is saved.
+    trained = [[index for index in indices if alive_N[index]] for indices in mini_batches]
+    counts = [Counts.of(batch.trained_lengths_N[indices], batch.group_N[indices]) for indices in mini_batches]
+
+    def arguments(rule: MicroBatchRule) -> list[tuple[Any, Update]]:
+        steps: list[list[OptimizerStep]] = [[] for _ in dealt.shares]
+        for number, indices in enumerate(trained):
+            planned = dealt.micro_batches(indices, rule)
+            for own, share, rows in zip(steps, dealt.shares, planned, strict=True):
+                chosen_T = None if selected is None else selected[number][batch.token_index(share)]
+                own.append(OptimizerStep(counts[number], tuple(rows), entropy_coeff, chosen_T))
+        return list(zip(dealt.stored, dealt.updates(batch, names, steps), strict=True))
+
+    lengths = batch.sequence_lengths_N.tolist()
+    return cut.call("update", [[lengths[index] for index in indices] for indices in trained if indices], arguments), counts
+
+
+def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:
+    """Return the ranks' results of a pass over the whole batch, and the rollouts that they are of, in that order."""
+    lengths = dealt.batch.sequence_lengths_N.tolist()
+    chosen = (dealt.batch.trained_lengths_N > 0).nonzero()[:, 0].tolist()
+    order: list[int] = []
+
+    def ask(rule: MicroBatchRule) -> list[tuple[Any, ...]]:
+        planned = dealt.micro_batches(chosen, rule)
+        order[:] = [share[row] for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank for row in rows]
+        return [(stored, rank, *arguments) for stored, rank in zip(dealt.stored, planned, strict=True)]
+
+    results = cut.call(method, [[lengths[index] for index in chosen]], ask)
+    return torch.tensor(order, dtype=torch.long), results
+
+
+def gather(batch: Batch, order: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return the per-token results of all ranks in the batch's order.
+
+    Laid back to back, `parts` hold the trained tokens of the rollouts `order`, one after the other. Where token i of
+    them belongs on the batch's own axis is `batch.token_index(order)[i]`, so the results are written there.
+    """
+    column = torch.cat(list(parts))
+    out = torch.empty_like(column)
+    out[batch.token_index(order)] = column
+    return out
+
+
+def per_token(cut: Cut, method: str, dealt: Dealt) -> Tensor:
+    """Return a column that the ranks work out, one number per trained token."""
+    order, parts = forward(cut, method, dealt)
+    return gather(dealt.batch, order, parts)
+
+
+def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
+    """Return the rollouts of whole prompt groups, `num_groups` of them each, for one pass per seed; None keeps the prompts' order."""
+    groups = batch.group_N.unique()
+    chosen: list[list[int]] = []
+    for seed in seeds:
+        order = groups
+        if seed is not None:
+            order = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))]
+        chosen += [torch.isin(batch.group_N, some).nonzero()[:, 0].tolist() for some in order.split(num_groups)]
+    return chosen
+
+
+def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str = "actor") -> Metrics:
+    """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the prefixes.
+
+    Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.
+    """
+    per_step: dict[str, list[float]] = defaultdict(list)
+    for step, step_counts in enumerate(counts):
+        merged: dict[str, float] = {}
+        for rank_steps in results:
+            for key, value in rank_steps[step].items():
+                merged[key] = _merge(key, merged.get(key), value)
+        for key, value in merged.items():
+            per_step[key].append(value / max(1, step_counts.num_tokens) if key.startswith("sum/") else value)
+    metrics: Metrics = {}
+    for key, values in per_step.items():
+        prefix, _, name = key.partition("/")
+        metrics[_metric_name(role, prefix, name)] = max(values) if prefix == "max" else math.fsum(values) / len(values)
+    return metrics
+
+
+def _merge(key: str, so_far: float | None, value: float) -> float:
+    if so_far is None or key.startswith("same/"):
+        return value
+    return max(so_far, value) if key.startswith("max/") else so_far + value
+
+
+def _metric_name(role: str, prefix: str, name: str) -> str:
+    if name == "rollout_logprob_diff":
+        return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
+    return name if name.startswith("rollout_corr/") else f"{role}/{name}"

@@ -1,0 +1,248 @@
+"""A run: everything that all schedules share. Counting steps, validating, saving, logging, resuming, answering signals."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.checkpoint.manifest import Checkpoint, verify
+from grpo_rl.config.schema.tree import TrainerConfig
+from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted
+from grpo_rl.faults import fault_point, tell
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.progress import TimeLeft, Timer
+from grpo_rl.trainer.saving import Saving
+from grpo_rl.trainer.schedule import Context, Schedule, is_due
+from grpo_rl.types import Metrics, Rollout
+
+
+class Run:
+    """One run of a schedule, from its first or a resumed step to its last one."""
+
+    def __init__(self, context: Context, schedule: type[Schedule]) -> None:
+        self.context, self.config, self.roles, self.output = context, context.config, context.roles, context.output
+        self.progress = context.progress
+        self.progress.on_phase = self._phase
+        self.schedule = schedule(context)
+        self.total_steps = context.total_steps
+        self.saving = Saving(context.config, context.roles, context.output)
+        self.store = self.saving.store
+        self.nonfinite = NonFiniteUpdates(context.config.trainer, context.output.run_dir)
+        self.time_left = TimeLeft()
+        self._before: dict[str, Any] | None = None
+        """The state at the beginning of the step that is going on."""
+        self._unlogged: Metrics | None = None
+        """Metrics of a step that is trained, and not validated, saved and logged yet."""
+
+    @property
+    def step(self) -> int:
+        """The step that is going on, or was done last."""
+        return self.context.step
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving on the way.
+
+        Raises Preempted when a signal ended it, with everything that was trained saved.
+        """
+        try:
+            self._fit()
+        except Preempted as request:
+            raise self._saved(request) from None
+        except Exception:
+            self.saving.rescue()
+            raise
+        finally:
+            self.output.stop.finishing()
+
+    def _fit(self) -> None:
+        trainer = self.config.trainer
+        if self._unlogged is not None:
+            self._end_step()
+        if trainer.val_only or (self.step == 0 and trainer.val_before_train):
+            self._log(self.schedule.evaluate())
+        if trainer.val_only:
+            return
+        with self.output.console.progress("training", self.total_steps, keep=False) as bar:
+            self.progress.bar = bar
+            self.progress.done(self.step)
+            while self.step < self.total_steps and self.schedule.ended() is None:
+                self._whole_step()
+                self.progress.done()
+                bar.left(self.time_left.seconds(self.total_steps - self.step))
+            if trainer.save_freq > 0 and self.step > 0:
+                self.progress.phase("save")
+                self.saving.settle(self.step, self.state_dict)
+        if (reason := self.schedule.ended()) is not None:
+            self.output.console.warn(f"training ends at step {self.step} of {self.total_steps}: {reason}")
+
+    def _whole_step(self) -> None:
+        """Do one step, and what is due after it."""
+        self._before = copy.deepcopy(self.state_dict())
+        self.output.stop.step_begins()
+        started = time.perf_counter()
+        self.context.step += 1
+        tell(step=self.step)
+        self.output.status.update(step=self.step, total=self.total_steps)
+        fault_point("driver.step")
+        try:
+            metrics = self.schedule.step()
+        except DataError:
+            self._keep_finished()
+            raise
+        self.nonfinite.check(self.step, metrics, self.schedule.trained)
+        self.schedule.trained = ()
+        metrics["timing_s/step"] = time.perf_counter() - started
+        self._unlogged = metrics
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Do what is due after the training of a step: validate, save, log."""
+        assert self._unlogged is not None
+        trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
+        last = self.step == self.total_steps or self.schedule.ended() is not None
+        is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
+        if self.context.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
+            metrics |= self.schedule.evaluate()
+        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
+            metrics |= self._save()
+        metrics |= self.saving.metrics()
+        metrics["timing_s/step"] += time.perf_counter() - started
+        self.time_left.step_took(metrics["timing_s/step"])
+        self._log(metrics | self.roles.recoveries())
+        self._unlogged = None
+        self.output.stop.step_ends(metrics.get("timing_s/save"))
+
+    def _log(self, metrics: Metrics) -> None:
+        if metrics:
+            fault_point("driver.log")
+            self.output.sinks.log(self.step, metrics)
+            left_s = self.time_left.seconds(self.total_steps - self.step)
+            self.output.console.step(self.step, self.total_steps, metrics, left_s)
+
+    def _phase(self, name: str) -> None:
+        self.output.status.update(phase=name)
+        self.output.stop.finishing()  # a commit is not to be interrupted
+        self.saving.poll()
+        self.output.stop.phase(name)
+
+    # ---- saving and going on ------------------------------------------------------------------------------
+
+    def _save(self) -> Metrics:
+        """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
+        timer = Timer(self.progress.phase)
+        with timer("save"):
+            self.saving.begin(self.step, self.state_dict())
+        return timer.metrics()
+
+    def _keep_finished(self) -> None:
+        """Save what was trained before a step for which the data cannot be used."""
+        assert self._before is not None
+        self.load_state_dict(self._before)
+        if self.config.trainer.save_freq > 0 and self.step > max([0, *self.store.steps()]):
+            self._save()
+
+    def _saved(self, request: Preempted) -> Preempted:
+        """Save the newest state between two steps, and return the request to stop with what was saved."""
+        self.output.stop.finishing()
+        if self._before is not None and self._unlogged is None and self.step != self._before["step"]:
+            # No weight has changed since the step began: its beginning is where the run goes on.
+            self.load_state_dict(self._before)
+        if self.config.trainer.val_only:
+            return Preempted(f"{request}: nothing is trained (trainer.val_only=true), so the same command begins anew")
+        if self.step == 0:
+            return Preempted(f"{request}: no step was done, so the same command begins anew")
+        self.progress.phase("save")
+        with self.output.console.progress(f"saving step {self.step}", keep=False):
+            self.saving.settle(self.step, self.state_dict)
+        return Preempted(f"{request}: step {self.step} of {self.total_steps} is saved; the same command goes on from there")
+
+    def resume(self, checkpoint: Checkpoint | Path) -> None:
+        """Go on from this checkpoint; one that is only a path is verified first."""
+        checkpoint = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+        self.load_state_dict(checkpoint.state)
+        for role in self.roles.with_state():
+            role.load(checkpoint.folder)
+        self.output.sinks.truncate_after(self.step)
+        if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
+            self._unlogged = None
+        self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
+        self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
+        for aside in self.store.set_aside_after(self.step):
+            self.output.console.info(f"a checkpoint of a later step is now {aside}")
+        if self.step >= self.total_steps and not self.config.trainer.val_only:
+            self.output.console.warn(
+                f"step {self.step} of {self.total_steps} is done: nothing is left to train; "
+                "for more give trainer.total_training_steps, for a new run another trainer.experiment_name"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the roles' files: the run's own keys and the schedule's."""
+        own = {
+            "step": self.step,
+            "schedule": self.config.trainer.schedule,
+            "nonfinite": self.nonfinite.state_dict(),
+            "unlogged": self._unlogged,
+        }
+        of_schedule = self.schedule.state_dict()
+        assert not own.keys() & of_schedule.keys(), "a schedule's state has no key of the run's"
+        return own | of_schedule
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this state. Raises CheckpointError for that of another schedule, or of other data."""
+        saved_by, schedule = state.get("schedule", "sync"), self.config.trainer.schedule
+        if saved_by != schedule:
+            raise CheckpointError(
+                f"the checkpoint was saved with trainer.schedule={saved_by}, and this run has trainer.schedule={schedule}, "
+                "which cannot go on from it; give the schedule of before, or train a new run from its exported model"
+            )
+        self.schedule.load_state_dict(state)
+        self.context.step = int(state["step"])
+        self.nonfinite.load_state_dict(state.get("nonfinite", {}))
+        self._unlogged = state.get("unlogged")
+
+
+class NonFiniteUpdates:
+    """Lets `trainer.max_nonfinite_steps` training steps in a row pass in which a role left out an update.
+
+    A role leaves it out, on all of its ranks, when its loss or gradient is not finite; no weight is changed by it.
+    """
+
+    def __init__(self, config: TrainerConfig, run_dir: RunDir) -> None:
+        self.allowed = config.max_nonfinite_steps if config.on_nonfinite == "skip" else 0
+        self.key = "trainer.max_nonfinite_steps" if config.on_nonfinite == "skip" else "trainer.on_nonfinite"
+        self.run_dir = run_dir
+        self.in_a_row = 0
+
+    def check(self, step: int, metrics: Metrics, trained: Sequence[Rollout]) -> None:
+        """Save what the step trained on to `nonfinite_step_N.jsonl` where one of its updates was left out.
+
+        Raises DivergedError when that happened in more steps in a row than are allowed.
+        """
+        left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
+        if not left_out:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        look, log = "", ""
+        if trained:
+            path = write_rollouts(self.run_dir.path / f"nonfinite_step_{step}.jsonl", trained)
+            look, log = "look at the rollouts, ", f"\n  log: {path}"
+        if self.in_a_row > self.allowed:
+            raise DivergedError(
+                f"loss or gradient of the {' and the '.join(left_out)} not finite in {self.in_a_row} steps in a row "
+                f"({self.key}), no weight was changed by them; {look}lower the learning rate or clip_grad, and go on from the "
+                f"last checkpoint{log}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from this state."""
+        self.in_a_row = int(state.get("in_a_row", 0))

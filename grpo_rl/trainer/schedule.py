@@ -1,0 +1,146 @@
+"""The contract between a run and its schedule: what a schedule is given, and what the run asks of it.
+
+A schedule decides what one training step does. `trainer/run.py` does everything else: it counts the steps, validates,
+saves, logs, resumes, and answers signals. `trainer/schedules.py` lists the schedules by name; a user's own one is named
+`my_package.module:Class` or `path/to/file.py:Class`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
+from grpo_rl.trainer.progress import StepProgress
+from grpo_rl.trainer.stopping import Stop
+from grpo_rl.types import Metrics, Rollout, Sampling
+
+if TYPE_CHECKING:
+    # The plan looks up the schedule, and need not wait for TensorBoard.
+    from grpo_rl.telemetry.metrics.sinks import Sinks
+
+Role = TypeVar("Role")
+VALIDATION = -1
+"""Stands for a step's number where sampling is seeded for validation."""
+
+
+@dataclasses.dataclass(slots=True)
+class Roles:
+    """The roles that were started. None: the schedule does not name it, or the configuration does not need it."""
+
+    actor: Actor | None = None
+    rollout: RolloutPool | None = None
+    rewarder: Rewarder | None = None
+    reference: Reference | None = None
+    critic: Critic | None = None
+    recoveries: Callable[[], Metrics] = dict
+    """Returns how many workers failed and came back since the last call."""
+
+    def with_state(self) -> list[Actor | Critic]:
+        """Return the roles that a checkpoint holds."""
+        return [role for role in (self.actor, self.critic) if role is not None]
+
+    def committed(self, folder: Path) -> None:
+        """Report to the roles with a state that their last checkpoint is complete and lies in `folder`."""
+        for role in self.with_state():
+            role.committed(folder)
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """Where a run shows and keeps what it does."""
+
+    run_dir: RunDir
+    console: Console
+    sinks: Sinks
+    rollouts: RolloutLog
+    status: Status = dataclasses.field(default_factory=Status)
+    stop: Stop = dataclasses.field(default_factory=Stop)
+
+
+@dataclasses.dataclass(slots=True)
+class Context:
+    """What a run gives to its schedule."""
+
+    config: Config
+    roles: Roles
+    train_data: PromptDataset | None
+    """None where nothing is trained, or where the schedule reads its own data."""
+    val_data: PromptDataset | None
+    output: Output
+    total_steps: int
+    progress: StepProgress = dataclasses.field(default_factory=StepProgress)
+    """Takes the phases of a step, which are shown, timed, and points at which a signal is answered."""
+    step: int = 0
+    """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
+
+
+class Schedule(Protocol):
+    """One way to train. It is constructed once for a run, and keeps in `state_dict` whatever decides its next steps."""
+
+    roles: ClassVar[frozenset[str]]
+    """The names of the fields of `Roles` that it can drive. A reference, a critic or a reward model among them is started
+    only where the configuration needs one."""
+    trained: Sequence[Rollout]
+    """The rollouts that the last step trained on, which are kept for a look where its update was not finite; the run empties
+    it afterwards. Always empty where a schedule trains on something else."""
+
+    def __init__(self, context: Context) -> None: ...
+
+    def step(self) -> Metrics:
+        """Do step number `context.step`, and return its metrics. An update that was left out shows as `<role>/nonfinite`."""
+
+    def evaluate(self) -> Metrics:
+        """Return metrics of the present policy on the validation data, empty without any."""
+
+    def ended(self) -> str | None:
+        """Return why no further step can be done, and what to do about it; None while there is one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the steps to come, besides the weights; it becomes a part of the checkpoint's JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this state. Raises CheckpointError where that makes no sense, as with other training data."""
+
+
+def required(role: Role | None, name: str) -> Role:
+    """Return `role`, which the schedule names and which is there for that reason. Raises ValueError otherwise."""
+    if role is None:
+        raise ValueError(f"this schedule needs the role {name!r}, which was not started")
+    return role
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Return whether what happens every `frequency` steps happens after this one; -1 is never."""
+    return frequency > 0 and step % frequency == 0
+
+
+def training_sampling(config: Config, step: int) -> Sampling:
+    """Return the sampling parameters of one training step, or those that validation starts from (`step=VALIDATION`).
+
+    The step is mixed into the seed; the rollout pool mixes in prompt and sample.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    return Sampling(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        keep_support=True,
+        ignore_eos=rollout.ignore_eos,
+        seed=mix_seed(rollout.seed, step),
+    )
+
+
+def mix_seed(seed: int | None, number: int) -> int:
+    """Return a seed for one step, far from those of other steps and runs."""
+    return ((seed or 0) * 1_000_003 + number * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF

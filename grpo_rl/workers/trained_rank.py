@@ -1,0 +1,250 @@
+"""One rank of a model that is trained: the optimizer step that actor, critic and reward model share.
+
+The loop is here once: micro-batches, gradients that add up under global denominators, one clipping by the norm over all
+ranks, one rule for losses that are not finite, checkpoints and copies in memory. A kind of rank says how its model is
+built, what its loss is, and what it measures.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_rl.checkpoint import memory_state
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.rank_files import RankFiles
+from grpo_rl.config.schema.tree import OptimConfig
+from grpo_rl.faults import fault_point
+from grpo_rl.models import fsdp
+from grpo_rl.models.forward import PackedModel
+from grpo_rl.models.optim import make_optimizer, make_scheduler
+from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.sharded_policy import join_set
+from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
+
+
+class TrainedSpec(Protocol):
+    """What every kind of trained rank is configured with."""
+
+    @property
+    def optim(self) -> OptimConfig: ...
+
+    @property
+    def total_optimizer_steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def param_offload(self) -> bool: ...
+
+    @property
+    def optimizer_offload(self) -> bool: ...
+
+
+S = TypeVar("S", bound=TrainedSpec)
+M = TypeVar("M", bound=PackedModel)
+
+
+class TrainedRank(ABC, Generic[S, M]):
+    """One FSDP2 rank with a model, its optimizer and its schedule."""
+
+    role: ClassVar[str]
+    """The name of the kind in fault points."""
+    keeps_gpu: ClassVar[bool] = False
+    """The model stays on the GPU after an update, because a call that follows reads it there."""
+
+    def __init__(self, spec: S, rank: Rank) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.device = join_set(rank)
+        # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
+        torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
+        self.model: M = self.build()
+        self.optimizer = make_optimizer(self.model, spec.optim)
+        self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
+        self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
+
+    @abstractmethod
+    def build(self) -> M:
+        """Return the model, sharded over the set."""
+
+    @abstractmethod
+    def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's share of the global loss and of the statistics (see `Objective` for the key prefixes).
+
+        None is a rank without work in a pass in which others have some: FSDP gathers and reduces shards in every layer, so
+        this rank has to run the same layers, and its loss is 0 with a gradient.
+        """
+
+    # ---- training ------------------------------------------------------------------------------------
+
+    def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
+        """Take optimizer steps on this rank's share of a batch; return its share of each step's statistics.
+
+        A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
+        """
+        self.onload()
+        batch = update.complete(share)
+        results = [self._optimizer_step(batch, step) for step in update.steps]
+        self.optimizer.zero_grad(set_to_none=True)
+        if not self.keeps_gpu:
+            self.offload()
+        return results
+
+    def _optimizer_step(self, batch: Batch, step: OptimizerStep) -> dict[str, float]:
+        self._passes("start")
+        self.optimizer.zero_grad(set_to_none=True)
+        batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
+        stats: defaultdict[str, float] = defaultdict(float)
+        total_loss = 0.0
+        for number, rows in enumerate(step.micro_batches):
+            last = number == len(step.micro_batches) - 1
+            # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
+            # On a GPU their memory would not be there, so every micro-batch is reduced into shards.
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_gradient_sync(last or self.device.type == "cuda")
+            self._passes("forward", micro_batch=number, rollouts=len(rows))
+            loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
+            if self._passes("loss", micro_batch=number) == "nan":
+                loss = loss * math.nan
+            loss.backward()
+            total_loss += float(loss.detach())
+            self._passes("mid_backward", micro_batch=number)
+            for key, value in micro_stats.items():
+                part = float(value)
+                stats[key] = max(stats.get(key, -math.inf), part) if key.startswith("max/") else stats[key] + part
+        grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
+        # `same/`: equal on all ranks.
+        stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
+        stats["same/grad_norm"] = grad_norm
+        self._passes("before_optimizer")
+        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
+        self._passes("after_optimizer")
+        return dict(stats)
+
+    def _passes(self, point: str, **facts: int) -> str | None:
+        return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
+
+    # ---- forward passes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def per_token(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+        """Return what `measure` says of each trained token of the micro-batches, one after the other, on the CPU."""
+        self.onload()
+        self.model.eval()
+        columns = [self.measure(share.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
+        self.model.train()
+        return torch.cat(columns)
+
+    def measure(self, batch: Batch | None) -> Tensor:
+        """Return one number for each trained token of a micro-batch; none for None."""
+        raise NotImplementedError
+
+    # ---- checkpoints, and copies for the process that takes this one's place: nothing here is a collective ----------
+
+    def save(self, folder: str) -> Files:
+        """Write this rank's share of weights, optimizer, scheduler and random state; return the files that it wrote."""
+        self.files.save(Path(folder))
+        return self.files.saved() or {}
+
+    def begin_save(self, folder: str, check: bool, texts: Mapping[str, str] | None = None) -> None:
+        """Begin to write what `save` would write now; with `check` it is read back. Rank 0 also writes `texts`."""
+        self.files.save(Path(folder), check=check, background=True, texts=texts)
+
+    def saved(self, wait_s: float) -> Files | None:
+        """Return the files of the last save; None while they are written, and where this process has not begun one."""
+        return self.files.saved(wait_s)
+
+    def save_bytes(self) -> int:
+        """Return about how much `save` writes."""
+        return self.files.num_bytes()
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, by any number of ranks."""
+        self.files.load(Path(folder))
+
+    def state_bytes(self) -> int:
+        """Return the size of a `snapshot`."""
+        return memory_state.num_bytes(self.model)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of this rank's share of weights, optimizer, schedule and random state."""
+        fsdp.reshard(self.model)
+        return memory_state.take(self.model, self.optimizer, self.scheduler)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `snapshot` of a rank in the same place of a set of the same size."""
+        fsdp.reshard(self.model)
+        memory_state.put_back(state, self.model, self.optimizer, self.scheduler)
+
+    # ---- memory -----------------------------------------------------------------------------------------
+
+    def onload(self) -> None:
+        """Bring to the device what was moved to host memory."""
+        if self.spec.param_offload:
+            self.model.to(self.device)
+        if self.spec.optimizer_offload:
+            move_optimizer(self.optimizer, self.device)
+
+    def offload(self) -> None:
+        """Move to host memory what the configuration keeps there between calls."""
+        if self.spec.param_offload:
+            fsdp.reshard(self.model)
+            self.model.to("cpu")
+        if self.spec.optimizer_offload:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def clip_gradients(model: PackedModel, clip_grad: float) -> float:
+    """Scale the gradient so that its norm over all ranks is at most `clip_grad`; return the norm that it had."""
+    return float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
+
+
+def all_finite(*values: float) -> bool:
+    """Return whether these numbers are finite on every rank, the same answer on all of them. A collective."""
+    finite_1 = torch.tensor([float(all(map(math.isfinite, values)))])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl":
+            finite_1 = finite_1.cuda()
+        dist.all_reduce(finite_1, dist.ReduceOp.MIN)
+    return bool(finite_1.item())
+
+
+def step_optimizer(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    counts: Counts,
+    loss: float,
+    grad_norm: float,
+) -> dict[str, float]:
+    """Take the step, and report whether loss and gradient were finite.
+
+    It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
+    any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
+    """
+    finite = all_finite(loss, grad_norm)
+    if finite and counts.num_tokens:
+        optimizer.step()
+        scheduler.step()
+    return {"same/nonfinite": float(not finite)}
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer's moments."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            # AdamW's step counter stays where AdamW put it.
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(device)
