@@ -13,7 +13,10 @@ EXIT_CODES = {
     2: ("the configuration is refused", "mend the keys that are named; nothing was started"),
     3: ("the data cannot be used", "mend the file and row that are named"),
     4: ("a checkpoint cannot be written, read or trusted", "make room, or choose another one with trainer.resume_from_path"),
-    5: ("a reward function failed", "mend the function; the same command goes on from the last commit"),
+    5: (
+        "a reward function, or another function of yours, failed",
+        "mend the function; the same command goes on from the last commit",
+    ),
     6: ("a worker or the cluster failed", "read the log that is named; the same command goes on from the last commit"),
     70: ("an error of ours, or training that diverged", "the traceback is in the file that is named; please report it"),
     75: (
@@ -66,6 +69,12 @@ class SaveLost(CheckpointError):
 
 class RewardError(GrpoRlError):
     """A reward function failed or returned something that is not a reward."""
+
+    exit_code = 5
+
+
+class FunctionError(GrpoRlError):
+    """A user's own estimator, loss, average or KL failed: which one, in which file and line, and what its interface is."""
 
     exit_code = 5
 

@@ -1,17 +1,28 @@
-"""Names in a config become functions here, and nowhere else."""
+"""Functions that a configuration names: how they are found, and what is known of one: options, needs, formula.
+
+The options of a function are its keywords with defaults; its signature is the only place that lists them. What it needs
+of the run is noted by `@needs`, and its formula is the text after `Formula:` in its docstring. A user's own function in
+a file has the same rights as a registered one; when it fails, the error names its file and line.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
+import linecache
+import re
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, FunctionError, GrpoRlError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,16 +30,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Generic[F]):
     """A table from names to functions of one kind, e.g. all advantage estimators.
 
-    `get` also takes `my_pkg.my_module:fn` and `path/to/file.py:fn`, so that a user's own function is
-    used without touching this package.
+    `get` also takes `my_pkg.my_module:fn` and `path/to/file.py:fn`, so that a user's own function is used without
+    touching this package. `interface` states in one line how such a function is called and what it returns; with it,
+    a failure of a user's function becomes a FunctionError that repeats the line.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, interface: str = "") -> None:
         self.kind = kind
+        self.interface = interface
         self._functions: dict[str, F] = {}
+        self._own: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator: make the function known under each of `names`."""
+        """Return a decorator that makes the function known under each of `names`."""
 
         def add(function: F) -> F:
             for name in names:
@@ -40,14 +54,18 @@ class Registry(Generic[F]):
         return add
 
     def get(self, name: str) -> F:
-        """The function registered as `name`, or imported from `module:fn` / `file.py:fn`.
+        """Return the function registered as `name`, or imported from `module:fn` / `file.py:fn`.
 
         Raises ConfigError, with the known names and the nearest ones, when there is none.
         """
         if name in self._functions:
             return self._functions[name]
         if ":" in name:
-            return load_function(name, self.kind)
+            if not self.interface:
+                return load_function(name, self.kind)
+            if name not in self._own:
+                self._own[name] = guarded(load_function(name, self.kind), f"{self.kind} {name}", self.interface)
+            return self._own[name]
         near = difflib.get_close_matches(name, self._functions, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(
@@ -82,7 +100,7 @@ class Registry(Generic[F]):
 
 
 def load_function(spec: str, kind: str = "function") -> Any:
-    """The object that `module:name` or `file.py:name` names.
+    """Return the object that `module:name` or `file.py:name` names.
 
     Raises ConfigError when the file, the module or the name is not there, or importing it fails.
     """
@@ -115,3 +133,159 @@ def load_function(spec: str, kind: str = "function") -> Any:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{kind} {spec!r}: {source} has no function {name!r}; it has {', '.join(callables) or 'none'}")
     return getattr(module, name)
+
+
+# ---- what is known of a function ---------------------------------------------------------------------
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options that a function takes, with their defaults; those of the function that selects for it too."""
+    parameters = inspect.signature(function).parameters.values()
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    selection = getattr(function, "selection", None)
+    return options if selection is None else options_of(selection) | options
+
+
+def own_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that are keywords of this very function."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def check_options(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with all problems, for options that the function does not take, or of another type.
+
+    `what` names the function in the message, such as "policy loss 'sapo'".
+    """
+    known = options_of(function)
+    problems = []
+    for name, value in options.items():
+        if name not in known:
+            problems.append(no_such_option(what, name, known))
+        elif not _fits(value, known[name]):
+            problems.append(f"{what}: {name}={value!r} is not of the type of its default, {known[name]!r}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def no_such_option(what: str, name: str, known: Mapping[str, Any]) -> str:
+    """Return the line for an option that a function does not take, with the nearest one and all that it takes."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{what} has no option {name}.{hint} It takes {', '.join(known) or 'none'}"
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, type(default))
+
+
+def needs(*names: str) -> Callable[[F], F]:
+    """Return a decorator that notes what a function needs of the run beyond its standing arguments.
+
+    The names are those that the function's registry documents. A user's own function can carry it too.
+    """
+
+    def note(function: F) -> F:
+        function.needs = frozenset(names)  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+def needs_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Return what the function said it needs; nothing when it said nothing."""
+    return getattr(function, "needs", frozenset())
+
+
+def formula_of(function: Callable[..., Any]) -> str:
+    """Return the text after `Formula:` in the docstring, on one line; the function's name when it has none.
+
+    The text ends at the next blank line. A user's own function is shown in the same way.
+    """
+    _, found, rest = (inspect.getdoc(function) or "").partition("Formula:")
+    text = " ".join(rest.split("\n\n", 1)[0].split()).rstrip(".")
+    return text if found and text else getattr(function, "__name__", repr(function))
+
+
+def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F], F]:
+    """Return a decorator for a function whose formula depends on options that are no numbers.
+
+    `rewrite` is called with the docstring's formula and all options, and returns the formula that they make.
+    """
+
+    def note(function: F) -> F:
+        function.rewrite_formula = rewrite  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+def shown(function: Callable[..., Any], options: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> str:
+    """Return the function's formula with its options as numbers; `1 - name` and `1 + name` become one number."""
+    values = options_of(function) | dict(options)
+    formula = formula_of(function)
+    if rewrite := getattr(function, "rewrite_formula", None):
+        formula = rewrite(formula, values)
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            for pattern, number in ((rf"1 - {name}\b", 1 - value), (rf"1 \+ {name}\b", 1 + value), (rf"\b{name}\b", value)):
+                formula = re.sub(pattern, f"{number:.6g}", formula)
+    return formula
+
+
+# ---- failures of a user's own function ---------------------------------------------------------------
+
+
+def guarded(function: F, what: str, interface: str) -> F:
+    """Return the function with its failures as FunctionErrors. Its signature and its notes stay what they are."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with calling_user_function(what, interface):
+            return function(*arguments, **keywords)
+
+    if selection := getattr(function, "selection", None):
+        call.selection = guarded(selection, f"selection of {what}", "")  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+@contextmanager
+def calling_user_function(what: str, interface: str = "") -> Iterator[None]:
+    """Turn an exception of a user's own function into a FunctionError with its file and line, and with the interface.
+
+    `what` names the function, such as "policy loss mine.py:my_loss". Our own errors pass unchanged, and so does want of
+    memory, which is answered elsewhere (by smaller micro-batches).
+    """
+    try:
+        yield
+    except GrpoRlError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise FunctionError("\n  ".join(_failure(what, error, interface))) from error
+
+
+def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
+    """Yield the lines of the message: the cause, the user's line, the interface, and what the object has that was misused."""
+    yield f"{what} failed: {type(error).__name__}: {error}"
+    package = str(Path(__file__).resolve().parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    # The last frame that is no library's: torch raises deep inside what the user's line has called.
+    own = [frame for frame in frames if not frame.filename.startswith(package) and "site-packages" not in frame.filename]
+    if own:
+        line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
+        yield f"in {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {line}"
+    if interface:
+        yield f"it is called as {interface}"
+    misused = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and is_dataclass(misused):
+        kind = misused if isinstance(misused, type) else type(misused)
+        methods = [name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")]
+        yield f"{kind.__name__} has {', '.join([*(field.name for field in fields(kind)), *(f'{name}()' for name in methods)])}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.fields import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -324,15 +325,11 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     talk = ("config/reference_page.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
     readers = [file for file in names() if file not in talk and not file.startswith(("config/checks/", "config/schema/"))]
     read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
-    # Options of registered functions are handed over by name: the keywords of these functions read them.
-    read |= {
-        keyword.arg
-        for file in names()
-        if file.startswith("algos/losses/")
-        for node in nodes(file)
-        if isinstance(node, ast.FunctionDef)
-        for keyword in node.args.kwonlyargs
-    }
+    # Options of the algorithm's functions are read by name, through one table; that each of them has an effect is tested by
+    # tests/unit/algos/test_no_option_is_silent.py.
+    for choice in CHOICES:
+        keys = (choice.key, choice.options_key, *choice.fixed)
+        read |= {key.rpartition(".")[2] for key in keys}
     unread = [key for key in leaves() if key.rpartition(".")[2] not in read]
     # Both of its values mean FSDP2: the key is there so that verl's commands run.
     assert unread == ["actor_rollout_ref.actor.strategy"]

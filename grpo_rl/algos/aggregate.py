@@ -4,7 +4,7 @@ Every mode divides by the counts of the whole optimizer step, which all ranks an
 by anything counted locally. So shares simply add up, and the gradient is the same for any split. Sums are
 taken in float64. Register a mode with `@AGGREGATIONS.register("name")`.
 
-A mode may take keywords: `group_tokens_N`, which the caller then supplies, and its own options.
+A mode with `@needs("group_tokens")` is given the keyword `group_tokens_N`; its own options are keywords with defaults.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
-from grpo_rl.registry import Registry
+from grpo_rl.registry import Registry, needs
 from grpo_rl.types import Counts
 
 Aggregation = Callable[..., Tensor]
 """(values_T, segments, counts, *, <group_tokens_N, own options>) -> 0-d share"""
 
-AGGREGATIONS: Registry[Aggregation] = Registry("loss_agg_mode")
+AGGREGATIONS: Registry[Aggregation] = Registry(
+    "loss_agg_mode", "average(values_T: Tensor, segments: Segments, counts: Counts, *, option=default, ...) -> 0-d Tensor"
+)
 
 
 @AGGREGATIONS.register("token-mean")
@@ -81,6 +83,7 @@ def seq_mean_token_mean(values_T: Tensor, segments: Segments, counts: Counts) ->
 
 
 @AGGREGATIONS.register("prompt-mean")
+@needs("group_tokens")
 def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_tokens_N: Tensor) -> Tensor:
     """Mean over prompts of the mean over all tokens of the responses to each one: all prompts weigh the same.
 

@@ -11,32 +11,40 @@ d ∇log π, the gradient of k2, is the KL's. So the names with a `+` have a bas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.formula import formula_of
-from grpo_rl.algos.options import takes
-from grpo_rl.registry import Registry
+from grpo_rl.registry import Registry, formula_of, needs, needs_of
 
 KlEstimator = Callable[..., Tensor]
-"""(policy_logprobs_T, ref_logprobs_T) -> kl_T, or with `old_logprobs_T` as a third parameter"""
+"""(policy_logprobs_T, ref_logprobs_T, *, <old_logprobs_T, own options>) -> kl_T"""
 
-KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator")
+KL_ESTIMATORS: Registry[KlEstimator] = Registry(
+    "KL estimator", "kl(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, option=default, ...) -> kl_T: Tensor"
+)
 
 
-def kl_estimate(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, old_logprobs_T: Tensor | None = None) -> Tensor:
-    """KL per token by the estimator called `kind`. Raises ConfigError for an unknown one.
+def kl_estimate(
+    policy_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    kind: str,
+    old_logprobs_T: Tensor | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Tensor:
+    """Return the KL per token by the estimator called `kind`. Raises ConfigError for an unknown one.
 
-    `old_logprobs_T` are those of the policy that sampled, for the estimators that correct for it; without them the
-    policy itself has sampled.
+    `old_logprobs_T` are those of the policy that sampled, for the estimators that correct for it
+    (`@needs("old_logprobs")`); without them the policy itself has sampled.
     """
     estimator = KL_ESTIMATORS.get(kind)
-    if not takes(estimator, "old_logprobs_T"):
-        return estimator(policy_logprobs_T, ref_logprobs_T)
-    return estimator(policy_logprobs_T, ref_logprobs_T, policy_logprobs_T if old_logprobs_T is None else old_logprobs_T)
+    keywords = dict(options)
+    if "old_logprobs" in needs_of(estimator):
+        keywords["old_logprobs_T"] = policy_logprobs_T if old_logprobs_T is None else old_logprobs_T
+    return estimator(policy_logprobs_T, ref_logprobs_T, **keywords)
 
 
 @KL_ESTIMATORS.register("kl", "k1")
@@ -72,10 +80,12 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
     Formula: min(e^x - x - 1, 10); x = clamp(log π_ref - log π, -20, 20)
 
-    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0.
+    DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0. An infinite
+    difference is not clamped: a policy or a reference that has broken down must not look like a distance of 10.
     """
-    x_T = -k1(policy_logprobs_T, ref_logprobs_T).clamp(-20.0, 20.0)
-    return (torch.expm1(x_T) - x_T).clamp(0.0, 10.0)
+    d_T = k1(policy_logprobs_T, ref_logprobs_T)
+    x_T = -d_T.clamp(-20.0, 20.0)
+    return torch.where(d_T.isinf(), d_T.abs(), (torch.expm1(x_T) - x_T).clamp(0.0, 10.0))
 
 
 def straight_through(name: str) -> KlEstimator:
@@ -96,7 +106,8 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
 
 
 @KL_ESTIMATORS.register("k3_unbiased")
-def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+@needs("old_logprobs")
+def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, old_logprobs_T: Tensor) -> Tensor:
     """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the samples are.
 
     Formula: r (e^x - x - 1); x = log π_ref - log π, r = π / π_old, whose gradient is r d ∇log π; d = -x

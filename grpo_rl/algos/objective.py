@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
-from grpo_rl.algos.options import check_options, options_of, own_options, takes
+from grpo_rl.config.function_options import AVERAGE, LOSS, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
 from grpo_rl.types import Counts
 
 Options = tuple[tuple[str, Any], ...]
@@ -43,17 +42,18 @@ class Objective:
     """Options of the policy loss and of its choice of tokens, where they are not the functions' defaults."""
     agg_options: Options = ()
     """Options of the average."""
+    kl_options: Options = ()
+    """Options of the KL estimator."""
 
     def __post_init__(self) -> None:
-        loss, aggregate = POLICY_LOSSES.get(self.loss_mode), AGGREGATIONS.get(self.loss_agg_mode)
-        selection = selection_of(loss)
-        functions = [loss] if selection is None else [loss, selection]
-        check_options(f"policy loss {self.loss_mode!r}", functions, dict(self.loss_options))
-        check_options(f"loss_agg_mode {self.loss_agg_mode!r}", [aggregate], dict(self.agg_options))
-        if takes(aggregate, "loss_scale_factor") and not dict(self.agg_options).get("loss_scale_factor"):
+        aggregate = AGGREGATIONS.get(self.loss_agg_mode)
+        check_options(f"policy loss {self.loss_mode!r}", POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
+        check_options(f"loss_agg_mode {self.loss_agg_mode!r}", aggregate, dict(self.agg_options))
+        if "loss_scale_factor" in options_of(aggregate) and not dict(self.agg_options).get("loss_scale_factor"):
             raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} needs loss_scale_factor, such as the longest response")
-        if self.kl_loss_type not in (None, "full"):
-            KL_ESTIMATORS.get(self.kl_loss_type)
+        if self.kl_loss_type is not None:
+            estimator = full_kl if self.kl_loss_type == "full" else KL_ESTIMATORS.get(self.kl_loss_type)
+            check_options(f"KL estimator {self.kl_loss_type!r}", estimator, dict(self.kl_options))
 
     @classmethod
     def from_config(cls, actor: ActorConfig, max_response_length: int | None = None) -> Objective:
@@ -61,39 +61,33 @@ class Objective:
 
         `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
         """
-        loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
-        low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-        high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-        bounds = {"clip_low": low, "clip_high": high, "clip_c": actor.clip_ratio_c}
-        options = own_options(loss, bounds)
-        for field in fields(actor.policy_loss):
-            value = getattr(actor.policy_loss, field.name)
-            if field.name != "loss_mode" and value is not None:
-                options[field.name] = value
-        scale = actor.loss_scale_factor
-        if scale is None and takes(AGGREGATIONS.get(actor.loss_agg_mode), "loss_scale_factor"):
-            scale = max_response_length
+        loss, aggregate = POLICY_LOSSES.get(actor.policy_loss.loss_mode), AGGREGATIONS.get(actor.loss_agg_mode)
+        agg_options = chosen_options(AVERAGE, actor, options_of(aggregate))
+        if "loss_scale_factor" in options_of(aggregate) and max_response_length is not None:
+            agg_options.setdefault("loss_scale_factor", float(max_response_length))
+        # A term with weight 0 is no term: nothing then asks for the reference.
+        has_kl = actor.use_kl_loss and actor.kl_loss_coef > 0
         return cls(
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
             entropy_coeff=actor.entropy_coeff,
             adaptive_entropy=actor.adaptive_entropy.enable,
-            # A term with weight 0 is no term: nothing then asks for the reference.
-            kl_loss_type=actor.kl_loss_type if actor.use_kl_loss and actor.kl_loss_coef > 0 else None,
-            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            loss_options=tuple(options.items()),
-            agg_options=() if scale is None else (("loss_scale_factor", float(scale)),),
+            kl_loss_type=actor.kl_loss_type if has_kl else None,
+            kl_loss_coef=actor.kl_loss_coef if has_kl else 0.0,
+            loss_options=tuple(chosen_options(LOSS, actor, options_of(loss)).items()),
+            agg_options=tuple(agg_options.items()),
+            kl_options=tuple(actor.kl_loss_options.items()) if has_kl else (),
         )
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the caller has to supply `entropy_T`."""
-        return self.entropy_coeff != 0.0 or self.adaptive_entropy
+        return self._has_entropy or "entropy" in self._loss_needs
 
     @property
     def needs_ref(self) -> bool:
         """Whether the reference policy has to run."""
-        return self.kl_loss_type is not None
+        return self.kl_loss_type is not None or "ref_logprobs" in self._loss_needs
 
     @property
     def needs_full_kl(self) -> bool:
@@ -108,7 +102,15 @@ class Objective:
     @property
     def needs_group_tokens(self) -> bool:
         """Whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts in a whole mini-batch."""
-        return takes(AGGREGATIONS.get(self.loss_agg_mode), "group_tokens_N")
+        return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
+
+    @property
+    def _has_entropy(self) -> bool:
+        return self.entropy_coeff != 0.0 or self.adaptive_entropy
+
+    @property
+    def _loss_needs(self) -> frozenset[str]:
+        return needs_of(POLICY_LOSSES.get(self.loss_mode))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
         """Return which trained tokens of a whole mini-batch the loss treats otherwise. Only where `needs_selection`."""
@@ -135,11 +137,11 @@ class Objective:
 
         if inputs.entropy_T is not None:
             stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()
-        if self.needs_entropy:
+        if self._has_entropy:
             entropy = self._average(inputs.column("entropy_T"), inputs, counts)
             loss = loss - self._entropy_coeff(entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
-        if self.needs_ref:
+        if self.kl_loss_type is not None:
             kl = self._average(self._kl(inputs), inputs, counts)
             loss = loss + self.kl_loss_coef * kl
             stats["share/kl_loss"] = kl.detach()
@@ -156,47 +158,39 @@ class Objective:
         return loss(inputs, **own_options(loss, dict(self.loss_options)))
 
     def _average(self, x_T: Tensor, inputs: LossInput, counts: Counts) -> Tensor:
-        keywords = dict(self.agg_options)
-        if self.needs_group_tokens:
+        aggregate, keywords = AGGREGATIONS.get(self.loss_agg_mode), dict(self.agg_options)
+        if "group_tokens" in needs_of(aggregate):
             keywords["group_tokens_N"] = inputs.column("group_tokens_N")
-        return AGGREGATIONS.get(self.loss_agg_mode)(x_T, inputs.segments, counts, **keywords)
+        return aggregate(x_T, inputs.segments, counts, **keywords)
 
     def _kl(self, inputs: LossInput) -> Tensor:
         if self.needs_full_kl:
             return inputs.column("full_kl_T")
         assert self.kl_loss_type is not None
-        return kl_estimate(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), self.kl_loss_type, inputs.old_T())
+        ref_T, options = inputs.column("ref_logprobs_T"), dict(self.kl_options)
+        return kl_estimate(inputs.policy_logprobs_T, ref_T, self.kl_loss_type, inputs.old_T(), options)
 
     def formula(self) -> str:
-        """The objective as plain text with its denominators, one term per line."""
-        policy_loss = formula_of(POLICY_LOSSES.get(self.loss_mode))
+        """Return the objective as plain text with its denominators, one term per line."""
         total = "loss = avg(pg)"
-        lines = [f"pg   = {_with_values(policy_loss, self._values())}"]
+        lines = [f"pg   = {shown(POLICY_LOSSES.get(self.loss_mode), self.loss_options)}"]
         if self.adaptive_entropy:
             total += " - (adaptive entropy_coeff)·avg(H)"
-        elif self.needs_entropy:
+        elif self._has_entropy:
             total += f" {'-' if self.entropy_coeff > 0 else '+'} {abs(self.entropy_coeff):g}·avg(H)"
-        if self.needs_entropy:
+        if self._has_entropy:
             lines.append("H    = -Σ_v π_v log π_v")
         if self.kl_loss_type is not None:
             total += f" + {self.kl_loss_coef:g}·avg(KL)"
             kl = full_kl if self.needs_full_kl else KL_ESTIMATORS.get(self.kl_loss_type)
-            lines.append(f"KL   = {formula_of(kl)}  [{self.kl_loss_type}]")
-        average = _with_values(formula_of(AGGREGATIONS.get(self.loss_agg_mode)), dict(self.agg_options))
+            lines.append(f"KL   = {shown(kl, self.kl_options)}  [{self.kl_loss_type}]")
+        average = shown(AGGREGATIONS.get(self.loss_agg_mode), self.agg_options)
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])
 
-    def _values(self) -> dict[str, Any]:
-        """What the names in the policy loss's formula stand for."""
-        values: dict[str, Any] = {}
-        loss = POLICY_LOSSES.get(self.loss_mode)
-        for function in (loss, selection_of(loss)):
-            values |= options_of(function) if function is not None else {}
-        return values | dict(self.loss_options)
-
 
 def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics per token reduced over this micro-batch, each under the prefix that says how to go on."""
+    """Return statistics per token reduced over this micro-batch, each under the prefix that says how to go on."""
     combined = {}
     for name, value_T in token_stats.items():
         if name.endswith("_max"):
@@ -204,12 +198,3 @@ def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             combined[f"sum/{name}"] = value_T.double().sum()
     return combined
-
-
-def _with_values(formula: str, values: dict[str, Any]) -> str:
-    """The formula with the numbers that its names stand for; `1 - name` and `1 + name` become one number."""
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            for pattern, number in ((rf"1 - {name}\b", 1 - value), (rf"1 \+ {name}\b", 1 + value), (rf"\b{name}\b", value)):
-                formula = re.sub(pattern, f"{number:.6g}", formula)
-    return formula

@@ -19,7 +19,7 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, RewardError, headline
+from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Actor
 from grpo_rl.telemetry.console import Console
@@ -184,7 +184,7 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack, console: Console
         stop.finishing()
         if isinstance(error, GrpoRlError) and not isinstance(error, ConfigError):
             error.where = error.where or status.where()
-            if isinstance(error, ClusterError | RewardError) and status.has_begun:
+            if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
         if not isinstance(error, Preempted):

@@ -134,11 +134,6 @@ def has_kl_in_reward(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
 
 
-def needs_reference(config: Config) -> bool:
-    """Return whether anything reads the reference policy's log-probs."""
-    return has_kl_in_loss(config) or has_kl_in_reward(config)
-
-
 def has_reward_model(config: Config) -> bool:
     """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable

@@ -1,38 +1,45 @@
-"""What of the algorithm does not fit together, found before anything starts: estimators and what they need."""
+"""The functions that the algorithm is made of, bound and tried out before anything starts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import torch
-
-from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, needs_of
-from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos import trial
+from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.options import check_options, options_of
+from grpo_rl.config import derived
 from grpo_rl.config.checks import algorithm_rules
+from grpo_rl.config.function_options import (
+    ACTOR,
+    AVERAGE,
+    CHOICES,
+    ESTIMATOR,
+    KL_IN_LOSS,
+    KL_IN_REWARD,
+    LOSS,
+    Choice,
+    chosen_options,
+)
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.advantage import estimator_options
 from grpo_rl.trainer.selection import check_metric
 
-_A = "actor_rollout_ref.actor"
-_WITHOUT_RATIO = ("reinforce", "gpg")
-
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each rule: what its messages begin with, and the check that raises ConfigError."""
+    """Yield each rule: what its messages begin with, and the check that raises ConfigError."""
+    for choice in CHOICES:
+        if _is_used(config, choice):
+            yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
-    yield "", lambda: _check_options(config)
-    actor = config.actor_rollout_ref.actor
-    yield f"{_A}.policy_loss.loss_mode: ", lambda: POLICY_LOSSES.get(actor.policy_loss.loss_mode)
-    yield f"{_A}.loss_agg_mode: ", lambda: AGGREGATIONS.get(actor.loss_agg_mode)
-    yield f"{_A}: ", lambda: _check_objective(config)
+    yield "", lambda: _check_pair(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
@@ -42,50 +49,160 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective of the run."""
+    """Return the objective of the run."""
     return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
 
 
-def _check_objective(config: Config) -> None:
-    """Raise ConfigError for options that the policy loss or the average does not take."""
-    actor = config.actor_rollout_ref.actor
+def advantage_formula(config: Config) -> str:
+    """Return the estimator's formula with its options as numbers."""
+    return shown(ADVANTAGES.get(config.algorithm.adv_estimator), estimator_options(config.algorithm)).removeprefix("A = ")
+
+
+def without_effect_on_policy(config: Config) -> list[str]:
+    """Return the keys that were set and do nothing where one update per batch makes every ratio 1.
+
+    They are not refused, for people set clip bounds by habit, and the number of updates is changed more often than they are.
+    """
+    loss = POLICY_LOSSES.get(LOSS.name(config))
+    inputs = trial.loss_input(one_update=True)
+    options = _options(config, LOSS)
+
+    def run(function: Any, options: trial.Options) -> trial.Outcome:
+        return trial.run_loss(function, options, inputs)
+
+    # The value may change by a constant (sapo's 4/tau); what trains is the gradient.
+    idle = []
+    for option, (key, value) in LOSS.given(config).items():
+        # What the setting changes is asked against the loss's own default; a much smaller bound could act at a ratio of 1.
+        others = [options_of(loss).get(option)] if option in own_options(loss, options) else None
+        if others == [value] and isinstance(value, (int, float)):
+            others = [2 * value + 1]
+        if option in options and trial.without_effect(loss, options, option, run, others, last=1):
+            idle.append(key)
+    return list(dict.fromkeys(idle))
+
+
+def _is_used(config: Config, choice: Choice) -> bool:
+    """Return whether a function is called at all; the full KL is none that is registered."""
+    if choice is KL_IN_LOSS:
+        return derived.has_kl_in_loss(config) and choice.name(config) != "full"
+    return choice is not KL_IN_REWARD or config.algorithm.use_kl_in_reward
+
+
+def _bind(config: Config, choice: Choice) -> None:
+    """Raise ConfigError for a function that is not there, whose options are refused or idle, or that fails when tried."""
+    kind, name = trial.KINDS[choice.kind], choice.name(config)
+    function = kind.registry.get(name)
+    own = name not in kind.registry
+    if own:  # for registered ones these rules were checked before torch was loaded
+        facts = algorithm_rules.Function(name, tuple(sorted(needs_of(function))), tuple(options_of(function)))
+        if problems := list(algorithm_rules.function_problems(config, choice, facts)):
+            raise ConfigError(problems)
+    options = _options(config, choice)
+    check_options(f"{choice.kind} {name!r}", function, options)
+    run = _run_estimator(config) if choice is ESTIMATOR else kind.run
+    trial.check(kind, name, options, run)
+    for option, (key, value) in choice.given(config).items():
+        if key == "algorithm.norm_adv_by_std_in_grpo" and options_of(function)[option] == value:
+            raise ConfigError(f"{key}=false: {name} has {option}={value} anyway; leave it out")
+        if not own and option in options and trial.without_effect(function, options, option, run):
+            others = ", ".join(f"{other}={given}" for other, given in options.items() if other != option)
+            raise ConfigError(
+                f"{key}: {option}={value} has no effect with {name}" + (f" and {others}" if others else "") + "; leave it out"
+            )
+
+
+def _check_pair(config: Config) -> None:
+    """Raise ConfigError for bounds on negative advantages with an estimator that gives none (grpo_passk).
+
+    Only for functions of this package, whose advantages on the small batch are known to be typical.
+    """
+    estimator, name = ESTIMATOR.name(config), LOSS.name(config)
+    if estimator not in ADVANTAGES or name not in POLICY_LOSSES:
+        return
     try:
-        loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
-        AGGREGATIONS.get(actor.loss_agg_mode)
-    except ConfigError:
+        outcome = _run_estimator(config)(ADVANTAGES.get(estimator), _options(config, ESTIMATOR))
+    except (ConfigError, TypeError, ValueError):
         return  # reported by itself
-    if actor.policy_loss.loss_mode not in POLICY_LOSSES:
-        POLICY_LOSSES.check_call(actor.policy_loss.loss_mode, "inputs")
-    options = options_of(selection_of(loss) or loss) | dict(objective_of(config).loss_options)
-    low, high = options.get("clip_cov_lb"), options.get("clip_cov_ub")
-    if low is not None and high is not None and low >= high:
-        raise ConfigError(f"policy_loss.clip_cov_lb={low:g} must be below policy_loss.clip_cov_ub={high:g}")
+    if bool((outcome.values[0] < 0).any()):
+        return
+    inputs = trial.loss_input()
+    inputs = dataclasses.replace(inputs, advantages_T=inputs.advantages_T.abs())
+    loss, options = POLICY_LOSSES.get(name), _options(config, LOSS)
+
+    def run(function: Any, options: trial.Options) -> trial.Outcome:
+        return trial.run_loss(function, options, inputs)
+
+    problems = [
+        f"{key}={value:g}: has no effect with {ESTIMATOR.section}.{ESTIMATOR.key}={estimator} and {LOSS.key}={name}: no advantage "
+        "of this estimator is negative; leave it out"
+        for option, (key, value) in LOSS.given(config).items()
+        if option in options and trial.without_effect(loss, options, option, run, last=1)
+    ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _options(config: Config, choice: Choice) -> dict[str, Any]:
+    """Return the keywords that a chosen function will be called with, as far as they are known without the data."""
+    if choice is ESTIMATOR:
+        try:
+            return estimator_options(config.algorithm, factors_of(config))
+        except ConfigError:
+            return estimator_options(config.algorithm, {"": 1.0})  # the reward's own problem is reported by itself
+    if choice is AVERAGE:
+        return dict(objective_of(config).agg_options)
+    function = trial.KINDS[choice.kind].registry.get(choice.name(config))
+    section = config.actor_rollout_ref.actor if choice.section == ACTOR else config.algorithm
+    return chosen_options(choice, section, options_of(function))
+
+
+def _run_estimator(config: Config) -> Callable[[Any, trial.Options], trial.Outcome]:
+    """Return the trial of an estimator with as many parts of the reward as the run has."""
+    try:
+        num_parts = max(1, len(factors_of(config)))
+    except ConfigError:
+        num_parts = 1
+    return lambda function, options: trial.run_estimator(function, options, num_parts)
+
+
+def _reads_old_logprobs(config: Config) -> bool:
+    """Return whether loss or KL term depend on the policy that sampled: whether others make another gradient."""
+    actor = config.actor_rollout_ref.actor
+    if derived.has_kl_in_loss(config) and actor.kl_loss_type != "full":
+        kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
+        if "old_logprobs" in needs_of(kl):
+            return True
+    loss, options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS)
+    outcomes = [trial.run_loss(loss, options, trial.loss_input(one_update=one)) for one in (False, True)]
+    return not outcomes[0].same(outcomes[1], last=1)
 
 
 def _check_estimator(config: Config) -> None:
-    """Raise ConfigError for an unknown estimator, and for one that asks for what the run does not have."""
+    """Raise ConfigError for an estimator that asks for what the run does not have."""
     algorithm = config.algorithm
-    wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
+    try:
+        wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
+    except ConfigError:
+        return  # reported by itself
+    read = "steps" if "steps" in wanted else "the parts"
     problems = []
-    if wanted.steps and not _may_score_steps(config):
+    if "steps" in wanted and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
-    if algorithm.use_kl_in_reward and not wanted.reads_token_rewards:
+    if algorithm.use_kl_in_reward and not reads_token_rewards(wanted):
         problems.append(
             f"{algorithm.adv_estimator} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
             "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
         )
-    if config.reward.overlong_buffer.len is not None and not wanted.reads_token_rewards:
+    if config.reward.overlong_buffer.len is not None and not reads_token_rewards(wanted):
+        problems.append(f"{algorithm.adv_estimator} reads {read} of the reward, so reward.overlong_buffer would have no effect")
+    if config.reward.on_failure == "value" and not reads_token_rewards(wanted):
         problems.append(
-            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, "
-            "so reward.overlong_buffer would have no effect"
-        )
-    if config.reward.on_failure == "value" and not wanted.reads_token_rewards:
-        problems.append(
-            f"{algorithm.adv_estimator} reads {'steps' if wanted.steps else 'the parts'} of the reward, which a failed one does not have; "
+            f"{algorithm.adv_estimator} reads {read} of the reward, which a failed one does not have; "
             "reward.on_failure=value cannot stand for them, use drop or stop"
         )
     if problems:
@@ -96,31 +213,10 @@ def _check_correction(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
-    corrected_kl = actor.use_kl_loss and actor.kl_loss_type == "k3_unbiased"
-    if correction.bypass_mode and actor.policy_loss.loss_mode in _WITHOUT_RATIO and not corrected_kl:
+    if correction.bypass_mode and not _reads_old_logprobs(config):
         raise ConfigError(
-            f"bypass_mode=true: has no effect with {_A}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
+            f"bypass_mode=true: has no effect with {ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
         )
-
-
-def _check_options(config: Config) -> None:
-    """Raise ConfigError for options that the estimator does not take, or whose value it refuses."""
-    algorithm = config.algorithm
-    name = algorithm.adv_estimator
-    try:
-        estimate = ADVANTAGES.get(name)
-    except ConfigError:
-        return  # reported by itself
-    if name not in ADVANTAGES:  # for registered ones these rules were checked before torch was loaded
-        ADVANTAGES.check_call(name, "inputs")
-        wanted = needs_of(estimate)
-        needs = tuple(field.name for field in dataclasses.fields(wanted) if getattr(wanted, field.name))
-        own = algorithm_rules.Estimator(name, needs, tuple(options_of(estimate)))
-        if problems := list(algorithm_rules.estimator_problems(config, own)):
-            raise ConfigError(problems)
-    check_options(f"algorithm.adv_options: {name}", [estimate], algorithm.adv_options)
-    if name in ADVANTAGES:
-        _try_out(config)
 
 
 def _may_score_steps(config: Config) -> bool:
@@ -128,27 +224,3 @@ def _may_score_steps(config: Config) -> bool:
         return may_score_steps(config)
     except ConfigError:
         return True  # reported by itself
-
-
-def _try_out(config: Config) -> None:
-    """Raise ConfigError when the estimator refuses its options on a batch of four one-token responses."""
-    try:
-        factors = factors_of(config)
-    except ConfigError:
-        return  # reported by itself
-    rewards_N = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    inputs = AdvantageInput(
-        token_rewards_T=rewards_N,
-        lengths_N=torch.ones(4, dtype=torch.long),
-        group_N=torch.tensor([0, 0, 1, 1]),
-        rewards_N=rewards_N,
-        baselines_N=rewards_N,
-        step_ends_K=torch.arange(4),
-        step_rewards_K=rewards_N,
-        reward_parts_NP=rewards_N[:, None].expand(-1, len(factors)),
-        values_T=torch.zeros(4),
-    )
-    try:
-        ADVANTAGES.get(config.algorithm.adv_estimator)(inputs, **estimator_options(config.algorithm, factors))
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_options: {config.algorithm.adv_estimator}: {error}") from error

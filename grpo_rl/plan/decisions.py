@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, Needs, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
@@ -17,6 +17,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.registry import needs_of
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.trainer.schedule import Schedule
 from grpo_rl.trainer.schedules import schedule_of
@@ -140,7 +141,7 @@ class Plan:
     engine: EngineSpec | None
     """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
     objective: Objective
-    advantage_needs: Needs
+    advantage_needs: frozenset[str]
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
     resumes: bool = False
@@ -207,7 +208,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
-    roles = _roles(config, machine, schedule.roles, needs_critic=needs.values, resumes=resumes)
+    roles = _roles(
+        config, machine, schedule.roles, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes
+    )
     return Plan(
         config=config,
         machine=machine,
@@ -216,7 +219,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         passes=_passes(config, objective),
         sizes=_sizes(config, num_train_rows),
         schedule=schedule,
-        reward=_reward(config, scores="rewarder" in schedule.roles, reads_steps=needs.steps),
+        reward=_reward(config, scores="rewarder" in schedule.roles, reads_steps="steps" in needs),
         engine=_engine(config, machine, roles),
         objective=objective,
         advantage_needs=needs,
@@ -225,7 +228,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     )
 
 
-def _roles(config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, resumes: bool) -> list[RolePlan]:
+def _roles(
+    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, needs_ref: bool, resumes: bool
+) -> list[RolePlan]:
     """Which of the roles that the schedule drives start, and why.
 
     A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
@@ -249,8 +254,13 @@ def _roles(config: Config, machine: Machine, driven: frozenset[str], *, needs_cr
     if trains or resumes:
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
-    if "reference" in driven and derived.needs_reference(config):
-        reason = "the KL in the loss" if derived.has_kl_in_loss(config) else "the KL in the reward"
+    readers = {
+        "the KL in the loss": derived.has_kl_in_loss(config),
+        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the loss": needs_ref,
+    }
+    if "reference" in driven and any(readers.values()):
+        reason = next(reader for reader, reads in readers.items() if reads)
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))

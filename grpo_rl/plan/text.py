@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 from itertools import chain
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
-from grpo_rl.algos.options import options_of
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import MicroBatchRule, gen_batch_size
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
+from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.trainer.advantage import estimator_options
 
 WIDTH = 100
 _LABEL = 12
@@ -141,7 +138,7 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     n = config.actor_rollout_ref.rollout.n
-    greedy = ", and a greedy one to compare with" if plan.advantage_needs.baselines else ""
+    greedy = ", and a greedy one to compare with" if "baselines" in plan.advantage_needs else ""
     yield (
         "sample",
         f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {sizes.rollouts_per_step:,} rollouts{greedy}, "
@@ -164,6 +161,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
     yield "ratio", _ratio(plan)
+    if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
+        yield "no effect", f"with one update per batch: {', '.join(idle)}"
 
 
 def _selection(config: Config) -> Rows:
@@ -219,16 +218,16 @@ def _micro_batches(plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
-    yield "A", f"= {_advantage(config)}  [{algorithm.adv_estimator}]"
+    yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
-        formula = formula_of(value_loss).replace("cliprange_value", f"{config.critic.cliprange_value:g}")
+        formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})
         yield "critic loss", f"= 1/num_tokens Σ_tokens {formula};  R the returns of A"
     if algorithm.use_kl_in_reward:
         control, estimator = algorithm.kl_ctrl, KL_ESTIMATORS.get(algorithm.kl_penalty)
         target = f", steered to {control.target_kl:g}" if control.type == "adaptive" else ""
         yield (
             "R =",
-            f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {formula_of(estimator)}  [{algorithm.kl_penalty}]",
+            f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {shown(estimator, algorithm.kl_penalty_options)}  [{algorithm.kl_penalty}]",
         )
     if config.reward.overlong_buffer.len is not None:
         buffer = config.reward.overlong_buffer
@@ -255,31 +254,6 @@ def _objective(config: Config, plan: Plan) -> Rows:
         name, _, value = line.partition("=")
         value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value
         yield name.strip(), f"= {value.strip()}"
-
-
-def _advantage(config: Config) -> str:
-    """Return the estimator's formula with its options as numbers."""
-    estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
-    options = options_of(estimator) | estimator_options(config.algorithm)
-    formula = _divided(formula_of(estimator).removeprefix("A = "), options.get("std"))
-    values = {name: value for name, value in options.items() if isinstance(value, float) and name not in ("gamma", "lam")}
-    for name, value in values.items():
-        formula = re.sub(rf"\b{name}\b", f"{value:g}", formula)
-    return formula + "".join(f"; {name} = {options[name]:g}" for name in ("gamma", "lam") if name in options)
-
-
-_STDS = {"batch": "std(deviations in the batch)", "batch_rewards": "std(R of batch)"}
-
-
-def _divided(formula: str, std: str | None) -> str:
-    """The formula with the standard deviation that the option `std` names; it is written for the group's."""
-    if std == "none":
-        return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
-    if std is not None and "of group) + epsilon" not in formula:
-        # Written without one, as its default is none.
-        head, semicolon, rest = formula.partition(";")
-        formula = f"{head} / (std(R of group) + epsilon){semicolon}{rest}"
-    return re.sub(r"std\([Rr] of group\)", _STDS[std], formula) if std in _STDS else formula
 
 
 def _memory(plan: Plan) -> Rows:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, needs_of, token_rewards
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
-from grpo_rl.algos.options import options_of
 from grpo_rl.algos.segments import Segments
+from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DivergedError
+from grpo_rl.registry import needs_of, options_of
 from grpo_rl.types import Batch, Metrics
 
 _NO_FACTORS: Mapping[str, float] = MappingProxyType({})
@@ -25,14 +27,10 @@ def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _N
     `factors` are those of the reward's parts, for one that reads the parts.
     """
     estimate = ADVANTAGES.get(config.adv_estimator)
-    options: dict[str, Any] = {
-        name: value for name, value in (("gamma", config.gamma), ("lam", config.lam)) if name in options_of(estimate)
-    }
-    if config.adv_estimator == "grpo" and not config.norm_adv_by_std_in_grpo:
-        options["std"] = "none"
-    if needs_of(estimate).parts and "weights" in options_of(estimate):
+    options = chosen_options(ESTIMATOR, config, options_of(estimate))
+    if "parts" in needs_of(estimate) and "weights" in options_of(estimate):
         options["weights"] = list(factors.values())
-    return options | config.adv_options
+    return options
 
 
 class Advantage:
@@ -43,7 +41,7 @@ class Advantage:
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
         self.needs = needs_of(self.estimate)
-        self.parts = tuple(factors) if self.needs.parts else ()
+        self.parts = tuple(factors) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         control = config.kl_ctrl
         self.kl_controller = (
@@ -54,6 +52,7 @@ class Advantage:
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Return the batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
+        check_finite(batch)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
         rewards_T = token_rewards(
@@ -87,12 +86,36 @@ class Advantage:
     def _kl(self, batch: Batch, metrics: Metrics) -> Tensor:
         """Return each token's KL from sampling policy to reference, whose mean per response steers the controller."""
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
-        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty)
+        options = self.config.kl_penalty_options
+        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty, options=options)
         mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
         metrics["actor/reward_kl_penalty"] = mean
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
         self.kl_controller.update(mean, batch.num_rollouts)
         return kl_T
+
+
+def check_finite(batch: Batch) -> None:
+    """Raise DivergedError for log-probs that are not finite: which column, which rollouts.
+
+    An update with them would be left out as not finite at best, and nothing would say that the reference or the engine is
+    broken.
+    """
+    columns = {
+        "the engine's log-probs": batch.rollout_logprobs_T,
+        "the reference's log-probs": batch.ref_logprobs_T,
+        "the old log-probs": batch.old_logprobs_T,
+    }
+    for name, column_T in columns.items():
+        if column_T is None or bool(torch.isfinite(column_T).all()):
+            continue
+        bad_T = ~torch.isfinite(column_T)
+        first = int(bad_T.nonzero()[0])
+        rollouts = Segments(batch.trained_lengths_N).index_T[bad_T].unique().tolist()
+        raise DivergedError(
+            f"{name} are not finite at {int(bad_T.sum())} of {len(bad_T)} tokens, the first {float(column_T[first])} at token {first}, "
+            f"in rollouts {rollouts[:8]} of {batch.num_rollouts}: the model that computed them is broken, or cannot produce what was sampled"
+        )
 
 
 def _step_ends(batch: Batch) -> Tensor | None:

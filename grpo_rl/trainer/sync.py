@@ -66,7 +66,7 @@ class SyncSchedule:
 
     def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
         """Return scored rollouts of these prompts; each is scored as it ends."""
-        n, greedy = self.config.actor_rollout_ref.rollout.n, self.advantage.needs.baselines
+        n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
         sampling = training_sampling(self.config, self.context.step)
         with timer("gen"):
             finished = self.context.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))

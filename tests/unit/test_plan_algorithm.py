@@ -67,7 +67,10 @@ def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to
     [
         ([f"{E}=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
         (["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_options={std: batch}"], "give one of them"),
-        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: algorithm.adv_estimator=grpo has none"),
+        (
+            ["algorithm.gamma=0.9"],
+            "algorithm.gamma=0.9: has no effect with algorithm.adv_estimator=grpo, which has no option gamma",
+        ),
         ([f"{E}=reinforce_plus_plus", "algorithm.lam=0.9"], "algorithm.lam=0.9"),
         ([f"{E}=reinforce_plus_plus", "algorithm.adv_options={gamma: 0.9}"], "is set by algorithm.gamma"),
         (["algorithm.adv_options={sdt: batch}"], "has no option sdt. Did you mean std?"),
@@ -94,7 +97,7 @@ def test_what_an_estimator_does_not_read_is_refused(words: list[str], said: str)
         (["algorithm.adv_options={std: batch_rewards}"], "A = (R - mean(R of group)) / (std(R of batch) + 1e-06) [grpo]"),
         ([f"{E}=gpg"], " (R - mean(R of group)); "),
         ([f"{E}=gpg", "algorithm.adv_options={std: group}"], " (R - mean(R of group)) / (std(R of group) + 1e-06); "),
-        ([f"{E}=reinforce_plus_plus", "algorithm.gamma=0.9"], "over all tokens of the batch; gamma = 0.9"),
+        ([f"{E}=reinforce_plus_plus", "algorithm.gamma=0.9"], " = 0.9; whiten(x)"),
     ],
 )
 def test_the_formula_is_the_one_that_the_options_make(words: list[str], formula: str) -> None:
@@ -105,7 +108,7 @@ def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) 
     file = tmp_path / "mine.py"
     file.write_text(
         "from grpo_rl.algos.advantages.registered import AdvantageOutput, needs\n"
-        "@needs(values=True)\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T, inp.token_rewards_T)\n"
+        "@needs('values')\ndef with_critic(inp):\n    return AdvantageOutput(inp.values_T, inp.token_rewards_T)\n"
         "def plain(inp, *, scale: float = 1.0):\n    return AdvantageOutput(scale * inp.token_rewards_T)\n"
     )
     assert plan_of(f"{E}={file}:with_critic").role("critic")
@@ -118,7 +121,7 @@ def test_ones_own_function_that_cannot_be_called_as_it_will_be_is_refused_with_i
     file.write_text(
         "def three(policy_logprobs_T, old_logprobs_T, advantages_T): ...\n"
         "def needy(inputs, *, clip_low): ...\n"
-        "def good(inputs, *, size: float = 1.0): ...\n"
+        "def good(inputs, *, size: float = 1.0): return size * inputs.policy_logprobs_T, {}\n"
         "def two(inp, more): ...\n"
     )
     for name, missing in (("three", "old_logprobs_T"), ("needy", "clip_low")):
@@ -145,7 +148,7 @@ def test_gae_brings_its_critic_its_steps_and_its_loss() -> None:
     page = page_of(*words, "trainer.total_training_steps=10")
     assert "critic 1 rank on the actor's devices" in page and "a copy of the actor's model" in page
     assert "2 mini-batches of 8 prompts x 3 passes = 6 optimizer steps; it learns alone in the first 2 training steps" in page
-    assert "gamma = 0.99; lam = 0.95 [gae]" in page
+    assert " = 0.99, λ = 0.95; whiten(x)" in page
     assert "critic loss = 1/num_tokens Σ_tokens max((V - R)², (clip(V, V_old - 0.25, V_old + 0.25) - R)²) / 2" in page
     assert "10 training steps, 8 optimizer steps" in page
     assert "critic 0." in page.partition("memory, estimated")[2]
@@ -249,10 +252,13 @@ def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([f"{P}.tau_pos=2"], f"{A}: policy loss 'vanilla' has no option tau_pos. It takes clip_low, clip_high, clip_c"),
-        ([f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"], "has no option clip_cov_ratio. Did you mean kl_cov_ratio?"),
-        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below policy_loss.clip_cov_ub=5"),
-        ([f"{A}.loss_scale_factor=33"], "loss_agg_mode 'token-mean' has no option loss_scale_factor"),
+        ([f"{P}.tau_pos=2"], f"{P}.tau_pos=2: has no effect with {P}.loss_mode=vanilla, which has no option tau_pos"),
+        (
+            [f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"],
+            "which has no option clip_cov_ratio; it takes kl_cov_ratio, ppo_kl_coef",
+        ),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below clip_cov_ub=5"),
+        ([f"{A}.loss_scale_factor=33"], f"{A}.loss_agg_mode=token-mean, which has no option loss_scale_factor"),
     ],
 )
 def test_options_that_the_chosen_function_does_not_take_are_refused(words: list[str], said: str) -> None:
@@ -270,13 +276,16 @@ C = "algorithm.rollout_correction"
     [
         (
             ["policy_loss.loss_mode=sapo", "clip_ratio_high=0.3"],
-            "clip_ratio_high=0.3: has no effect with policy_loss.loss_mode=sapo",
+            "clip_ratio_high=0.3: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
         ),
         (
             ["policy_loss.loss_mode=reinforce", "clip_ratio=0.1"],
-            "clip_ratio=0.1: has no effect with policy_loss.loss_mode=reinforce",
+            "clip_ratio=0.1: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
         ),
-        (["policy_loss.loss_mode=gspo", "clip_ratio_c=10"], "clip_ratio_c=10: has no effect with policy_loss.loss_mode=gspo"),
+        (
+            ["policy_loss.loss_mode=gspo", "clip_ratio_c=10"],
+            "clip_ratio_c=10: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        ),
     ],
 )
 def test_clip_bounds_that_the_loss_does_not_have_are_refused(words: list[str], said: str) -> None:

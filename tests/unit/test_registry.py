@@ -124,23 +124,19 @@ def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_pa
 
 
 def test_the_table_of_names_says_what_the_registries_hold() -> None:
-    from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
+    from grpo_rl.algos.advantages.registered import ADVANTAGES
     from grpo_rl.algos.aggregate import AGGREGATIONS
+    from grpo_rl.algos.kl import KL_ESTIMATORS
     from grpo_rl.algos.losses.registered import POLICY_LOSSES
-    from grpo_rl.algos.options import options_of
     from grpo_rl.config.checks import algorithm_table as table
     from grpo_rl.data.tasks.registry import TASKS
+    from grpo_rl.registry import needs_of, options_of
     from grpo_rl.rollout.engines import ENGINES
 
-    estimators = {name: (ADVANTAGES.get(name), facts) for name, facts in table.ESTIMATORS.items()}
-    assert set(estimators) == set(ADVANTAGES) and set(table.LOSS_BOUNDS) == set(POLICY_LOSSES)
-    assert (set(table.AGGREGATIONS), set(table.ENGINES), set(table.TASKS)) == (set(AGGREGATIONS), set(ENGINES), set(TASKS))
-    for function, facts in estimators.values():
-        wanted = needs_of(function)
-        assert facts["needs"] == tuple(
-            name for name in ("group", "values", "baselines", "steps", "parts") if getattr(wanted, name)
-        )
-        assert facts["options"] == tuple(options_of(function))
-    for name, bounds in table.LOSS_BOUNDS.items():
-        taken = options_of(POLICY_LOSSES.get(name))
-        assert bounds == tuple(bound for bound in ("clip_low", "clip_high", "clip_c") if bound in taken)
+    kinds = ((table.ESTIMATORS, ADVANTAGES), (table.LOSSES, POLICY_LOSSES), (table.AGGREGATIONS, AGGREGATIONS))
+    for facts, registry in (*kinds, (table.KL_ESTIMATORS, KL_ESTIMATORS)):
+        assert set(facts) == set(registry)
+        for name, fact in facts.items():
+            function = registry.get(name)
+            assert (set(fact["needs"]), fact["options"]) == (needs_of(function), tuple(options_of(function)))
+    assert (set(table.ENGINES), set(table.TASKS)) == (set(ENGINES), set(TASKS))

@@ -1,10 +1,9 @@
-"""What advantage estimators take, return and need, and the table they are registered in."""
+"""What advantage estimators take and return, what they can need, and the table they are registered in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +12,12 @@ from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.segments import Segments
 from grpo_rl.registry import Registry
 
-F = TypeVar("F", bound=Callable[..., object])
-
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
     """What estimators see of a batch, on the CPU. Groups may differ in size and be interleaved.
 
-    The optional columns are there when the estimator's `Needs` ask for them. K counts the steps of all
+    The optional columns are there when the estimator needs them: see `NEEDS`. K counts the steps of all
     rollouts, P the parts of a reward.
     """
 
@@ -42,14 +39,14 @@ class AdvantageInput:
     """The parts of each rollout's reward, before any weights."""
 
     def scores_N(self) -> Tensor:
-        """Reward of each response in float64: the sum of its token rewards, or its outcome if it has no token."""
+        """Return the reward of each response in float64: the sum of its token rewards, or its outcome if it has no token."""
         sums_N = blockwise.sums(self.token_rewards_T, self.lengths_N)
         return torch.where(self.lengths_N > 0, sums_N, self.rewards_N.double())
 
     def column(self, name: str) -> Tensor:
-        """The optional column `name`, which has to be there."""
+        """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"this estimator needs {name}"
+        assert value is not None, f"there is no {name}: the estimator needs it, and has to say so with @needs"
         return value
 
 
@@ -65,47 +62,28 @@ class AdvantageOutput:
 AdvantageEstimator = Callable[..., AdvantageOutput]
 """(inp: AdvantageInput, *, <own options with defaults>) -> AdvantageOutput"""
 
-ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
+NEEDS: dict[str, tuple[str, ...]] = {
+    "group": ("group_N",),
+    "values": ("values_T",),
+    "baselines": ("baselines_N",),
+    "steps": ("step_ends_K", "step_rewards_K"),
+    "parts": ("reward_parts_NP",),
+}
+"""What an estimator can need of the run (`@needs`), with the columns that it reads then: several responses per prompt (with
+rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, a reward in parts."""
+
+ADVANTAGES: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator", "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What an estimator asks of the run, so that a plan can refuse what does not fit together."""
-
-    group: bool = False
-    """Several responses per prompt: with rollout.n=1 it has nothing to compare."""
-    values: bool = False
-    """A critic: `values_T`."""
-    baselines: bool = False
-    """Greedy responses: `baselines_N`."""
-    steps: bool = False
-    """A reward that scores steps: `step_ends_K` and `step_rewards_K`."""
-    parts: bool = False
-    """Rewards in parts: `reward_parts_NP`."""
-
-    @property
-    def reads_token_rewards(self) -> bool:
-        """Whether a KL penalty in the reward would reach the advantages."""
-        return not (self.steps or self.parts)
-
-
-def needs(**what: bool) -> Callable[[F], F]:
-    """Decorator: note what an estimator needs. A user's own estimator can carry it too."""
-
-    def note(function: F) -> F:
-        function.needs = Needs(**what)  # type: ignore[attr-defined]
-        return function
-
-    return note
-
-
-def needs_of(estimator: AdvantageEstimator) -> Needs:
-    """What the estimator said it needs; nothing when it said nothing."""
-    return getattr(estimator, "needs", Needs())
+def reads_token_rewards(needs: frozenset[str]) -> bool:
+    """Return whether a KL penalty in the reward would reach the advantages of an estimator with these needs."""
+    return not needs & {"steps", "parts"}
 
 
 def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Reward of every token, float32: r_t = outcome [t is the response's last token] - kl_coef * kl_t.
+    """Return the reward of every token, float32: r_t = outcome [t is the response's last token] - kl_coef * kl_t.
 
     InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises
     ValueError for an outcome that is not finite.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from grpo_rl.algos.advantages import blockwise
-from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, needs
+from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
 from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
 """What deviations are divided by: the standard deviation of the rewards in the group, of the deviations in the whole
@@ -18,8 +20,22 @@ batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, 
 All are the sample's (n - 1)."""
 
 
+def divided(formula: str, options: Mapping[str, Any]) -> str:
+    """Return the formula with the standard deviation that the option `std` names; the docstrings have the group's."""
+    std = options["std"]
+    if std == "none":
+        return re.sub(r" / \(std\([Rr] of group\) \+ epsilon\)", "", formula)
+    if "of group) + epsilon" not in formula:
+        # Written without one, as its default is none.
+        head, semicolon, rest = formula.partition(";")
+        formula = f"{head} / (std(R of group) + epsilon){semicolon}{rest}"
+    names = {"batch": "std(deviations in the batch)", "batch_rewards": "std(R of batch)"}
+    return re.sub(r"std\([Rr] of group\)", names[std], formula) if std in names else formula
+
+
 @ADVANTAGES.register("grpo")
-@needs(group=True)
+@needs("group")
+@formula_by(divided)
 def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> AdvantageOutput:
     """The group-normalised reward of the response.
 
@@ -34,7 +50,7 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> A
 
 
 @ADVANTAGES.register("dr_grpo")
-@needs(group=True)
+@needs("group")
 def dr_grpo(inp: AdvantageInput) -> AdvantageOutput:
     """The distance to the group's mean: `grpo` without a standard deviation.
 
@@ -47,7 +63,7 @@ def dr_grpo(inp: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("rloo")
-@needs(group=True)
+@needs("group")
 def rloo(inp: AdvantageInput) -> AdvantageOutput:
     """The distance to the mean of the other responses of the group.
 
@@ -61,7 +77,7 @@ def rloo(inp: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("opo")
-@needs(group=True)
+@needs("group")
 def opo(inp: AdvantageInput) -> AdvantageOutput:
     """The distance to the group's mean weighted by length, the baseline of least variance where gradients grow with length.
 
@@ -81,7 +97,8 @@ def opo(inp: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("gpg")
-@needs(group=True)
+@needs("group")
+@formula_by(divided)
 def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: float = 1e-6) -> AdvantageOutput:
     """The distance to the group's mean, scaled up for the groups that give no signal.
 
@@ -97,7 +114,8 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: float = 1e-6) -> Adv
 
 
 @ADVANTAGES.register("grpo_passk")
-@needs(group=True)
+@needs("group")
+@formula_by(divided)
 def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> AdvantageOutput:
     """For the best response of the group its lead over the second best, for all others 0.
 
@@ -118,7 +136,8 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6
 
 
 @ADVANTAGES.register("gdpo")
-@needs(group=True, parts=True)
+@needs("group", "parts")
+@formula_by(divided)
 def gdpo(
     inp: AdvantageInput, *, weights: Sequence[float] | None = None, std: Std = "group", epsilon: float = 1e-6
 ) -> AdvantageOutput:
@@ -143,7 +162,7 @@ def gdpo(
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
-@needs(group=True)
+@needs("group")
 def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
     """The distance to the group's mean, whitened over all trained tokens.
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
 from grpo_rl.algos.advantages import blockwise
-from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, needs
+from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
+from grpo_rl.algos.advantages.group_relative import divided
 from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.registry import formula_by, needs
+
+
+def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
+    """Return the formula of `gae` without the whitening where the option `whiten` switches it off."""
+    return formula if options["whiten"] else re.sub(r"whiten\((Σ.*?)\); (.*); whiten.*", r"\1; \2", formula)
 
 
 @ADVANTAGES.register("gae")
-@needs(values=True)
+@needs("values")
+@formula_by(unwhitened)
 def gae(inp: AdvantageInput, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> AdvantageOutput:
     """The critic's temporal differences, summed with decay, then whitened over the batch. Returns come from before that.
 
     Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
-    whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+    γ = gamma, λ = lam; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
     GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Groups play no
     part. A batch whose differences are all equal, such as one of a single token, gives exactly 0. Raises
@@ -44,7 +54,8 @@ def gae(inp: AdvantageInput, *, gamma: float = 1.0, lam: float = 1.0, whiten: bo
 def reinforce_plus_plus(inp: AdvantageInput, *, gamma: float = 1.0) -> AdvantageOutput:
     """The discounted reward to go of each token, whitened over the batch.
 
-    Formula: A = whiten(Σ_l γ^l r_(t+l)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
+    Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the
+    batch
 
     REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Groups play no part, so a group of one is like
     any other. A batch whose sums are all equal gives exactly 0. Raises ValueError for gamma outside [0, 1].
@@ -56,7 +67,7 @@ def reinforce_plus_plus(inp: AdvantageInput, *, gamma: float = 1.0) -> Advantage
 
 
 @ADVANTAGES.register("remax")
-@needs(baselines=True)
+@needs("baselines")
 def remax(inp: AdvantageInput) -> AdvantageOutput:
     """The reward to go of each token, minus the reward of the greedy response to the same prompt.
 
@@ -74,7 +85,8 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("grpo_process")
-@needs(group=True, steps=True)
+@needs("group", "steps")
+@formula_by(divided)
 def grpo_process(inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: float = 1e-6) -> AdvantageOutput:
     """The sum of the normalised rewards of the steps that end at the token or after it.
 

@@ -12,9 +12,7 @@ from grpo_rl.algos.advantages.contract import (
     AdvantageEstimator,
     AdvantageInput,
     AdvantageOutput,
-    Needs,
-    needs,
-    needs_of,
+    reads_token_rewards,
     token_rewards,
 )
 from grpo_rl.algos.advantages.group_relative import (
@@ -28,13 +26,13 @@ from grpo_rl.algos.advantages.group_relative import (
     rloo,
 )
 from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
+from grpo_rl.registry import needs
 
 __all__ = [
     "ADVANTAGES",
     "AdvantageEstimator",
     "AdvantageInput",
     "AdvantageOutput",
-    "Needs",
     "dr_grpo",
     "gae",
     "gdpo",
@@ -43,8 +41,8 @@ __all__ = [
     "grpo_passk",
     "grpo_process",
     "needs",
-    "needs_of",
     "opo",
+    "reads_token_rewards",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

@@ -26,7 +26,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 class LossInput:
     """The trained tokens of one micro-batch, flat and on one device: response n owns `segments.lengths_N[n]` of them.
 
-    The optional columns are there when the loss, its average or its KL term need them (`@needs`).
+    The optional columns are there when the loss, its average or its KL term need them: see `NEEDS`.
     """
 
     policy_logprobs_T: Tensor
@@ -68,7 +68,7 @@ class LossInput:
     def column(self, name: str) -> Tensor:
         """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"the objective needs {name}"
+        assert value is not None, f"there is no {name}: the objective needs it, and a loss has to say so with @needs"
         return value
 
 
@@ -88,7 +88,17 @@ PolicyLoss = Callable[..., TokenLoss]
 Selection = Callable[..., Tensor]
 """(advantages_T, old_logprobs_T, generator, *, <own options with defaults>) -> selected_T, of booleans"""
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+NEEDS: dict[str, tuple[str, ...]] = {
+    "ref_logprobs": ("ref_logprobs_T",),
+    "entropy": ("entropy_T",),
+    "group_tokens": ("group_tokens_N",),
+}
+"""What a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy, the entropy of
+every token's distribution, the number of trained tokens of the response's group. The other columns are always there."""
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"
+)
 
 
 def selected_by(selection: Selection) -> Callable[[F], F]:

@@ -16,7 +16,7 @@ from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, c
 
 
 def covariances(advantages_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """Each token's share (A - mean A) (log π_old - mean log π_old) of the covariance, in float64."""
+    """Return each token's share (A - mean A) (log π_old - mean log π_old) of the covariance, in float64."""
     advantages_T, old_logprobs_T = advantages_T.double(), old_logprobs_T.double()
     if not len(advantages_T):
         return advantages_T
@@ -32,7 +32,12 @@ def between_bounds(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """A seeded choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all tokens, at least one."""
+    """Return a seeded choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all tokens, at least one.
+
+    Raises ValueError for bounds with nothing between them.
+    """
+    if clip_cov_lb >= clip_cov_ub:
+        raise ValueError(f"clip_cov_lb={clip_cov_lb:g} must be below clip_cov_ub={clip_cov_ub:g}")
     covariance_T = covariances(advantages_T, old_logprobs_T)
     candidates = ((covariance_T > clip_cov_lb) & (covariance_T < clip_cov_ub)).nonzero().flatten()
     number = max(1, int(clip_cov_ratio * len(covariance_T)))
@@ -43,14 +48,14 @@ def between_bounds(
 def largest(
     advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: float = 0.0002
 ) -> Tensor:
-    """The tokens with the largest covariance: `kl_cov_ratio` of all tokens, at least one, and only positive ones.
+    """Return the tokens with the largest covariance: `kl_cov_ratio` of all tokens, at least one, and only positive ones.
 
     Tokens that tie with the last one are chosen too, so that the order of tokens plays no part.
     """
     covariance_T = covariances(advantages_T, old_logprobs_T)
     if not len(covariance_T):
         return torch.zeros(0, dtype=torch.bool)
-    number = max(1, int(kl_cov_ratio * len(covariance_T)))
+    number = min(len(covariance_T), max(1, int(kl_cov_ratio * len(covariance_T))))
     least = torch.topk(covariance_T, number).values[-1]
     return (covariance_T >= least) & (covariance_T > 0)
 

@@ -1,8 +1,8 @@
 """Policy losses: one loss per trained token. Averaging stays apart, in `aggregate.py`.
 
 A loss takes a `LossInput` and its own options as keywords with defaults, computes in float64, because log-probs of -30
-and more leave a float32 ratio few digits, and returns a `TokenLoss`. Register one with `@POLICY_LOSSES.register("name")`.
-Importing this module makes all of them known.
+and more leave a float32 ratio few digits, and returns a `TokenLoss`. Register one with `@POLICY_LOSSES.register("name")`,
+and say with `@needs(...)` what it asks of the run. Importing this module makes all of them known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from grpo_rl.algos.losses.contract import (
     selected_by,
     selection_of,
 )
+from grpo_rl.registry import needs
 
 __all__ = [
     "POLICY_LOSSES",
@@ -26,6 +27,7 @@ __all__ = [
     "TokenLoss",
     "clip",
     "covariance",
+    "needs",
     "score",
     "selected_by",
     "selection_of",

@@ -16,14 +16,23 @@ from grpo_rl.cluster.processes.placement import Place, Slot
 from grpo_rl.cluster.processes.termination import end_workers, kill_process
 from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored
 from grpo_rl.cluster.recovery.out_of_memory import what_to_do
-from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, OutOfMemory, RewardError
+from grpo_rl.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    FunctionError,
+    GrpoRlError,
+    OutOfMemory,
+    RewardError,
+)
 
 LOG_TAIL_LINES = 12
 # How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
 BLAME_S = 2.0
 # A user's mistake that a worker reports is raised again as the same error, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
-    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RewardError)
+    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, FunctionError, RewardError)
 }
 
 

@@ -6,53 +6,55 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from grpo_rl.config import function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import ActorConfig, Config
+from grpo_rl.config.schema.tree import Config
 
 _A = "actor_rollout_ref.actor"
-_CLIP_BOUNDS = {
-    "clip_ratio": ("clip_low", "clip_high"),
-    "clip_ratio_low": ("clip_low",),
-    "clip_ratio_high": ("clip_high",),
-    "clip_ratio_c": ("clip_c",),
-}
 
 
 @dataclass(frozen=True, slots=True)
-class Estimator:
-    """What is known of an estimator without calling it."""
+class Function:
+    """What is known of a function of the algorithm without calling it."""
 
     name: str
     needs: tuple[str, ...]
     options: tuple[str, ...]
 
 
+TABLES: tuple[tuple[function_options.Choice, dict[str, table.Facts]], ...] = (
+    (function_options.ESTIMATOR, table.ESTIMATORS),
+    (function_options.LOSS, table.LOSSES),
+    (function_options.AVERAGE, table.AGGREGATIONS),
+    (function_options.KL_IN_LOSS, table.KL_ESTIMATORS | {"full": table.NO_FACTS}),
+    (function_options.KL_IN_REWARD, table.KL_ESTIMATORS),
+)
+"""Each choice with the functions that this package has for it."""
+
+
 def problems(config: Config) -> Iterator[str]:
-    """Unknown names, and settings that registered estimators and losses do not go with.
+    """Yield unknown names, and settings that the registered functions do not go with.
 
     A function of the user's own is known only once it is imported: the plan applies the same rules to it then.
     """
-    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    yield from _unknown("algorithm.adv_estimator", "advantage estimator", algorithm.adv_estimator, table.ESTIMATORS)
-    yield from _unknown(f"{_A}.policy_loss.loss_mode", "policy loss", actor.policy_loss.loss_mode, table.LOSS_BOUNDS)
-    yield from _unknown(f"{_A}.loss_agg_mode", "loss_agg_mode", actor.loss_agg_mode, table.AGGREGATIONS)
+    rollout = config.actor_rollout_ref.rollout
+    for choice, known in TABLES:
+        name = choice.name(config)
+        yield from _unknown(f"{choice.section}.{choice.key}", choice.kind, name, known)
+        facts = known.get(name)
+        if facts is not None:
+            yield from function_problems(config, choice, Function(name, facts["needs"], facts["options"]))
     yield from _unknown("actor_rollout_ref.rollout.name", "rollout engine", rollout.name, table.ENGINES)
     for spec in config.reward.functions:
         yield from _unknown("reward.functions", "reward function", spec.rpartition("*")[2].strip(), table.REWARDS)
     model = config.actor_rollout_ref.model.path
     if model.startswith("builtin:") and model.removeprefix("builtin:") not in table.EMBEDDED_MODELS:
-        known = ", ".join(f"builtin:{name}" for name in table.EMBEDDED_MODELS)
-        yield f"actor_rollout_ref.model.path: there is no embedded model {show(model)!r}; there are {known}"
+        known_models = ", ".join(f"builtin:{name}" for name in table.EMBEDDED_MODELS)
+        yield f"actor_rollout_ref.model.path: there is no embedded model {show(model)!r}; there are {known_models}"
     yield from _tasks(config)
-    facts = table.ESTIMATORS.get(algorithm.adv_estimator)
-    if facts is not None:
-        yield from estimator_problems(config, Estimator(algorithm.adv_estimator, facts["needs"], facts["options"]))
-    bounds = table.LOSS_BOUNDS.get(actor.policy_loss.loss_mode)
-    if bounds is not None:
-        yield from _bounds(actor, bounds)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -80,14 +82,65 @@ def _tasks(config: Config) -> Iterator[str]:
                 yield f"data.{key}={file}: {unknown_name('task', name, table.TASKS)}"
 
 
-def estimator_problems(config: Config, estimator: Estimator) -> Iterator[str]:
-    """Settings that the estimator does not go with."""
-    yield from _group(config, estimator)
-    yield from _critic(config, estimator)
-    yield from _options(config, estimator)
+def function_problems(config: Config, choice: function_options.Choice, function: Function) -> Iterator[str]:
+    """Yield the settings that a chosen function does not go with."""
+    yield from _options(config, choice, function)
+    if choice is function_options.ESTIMATOR:
+        yield from _group(config, function)
+        yield from _critic(config, function)
+    if choice is function_options.KL_IN_REWARD:
+        yield from _value_alone(function)
 
 
-def _group(config: Config, estimator: Estimator) -> Iterator[str]:
+def _options(config: Config, choice: function_options.Choice, function: Function) -> Iterator[str]:
+    """Options that the function does not take, and options that are set twice."""
+    section, own = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
+    assert isinstance(own, dict)
+    chosen = f"{choice.section}.{choice.key}={function.name}"
+    for key, fixed in choice.fixed.items():
+        value = value_of(section, key)
+        missing = [option for option in fixed.options if option not in function.options]
+        if value is not None and value != fixed.verl_default and len(missing) == len(fixed.options):
+            yield (
+                f"{choice.section}.{key}={_short(value)}: has no effect with {chosen}, which has no option "
+                f"{' or '.join(missing)}; it takes {', '.join(function.options) or 'none'}; leave it out"
+            )
+        for option in own:
+            # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
+            if option in fixed.options and key != "clip_ratio" and value is not True:
+                yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
+    if "weights" in own and "parts" in function.needs:
+        yield f"{choice.section}.{choice.options_key}: weights are the factors in reward.functions, such as 0.2*format"
+    keyed = {option for key, fixed in choice.fixed.items() if fixed.verl_default is not True for option in fixed.options}
+    for option in own:
+        if option not in function.options and option not in keyed:
+            near = difflib.get_close_matches(str(option), function.options, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            yield (
+                f"{choice.section}.{choice.options_key}: {choice.kind} {function.name!r} has no option {show(option)}.{hint} "
+                f"It takes {', '.join(function.options) or 'none'}"
+            )
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(show(value))
+
+
+def _value_alone(function: Function) -> Iterator[str]:
+    """A KL estimator for the reward whose name promises a gradient, or that corrects for older samples."""
+    if function.name.endswith("+"):
+        yield (
+            f"algorithm.kl_penalty={function.name}: differs from {function.name[:-1]} by its gradient, and a reward has none; "
+            f"algorithm.kl_penalty={function.name[:-1]}"
+        )
+    if "old_logprobs" in function.needs:
+        yield (
+            f"algorithm.kl_penalty={function.name}: corrects for samples of an older policy, and the reward is of the policy that "
+            "sampled; algorithm.kl_penalty=k3"
+        )
+
+
+def _group(config: Config, estimator: Function) -> Iterator[str]:
     """An estimator that compares responses, with one response per prompt."""
     if "group" in estimator.needs and config.actor_rollout_ref.rollout.n == 1:
         yield (
@@ -96,7 +149,7 @@ def _group(config: Config, estimator: Estimator) -> Iterator[str]:
         )
 
 
-def _critic(config: Config, estimator: Estimator) -> Iterator[str]:
+def _critic(config: Config, estimator: Function) -> Iterator[str]:
     """Settings of a critic that is not there, and one that is switched off and needed."""
     if "values" in estimator.needs:
         if config.critic.enable is False:
@@ -109,40 +162,4 @@ def _critic(config: Config, estimator: Estimator) -> Iterator[str]:
             yield (
                 f"{leaf.key}={show(value)}: algorithm.adv_estimator={estimator.name} needs no critic; leave it out, or "
                 "algorithm.adv_estimator=gae"
-            )
-
-
-def _options(config: Config, estimator: Estimator) -> Iterator[str]:
-    """Options that the estimator does not take."""
-    algorithm, name = config.algorithm, estimator.name
-    if name != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        yield (
-            f"algorithm.norm_adv_by_std_in_grpo=false: only algorithm.adv_estimator=grpo reads it, and it is {name}; leave it out"
-        )
-    elif not algorithm.norm_adv_by_std_in_grpo and "std" in algorithm.adv_options:
-        yield "algorithm.adv_options: std says the same as algorithm.norm_adv_by_std_in_grpo=false; give one of them"
-    for key in ("gamma", "lam"):
-        if getattr(algorithm, key) != 1.0 and key not in estimator.options:
-            yield f"algorithm.{key}={getattr(algorithm, key):g}: algorithm.adv_estimator={name} has none; leave it out"
-        if key in algorithm.adv_options:
-            yield f"algorithm.adv_options: {key} is set by algorithm.{key}"
-    if "weights" in algorithm.adv_options and "parts" in estimator.needs:
-        yield "algorithm.adv_options: weights are the factors in reward.functions, such as 0.2*format"
-    for option in algorithm.adv_options:
-        if option not in (*estimator.options, "gamma", "lam"):
-            near = difflib.get_close_matches(option, estimator.options, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            yield (
-                f"algorithm.adv_options: {name} has no option {option}.{hint} It takes {', '.join(estimator.options) or 'none'}"
-            )
-
-
-def _bounds(actor: ActorConfig, bounds: Iterable[str]) -> Iterator[str]:
-    """Clip bounds that were set and that the policy loss does not have."""
-    default = ActorConfig()
-    for key, needed in _CLIP_BOUNDS.items():
-        if getattr(actor, key) != getattr(default, key) and not any(bound in bounds for bound in needed):
-            yield (
-                f"{_A}: {key}={getattr(actor, key):g}: has no effect with policy_loss.loss_mode={actor.policy_loss.loss_mode}, "
-                "which has no such bound; leave it out"
             )

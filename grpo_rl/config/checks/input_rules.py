@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_rl.config.derived import critic_has_own_model, has_judge, has_reward_model
+from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.tree import Config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -89,13 +90,9 @@ def _rewards(config: Config) -> Iterator[str]:
 
 def _own_functions(config: Config) -> Iterator[str]:
     """Yield files of functions that are not there. The registries find them too, but only after torch is loaded."""
-    actor, custom = config.actor_rollout_ref.actor, config.data.custom_cls
-    named = [
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode),
-        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode),
-        ("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name),
-    ]
+    custom = config.data.custom_cls
+    named = [(f"{choice.section}.{choice.key}", choice.name(config)) for choice in CHOICES]
+    named.append(("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name))
     if custom.path is not None and custom.name is not None:
         named.append(("data.custom_cls.path", f"{custom.path}:{custom.name}"))
     for key, name in named:

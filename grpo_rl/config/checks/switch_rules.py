@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_rl.config.checks import data_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import critic_rule, logprob_rule, update_rule
+from grpo_rl.config.derived import critic_rule, has_kl_in_loss, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config, OptimConfig
 
@@ -142,7 +142,8 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
         f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),
-        f"{a}.kl_loss_type": (actor.use_kl_loss, needs_kl_loss),
+        f"{a}.kl_loss_type": (has_kl_in_loss(config), needs_kl_loss + ", with a kl_loss_coef above 0"),
+        f"{a}.kl_loss_options": (has_kl_in_loss(config), needs_kl_loss + ", with a kl_loss_coef above 0"),
         f"{a}.ppo_max_token_len_per_gpu": (by_tokens, "has no effect where micro-batches are cut by rollouts"),
         f"{a}.optim.min_lr_ratio": (
             actor.optim.lr_scheduler_type != "constant",
@@ -160,6 +161,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.filter_groups.refill": (groups.enable, needs_filter),
         "algorithm.filter_groups.max_num_gen_batches": (groups.enable and groups.refill, needs_filter + ", with refill"),
         "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),
+        "algorithm.kl_penalty_options": (algorithm.use_kl_in_reward, needs_kl_in_reward),
         "algorithm.kl_ctrl.type": (algorithm.use_kl_in_reward, needs_kl_in_reward),
         "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
@@ -228,9 +230,9 @@ def _without_effect(config: Config) -> Iterator[str]:
             yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"
 
 
-def value_of(config: Config, key: str) -> object:
-    """Return the value of a dotted key."""
-    value: object = config
+def value_of(config: object, key: str) -> object:
+    """Return the value of a dotted key, in the configuration or in a section of it."""
+    value = config
     for name in key.split("."):
         value = getattr(value, name)
     return value

@@ -55,17 +55,19 @@ class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false: Dr. GRPO's advantages. Only for adv_estimator=grpo."""
-    gamma: Fraction = 1.0
-    """Discount of rewards from token to token, for estimators that discount."""
-    lam: Fraction = 1.0
-    """Decay of GAE, for estimators that have it."""
+    """false: adv_options.std=none, which with adv_estimator=grpo are Dr. GRPO's advantages."""
+    gamma: Fraction | None = None
+    """Discount of rewards from token to token, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
+    lam: Fraction | None = None
+    """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
     adv_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
-    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
-    """Estimator of that penalty."""
+    kl_penalty: str = "kl"
+    """Estimator of that penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own as file.py:function."""
+    kl_penalty_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an estimator of your own."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     mask_truncated: bool = False

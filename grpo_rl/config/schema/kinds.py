@@ -75,11 +75,6 @@ ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself tak
 Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]
 RewardSeconds = Annotated[float, Range(ge=0.001, le=31 * 86_400, reason="no reward comes faster than 0.001 s or after a month")]
 
-KlType = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-    "k3_unbiased", "full",
-]  # fmt: skip
 RejectionMode = Literal[
     "token_k1", "token_k2", "token_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",

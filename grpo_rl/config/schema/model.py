@@ -16,7 +16,6 @@ from grpo_rl.config.schema.kinds import (
     Fraction,
     Gib,
     GradientNorm,
-    KlType,
     LearningRate,
     Megabytes,
     MemoryShare,
@@ -101,6 +100,8 @@ class RefFsdpConfig:
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the loss that have no key of their own, e.g. {size: 2.0}; for your own loss all of its options."""
     tau_pos: Positive | None = None
     """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
     tau_neg: Positive | None = None
@@ -159,17 +160,19 @@ class ActorConfig:
     """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
     data_loader_seed: Seed = 42
     """Seed of that order."""
-    clip_ratio: Ratio = 0.2
-    """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio: Ratio | None = None
+    """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]; null: the loss's own default, 0.2 for all of ours."""
     clip_ratio_low: Ratio | None = None
     """Lower side, if it differs from clip_ratio."""
     clip_ratio_high: Ratio | None = None
     """Upper side, if it differs from clip_ratio (DAPO: 0.28)."""
-    clip_ratio_c: RatioAboveOne = 3.0
-    """Dual clip: bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020)."""
+    clip_ratio_c: RatioAboveOne | None = None
+    """vanilla: dual clip, the bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020); null: 3."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """How token losses become one number; the denominators are those of the whole mini-batch."""
+    loss_agg_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an average of your own."""
     loss_scale_factor: Positive | None = None
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Factor = 0.0
@@ -179,8 +182,10 @@ class ActorConfig:
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
     kl_loss_coef: Coefficient = 0.001
     """Weight of that term (beta)."""
-    kl_loss_type: KlType = "low_var_kl"
-    """Its estimator. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
+    kl_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an estimator of your own."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -15,8 +15,8 @@ from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.options import own_options
 from grpo_rl.algos.segments import Segments
+from grpo_rl.registry import own_options
 from grpo_rl.types import Counts
 
 COMBINATIONS = list(itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS)))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
-from grpo_rl.algos.options import takes
 from grpo_rl.algos.segments import Segments
+from grpo_rl.registry import own_options
 from grpo_rl.types import Counts
 
 ALL = sorted(AGGREGATIONS)
@@ -24,7 +24,7 @@ def average(mode: str, values_T: Tensor, lengths_N: Tensor, counts: Counts, toke
     """The mode called with the keywords that it takes."""
     aggregate = AGGREGATIONS.get(mode)
     keywords = {"group_tokens_N": tokens_N, "loss_scale_factor": FACTOR}
-    return aggregate(values_T, Segments(lengths_N), counts, **{k: v for k, v in keywords.items() if takes(aggregate, k)})
+    return aggregate(values_T, Segments(lengths_N), counts, **own_options(aggregate, keywords))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_k3_stops_at_ten_and_has_no_gradient_there(d: float) -> None:
     assert policy_T.grad is not None and policy_T.grad.item() == 0.0
 
 
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("ref", [float("-inf"), float("nan")])
+def test_a_reference_that_has_broken_down_shows_in_every_estimator(kind: str, ref: float) -> None:
+    policy_T = torch.tensor([-1.0], requires_grad=True)
+    assert not kl_estimate(policy_T, torch.tensor([ref]), kind).isfinite().any()
+
+
 def test_k3_keeps_its_digits_where_policy_and_reference_almost_agree() -> None:
     # e^x - x - 1 = x²/2 + x³/6 + ...; written like that it loses its digits here even in float64.
     x = 2.0**-20

@@ -14,12 +14,12 @@ from objective_cases import inputs, run
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.formula import formula_of
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.schema.tree import ActorConfig, PolicyLossConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import formula_of
 from grpo_rl.types import Counts
 
 # ---- configuration ---------------------------------------------------------------------------------
@@ -27,17 +27,16 @@ from grpo_rl.types import Counts
 
 def test_the_default_configuration_is_grpo_with_k3_in_the_loss() -> None:
     objective = Objective.from_config(ActorConfig())
-    bounds = (("clip_low", 0.2), ("clip_high", 0.2), ("clip_c", 3.0))
-    assert objective == Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.001, loss_options=bounds)
+    assert objective == Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.001)
     assert (objective.loss_mode, objective.loss_agg_mode) == ("vanilla", "token-mean")
     assert (objective.needs_ref, objective.needs_entropy, objective.needs_full_kl) == (True, False, False)
 
 
 def test_the_clip_ratio_holds_for_every_side_that_is_not_given() -> None:
     objective = Objective.from_config(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28))
-    assert dict(objective.loss_options) == {"clip_low": 0.1, "clip_high": 0.28, "clip_c": 3.0}
+    assert dict(objective.loss_options) == {"clip_low": 0.1, "clip_high": 0.28}
     objective = Objective.from_config(ActorConfig(clip_ratio_low=0.3, clip_ratio_c=5.0))
-    assert dict(objective.loss_options) == {"clip_low": 0.3, "clip_high": 0.2, "clip_c": 5.0}
+    assert dict(objective.loss_options) == {"clip_low": 0.3, "clip_c": 5.0}
 
 
 def test_what_the_caller_has_to_supply_follows_from_the_terms() -> None:

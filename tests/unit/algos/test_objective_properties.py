@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from objective_cases import COMBINATIONS, FACTOR, SMOOTH, TERMS, combine, extras, inputs, make, run
 from torch import Tensor
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
+from grpo_rl.registry import needs_of
 
 
 @pytest.mark.parametrize(("loss_mode", "agg_mode", "kl_type"), TERMS)
@@ -162,7 +163,7 @@ def test_groups_without_signal_leave_the_policy_exactly_where_it_is(loss_mode: s
     assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=False) == (loss_mode != "dro")
 
 
-@pytest.mark.parametrize("estimator", [name for name in ADVANTAGES if needs_of(ADVANTAGES.get(name)).group])
+@pytest.mark.parametrize("estimator", [name for name in ADVANTAGES if "group" in needs_of(ADVANTAGES.get(name))])
 def test_every_group_estimator_leaves_the_policy_where_it_is_without_signal(estimator: str) -> None:
     assert leaves_the_policy(Objective(), estimator, on_policy=False)
 

@@ -293,3 +293,14 @@ def test_losses_that_stop_gradients_have_that_of_their_weight_times_the_score(na
     loss_T, _ = call(name, policy_T, old_T, torch.randn(12, generator=generator), [12])
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), policy_T)
     torch.testing.assert_close(gradient_T, (loss_T / policy_T).detach())
+
+
+def test_options_are_not_rounded_to_float32() -> None:
+    one = {
+        "policy_T": torch.tensor([-1.0 + math.log(1.5)], dtype=torch.float64),
+        "old_T": torch.tensor([-1.0], dtype=torch.float64),
+    }
+    loss_T, _ = call("sapo", **one, advantages_T=torch.tensor([-1.0], dtype=torch.float64), lengths=[1])
+    assert loss_T.item() == pytest.approx(4 / 1.05 / (1 + math.exp(-1.05 * 0.5)), rel=1e-14)
+    loss_T, _ = call("geo_mean", **one, advantages_T=torch.tensor([1.0], dtype=torch.float64), lengths=[1])
+    assert loss_T.item() == pytest.approx(-math.exp(0.28), rel=1e-14)

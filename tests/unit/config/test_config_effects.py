@@ -64,7 +64,6 @@ def page(words: list[str], machine: Machine) -> str:
     ("given", "machine", "key", "why"),
     [
         ({f"{A}.use_kl_loss": "false"}, CPU, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "no reference runs"),
-        ({f"{A}.kl_loss_coef": 0.0}, CPU, f"{A}.kl_loss_type=k1", "no weight"),
         ({}, CPU, f"{R}.log_prob_max_token_len_per_gpu=4096", "no pass computes old log-probs"),
         ({}, CPU, f"{R}.gpu_memory_utilization=0.7", "is for GPUs"),
         ({}, EIGHT_GPUS, f"{R}.kv_cache_gib=2.0", "is for CPUs"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.types import Batch
 
@@ -56,10 +56,19 @@ def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from grpo_rl.algos.advantages.registered import AdvantageOutput, needs\n"
-        "@needs(values=True)\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
+        "@needs('values')\ndef mine(inp):\n    return AdvantageOutput(inp.values_T)\n"
     )
     with pytest.raises(ConfigError, match="gives no returns_T"):
         Advantage(AlgorithmConfig(adv_estimator=f"{file}:mine"))(make_batch([1.0], [2], [0], values_T=torch.zeros(2)))
+
+
+@pytest.mark.parametrize(("column", "name"), [("ref", "the reference's"), ("rollout", "the engine's"), ("old", "the old")])
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_log_probs_that_are_not_finite_are_named_with_their_rollout(column, name, value):
+    logprobs_T = torch.tensor([-1.0, -1.0, value])
+    batch = make_batch([1.0, 0.0], [2, 1], [0, 0]).replace(**{f"{column}_logprobs_T": logprobs_T})
+    with pytest.raises(DivergedError, match=rf"{name} log-probs are not finite at 1 of 3 tokens.* in rollouts \[1\] of 2"):
+        Advantage(AlgorithmConfig())(batch)
 
 
 def test_remax_subtracts_each_rollouts_baseline():

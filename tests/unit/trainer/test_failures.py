@@ -8,9 +8,10 @@ import inspect
 import pytest
 import torch
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, needs_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
 from grpo_rl.data.collate import collate
+from grpo_rl.registry import needs_of
 from grpo_rl.rewards.contract.failures import summary
 from grpo_rl.trainer.advantage import Advantage
 from grpo_rl.trainer.baselines import with_baselines
@@ -88,7 +89,7 @@ def test_the_penalty_for_length_leaves_failed_rewards_as_they_are() -> None:
     assert [r.reward for r in penalized] == [0.0, None, -1.0]
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if not needs_of(ADVANTAGES.get(name)).steps])
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if "steps" not in needs_of(ADVANTAGES.get(name))])
 def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     """Groups of four, one and three: what is left is finite, and does not see what was dropped."""
     rewards = [1.0, 0.0, 0.0, 0.5, None, None, None, 1.0, 0.0, 1.0, None, 0.5]
@@ -100,7 +101,7 @@ def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     options = {"k": 1} if "k" in inspect.signature(ADVANTAGES.get(name)).parameters else {}
     advantage = Advantage(AlgorithmConfig(adv_estimator=name, adv_options=options), {"rule": 1.0})
     batch = collate(with_reward(given), advantage.parts)
-    if needs.values:
+    if "values" in needs:
         batch = batch.replace(values_T=torch.zeros(batch.num_trained_tokens))
     batch, _ = advantage(batch)
     assert batch.advantages_T is not None and batch.num_rollouts == 8

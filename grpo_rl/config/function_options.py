@@ -1,0 +1,119 @@
+"""Which keys name a function of the algorithm, and which keys set its options: one table for all kinds.
+
+Every kind has one key with a mapping of options, such as `algorithm.adv_options={std: batch}`. verl's fixed keys, such
+as `clip_ratio_c`, are further ways to set one. A fixed key whose option the chosen function does not have is refused,
+unless it has verl's default, which people paste by habit and which asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, Config
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedKey:
+    """A key of verl's that sets options by itself."""
+
+    options: tuple[str, ...]
+    verl_default: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A place where the configuration names a function. All keys are relative to `section`."""
+
+    kind: str
+    """What the registry calls the function."""
+    section: str
+    key: str
+    """The function's name."""
+    options_key: str
+    """The mapping of its options."""
+    fixed: Mapping[str, FixedKey] = field(default_factory=dict)
+
+    def name(self, config: Config) -> str:
+        """Return the name of the chosen function."""
+        return str(_value(self._root(config), self.key))
+
+    def given(self, config: Config) -> dict[str, tuple[str, Any]]:
+        """Return the options that are set: the full key of each and the value. Later keys of the table win."""
+        return {option: (f"{self.section}.{key}", value) for option, key, value in _settings(self, self._root(config))}
+
+    def _root(self, config: Config) -> Any:
+        return _value(config, self.section)
+
+
+def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known: Collection[str]) -> dict[str, Any]:
+    """Return the options that the keys of a section set for a function whose options are `known`.
+
+    What a fixed key sets is left out where the function has no such option: the checks have refused all but verl's default.
+    """
+    return {option: value for option, key, value in _settings(choice, section) if option in known or key not in choice.fixed}
+
+
+def _settings(choice: Choice, section: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield option, key and value of every setting that is not null."""
+    for key, fixed in choice.fixed.items():
+        value = _value(section, key)
+        if key == "norm_adv_by_std_in_grpo":
+            value = None if value else "none"
+        if value is not None:
+            yield from ((option, key, value) for option in fixed.options)
+    for option, value in _value(section, choice.options_key).items():
+        yield option, choice.options_key, value
+
+
+def _value(root: Any, key: str) -> Any:
+    for name in key.split("."):
+        root = getattr(root, name)
+    return root
+
+
+ESTIMATOR = Choice(
+    "advantage estimator",
+    "algorithm",
+    "adv_estimator",
+    "adv_options",
+    {
+        "gamma": FixedKey(("gamma",), 1.0),
+        "lam": FixedKey(("lam",), 1.0),
+        "norm_adv_by_std_in_grpo": FixedKey(("std",), True),
+    },
+)
+LOSS = Choice(
+    "policy loss",
+    ACTOR,
+    "policy_loss.loss_mode",
+    "policy_loss.options",
+    {
+        "clip_ratio": FixedKey(("clip_low", "clip_high"), 0.2),
+        "clip_ratio_low": FixedKey(("clip_low",), 0.2),
+        "clip_ratio_high": FixedKey(("clip_high",), 0.2),
+        "clip_ratio_c": FixedKey(("clip_c",), 3.0),
+        "policy_loss.tau_pos": FixedKey(("tau_pos",), 1.0),
+        "policy_loss.tau_neg": FixedKey(("tau_neg",), 1.05),
+        "policy_loss.clip_cov_ratio": FixedKey(("clip_cov_ratio",), 0.0002),
+        "policy_loss.clip_cov_lb": FixedKey(("clip_cov_lb",), 1.0),
+        "policy_loss.clip_cov_ub": FixedKey(("clip_cov_ub",), 5.0),
+        "policy_loss.kl_cov_ratio": FixedKey(("kl_cov_ratio",), 0.0002),
+        "policy_loss.ppo_kl_coef": FixedKey(("ppo_kl_coef",), 0.1),
+        "policy_loss.dro_beta": FixedKey(("dro_beta",), None),
+        "policy_loss.max_ratio": FixedKey(("max_ratio",), None),
+    },
+)
+AVERAGE = Choice(
+    "loss_agg_mode",
+    ACTOR,
+    "loss_agg_mode",
+    "loss_agg_options",
+    {"loss_scale_factor": FixedKey(("loss_scale_factor",), None)},
+)
+KL_IN_LOSS = Choice("KL estimator", ACTOR, "kl_loss_type", "kl_loss_options")
+KL_IN_REWARD = Choice("KL estimator", "algorithm", "kl_penalty", "kl_penalty_options")
+CHOICES = (ESTIMATOR, LOSS, AVERAGE, KL_IN_LOSS, KL_IN_REWARD)
