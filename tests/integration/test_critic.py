@@ -119,6 +119,7 @@ def test_ppo_trains_from_the_command_line_and_a_resumed_run_repeats_the_steps(tm
         "actor_rollout_ref.actor.use_kl_loss=false",
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.hf.batched=false",
+        "actor_rollout_ref.rollout.kv_cache_gib=1.0",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.val_before_train=false",

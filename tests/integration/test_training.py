@@ -282,6 +282,7 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
         f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.hf.batched=false",
+        "actor_rollout_ref.rollout.kv_cache_gib=1.0",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=odd",
         "data.gen_batch_size=4",
