@@ -1,4 +1,5 @@
-"""Functions of the algorithm run once on a small batch: whether they keep to their interface, and whether an option matters.
+"""Functions of the algorithm run once on a small batch, to see that they keep to their interface and that options
+matter.
 
 So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns are
 there in the small batch; recorders note which of them a function reads, and what it reads has to be what it said it needs.
@@ -34,7 +35,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function made of the small batch."""
+    """The results of a function on the small batch, and the columns that it read."""
 
     values: tuple[Tensor, ...]
     """Its results, and their gradient with respect to the policy's log-probs where it has one."""
