@@ -1,4 +1,5 @@
-"""One rank's share of a policy's state as plain host tensors: what a new process in its place needs to go on bit by bit."""
+"""One rank's share of a policy's state as plain host tensors: all that a new process in its place needs to go on bit by
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: complete or not there, verified before use, the newest good one first. Format: docs/checkpoints.md."""
+"""Checkpoints on disk: complete or not there, verified before use, the newest good one first. Format:
+docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
 _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
-"""Names of what is being made or removed. Anything else with a dot in front is not ours."""
+"""Names of folders that are being made or removed. Anything else with a dot in front is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self.warn = warn
-        """Called with each thing that was left alone, and the reason."""
+        """A function called with each thing that was left alone, and the reason."""
 
     # ---- writing -------------------------------------------------------------------------------------------
 
