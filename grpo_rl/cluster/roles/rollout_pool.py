@@ -30,13 +30,14 @@ class PoolOptions:
 
     max_num_seqs: int
     sleeps: bool
-    """Engines give their memory back between generation and the next weight transfer."""
+    """True where engines give their memory back between generation and the next weight transfer."""
     verify_checksum: bool
     step_timeout_s: float
     max_staleness: int = 0
-    """How many versions older than the engines' weights a token of a rollout may be when the rollout is handed over."""
+    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over."""
     keep_cache: bool = False
-    """Requests that live through a weight update keep the keys and values of the old weights (see RolloutEngine)."""
+    """True where requests that live through a weight update keep the keys and values of the old weights (see
+    RolloutEngine)."""
 
 
 class ReplicaPool:
@@ -67,7 +68,7 @@ class ReplicaPool:
         self._ended: dict[str, Completion] = {}
         """Completions that were not handed over yet, in the order in which they ended."""
         self._quiet_s = 0.0
-        """For how long the pool has waited since a response ended."""
+        """Seconds that the pool has waited since a response ended."""
 
     # ---- weights -------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def answers_without_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) answers without a token: any process that reaches the port can run code there."""
+    """Return whether the cluster at `address` (host:port) answers without a token: any process that reaches the port
+    can run code there."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -26,7 +27,8 @@ def answers_without_token(address: str) -> bool:
 
 
 def refuses_our_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) answers that this process's token, or its lack of one, is wrong."""
+    """Return whether the cluster at `address` (host:port) answers that this process's token, or its lack of one, is
+    wrong."""
     import grpc
     import ray._raylet
 

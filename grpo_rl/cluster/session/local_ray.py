@@ -43,7 +43,7 @@ def own_token() -> Iterator[None]:
 
 
 def forget_token() -> None:
-    """Have Ray look its token up again: its C++ part remembers the first that it found."""
+    """Make Ray look its token up again: its C++ part remembers the first that it found."""
     import ray._raylet
 
     raylet: Any = ray._raylet  # which has no types
@@ -52,7 +52,8 @@ def forget_token() -> None:
 
 @contextmanager
 def started_apart() -> Iterator[None]:
-    """Have `ray.init` start its processes in sessions of their own, shielded from signals, and listening on loopback only.
+    """Make `ray.init` start its processes in sessions of their own, shielded from signals, and listening on loopback
+    only.
 
     Ray blocks SIGINT for its processes, but leaves them in the controller's process group: a SIGTERM or SIGHUP to the group
     ended Ray's head, and with it the run that was about to save its state.
@@ -84,7 +85,7 @@ def started_apart() -> Iterator[None]:
 
 @contextmanager
 def errors_logged(log: Path) -> Iterator[None]:
-    """Have what Ray's own processes report written to `log`, in place of the screen.
+    """Redirect what Ray's own processes report to `log`, in place of the screen.
 
     A raylet calls every worker that did not announce its end a victim of the OOM killer or of an error of the application,
     also one that this package has ended on purpose. What matters of it is in the errors that calls to workers raise.
