@@ -47,7 +47,7 @@ def remember(values: Iterable[object]) -> None:
 
 
 def remember_environment(environment: Mapping[str, str] | None = None) -> None:
-    """Hide the values of all environment variables whose names say that they are secrets."""
+    """Hide the values of all environment variables whose names look like those of secrets."""
     remember(value for name, value in (os.environ if environment is None else environment).items() if is_secret_name(name))
 
 
@@ -66,7 +66,8 @@ def hide_known(line: str) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` without remembered values, credentials in addresses, and tokens that can be told by their look."""
+    """Return `text` without remembered values, credentials in addresses, and tokens that can be recognised by their
+    look."""
     for value in known():
         text = text.replace(value, HIDDEN)
     for needles, pattern, replacement in _IN_TEXT:

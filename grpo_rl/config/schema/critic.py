@@ -25,7 +25,8 @@ class CriticOptimConfig(OptimConfig):
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
     enable: bool | None = None
-    """Whether there is a critic; null: where algorithm.adv_estimator needs one. Any other answer than that is refused."""
+    """True for a critic, false for none; null: one where algorithm.adv_estimator needs it. Any other answer than that
+    is refused."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

@@ -21,14 +21,15 @@ class Range:
     zero: bool = False
     """0 is allowed too, though it lies below the lower bound."""
     reason: str = ""
-    """Why there is nothing to gain outside: part of the message of a refusal, and of docs/configuration.md."""
+    """The reason why there is nothing to gain outside: part of the message of a refusal, and of
+    docs/configuration.md."""
 
 
 _A_COUNT = "counts of steps, rows and tries stay below 10^12"
 Count = Annotated[int, Range(ge=1, le=10**12, reason=_A_COUNT)]
 CountOrZero = Annotated[int, Range(ge=0, le=10**12, reason=_A_COUNT)]
 CountOrOff = Annotated[int, Range(ge=-1, le=10**12, reason=_A_COUNT)]
-"""-1 switches it off, as in verl."""
+"""A count, or -1, which switches it off, as in verl."""
 
 Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files hold a seed in 64 bits")]
 Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]
