@@ -1,4 +1,4 @@
-"""Which rollouts go to which rank and micro-batch: even work, and the same number of passes on every rank.
+"""Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
 
 Rollouts that have to be trained together (the two sides of a pair, a group whose loss compares them) form a *unit*: all
 of its rollouts land in one micro-batch on one rank. Where no units are given, every rollout is one by itself.

@@ -29,7 +29,7 @@ KEPT_PROMPTS = 4096
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of the rows, of those checked at the start and of those drawn since."""
+    """Counts of the rows that were checked at the start and of those drawn since."""
 
     num_rows: int
     """Rows in the files, after max_samples."""

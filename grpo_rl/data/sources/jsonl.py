@@ -231,5 +231,5 @@ def _broken(text: str, error: json.JSONDecodeError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what the error says."""
+    """Return the first line of an error's text."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
