@@ -1,4 +1,4 @@
-"""A first look into the data files, before anything starts: whether they can be used, and how many rows they have.
+"""A first look into the data files, before anything starts: can they be used, and how many rows have they?
 
 Reading all the data takes as long as there is data, and happens while Ray starts. An empty, cut or broken file and a
 wrong column show in a few rows, which cost milliseconds.
