@@ -46,7 +46,7 @@ MAX_NUMBERS = 5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: what a reward function is called with. `response` is None where none could be made."""
+    """The arguments of a reward function for one row. `response` is None where none could be made."""
 
     place: int
     data_source: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one call gave."""
+    """The result of one call."""
 
     row: Row
     seconds: float = 0.0

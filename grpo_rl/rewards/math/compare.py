@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same, without an algebra system: most are settled here, either way.
+"""Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
 Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; equations up to a factor.
 """
@@ -17,7 +17,7 @@ MAX_ELEMENTS = 60
 """Elements of a set that may stand in any order; a larger one must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
-"""Digits that a decimal must have to stand for a number that no decimal is, such as 1/3 or a root."""
+"""Digits that a decimal must have to stand for a number that is no decimal, such as 1/3 or a root."""
 MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
 DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")

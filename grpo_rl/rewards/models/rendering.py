@@ -20,7 +20,8 @@ class Scorable:
     positions: tuple[int, ...]
     """The last token, or the last token of each step."""
     step_tokens: tuple[int, ...] | None
-    """For each position, the index of the step's last token among the response's own; None for one score per response."""
+    """The index, for each position, of the step's last token among the response's own; None for one score per
+    response."""
 
 
 class Renderer:

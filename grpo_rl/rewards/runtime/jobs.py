@@ -1,4 +1,4 @@
-"""Requests to reward processes: calls of functions for responses, and what their answers say."""
+"""Requests to reward processes: calls of functions for responses, and the meaning of their answers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Job:
     rollouts: Sequence[Rollout]
     components: list[Component]
     outcomes: list[list[Outcome]] = field(default_factory=list)
-    """For each rollout, one of each component; shorter after a failure. Written once, before `done`."""
+    """One outcome of each component for each rollout; shorter after a failure. Written once, before `done`."""
     failed_as_whole: bool = False
-    """The call itself gave nothing, as opposed to single results that are none."""
+    """True where the call itself gave nothing, as opposed to single results that are none."""
     done: bool = False
 
     @property

@@ -119,7 +119,7 @@ def _one(result: Result | RewardFailure) -> dict[str, Any]:
 
 
 def _warm_up(components: Sequence[Component], data_sources: Sequence[str]) -> None:
-    """Call the registered functions once with each data source; what they say does not matter."""
+    """Call the registered functions once with each data source; their results do not matter."""
     for component in components:
         for data_source in () if component.own else data_sources:
             for text, truth in WARM_UP:

@@ -23,7 +23,7 @@ MOST_AT_ONCE = 64
 LARGEST_AT_ONCE = 2**20
 """Responses, and characters of them, in one message to a process."""
 SHARES = 2
-"""A process takes one of so many shares, for each process there is, of the responses that wait."""
+"""The divisor of a process's share: it takes one of so many, for each process there is, of the responses that wait."""
 
 
 class RewardRunner:
