@@ -1,4 +1,5 @@
-"""One training step as one line of a table, and the header above it: which metrics a person sees, and under which names."""
+"""One training step as one line of a table, and the header above it, with the metrics that a person sees and their
+names."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ MOST_KEPT = 10_000
 
 
 class DurableMetrics:
-    """metrics.jsonl, behind a memory of the steps that could not be written yet. One warning says so, and one when it works again."""
+    """metrics.jsonl, with a memory of the steps that could not be written yet. One warning reports that, and one that
+    it works again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path = path
