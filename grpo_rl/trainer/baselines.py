@@ -1,4 +1,4 @@
-"""Greedy responses, with whose rewards those of the sampled ones are compared."""
+"""Greedy responses, whose rewards are compared with those of the sampled ones."""
 
 from __future__ import annotations
 
