@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
+"""A check whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
 
 from __future__ import annotations
 
