@@ -24,8 +24,8 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, si
 def shielded() -> Iterator[None]:
     """Start processes from this thread with STOP_SIGNALS blocked meanwhile; they stay blocked in them.
 
-    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What reaches
-    this process meanwhile waits for the end of the block, or goes to another thread.
+    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What
+    reaches this process meanwhile waits for the end of the block, or goes to another thread.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -69,8 +69,9 @@ def _answer_as_usual() -> None:
 def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:
     """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
 
-    A process under this id whose command line does not begin with `title` has only inherited the number, and is left alone,
-    as are processes that `spares` names. Of those whose own parents ended before, only the group's members are found.
+    A process under this id whose command line does not begin with `title` has only inherited the number, and is left
+    alone, as are processes that `spares` names. Of those whose own parents ended before, only the group's members are
+    found.
     """
     name = _command_line(pid)
     if name and not name.startswith(title):

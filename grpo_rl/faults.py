@@ -2,9 +2,9 @@
 
 `GRPO_FAULT` arms them: entries `POINT:ACTION[=VALUE][@CONDITION,...]` with `;` between them, for example
 `actor.update.mid_backward:kill9@step=3,rank=1;ckpt.before_rename:enospc@n=2`. Every process of a run reads it.
-Conditions, all of which must hold: `KEY=VALUE` on what the point tells (see `POINTS`; `worker` and `step` are known
-everywhere), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
-processes and restarts, which needs the folder `GRPO_FAULT_STATE` to remember it in. What was done is noted there too,
+Conditions, all of which must hold: `KEY=VALUE` on a fact that the point has (see `POINTS`; all have `worker` and
+`step`), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
+processes and restarts, which needs the folder `GRPO_FAULT_STATE` to note it in. What was done is noted there too,
 one line of JSON each in `fired.jsonl`.
 """
 
@@ -118,8 +118,7 @@ class _Armed:
         return not entry.once or self._is_first(entry)
 
     def _is_first(self, entry: _Entry) -> bool:
-        """Return whether no process has done this before; noted before it is done, since it may be this process's
-        end."""
+        """Return whether no process has done this before; noted before it is done, as this process may end by it."""
         assert self.state is not None
         try:
             os.close(os.open(self.state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))

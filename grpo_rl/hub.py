@@ -32,7 +32,7 @@ def why_unreachable() -> str | None:
         except OSError as error:
             answers.put(error.strerror or str(error))
 
-    # In a thread, as a name server that says nothing holds up the look-up for longer than any timeout of a socket.
+    # In a thread, as a name server that does not answer holds up the look-up for longer than any timeout of a socket.
     threading.Thread(target=connect, daemon=True).start()
     try:
         why = answers.get(timeout=TIMEOUT_S)

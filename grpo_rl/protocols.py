@@ -27,8 +27,7 @@ class Actor(Protocol):
         """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the state of this moment, while the training goes on; with `check` the files are read
-        back."""
+        """Begin a `save` of the present state, while the training goes on; with `check` the files are read back."""
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files that the save wrote which was begun; None when it has not ended within `wait_s`.
@@ -69,8 +68,7 @@ class Critic(Protocol):
         """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the state of this moment, while the training goes on; with `check` the files are read
-        back."""
+        """Begin a `save` of the present state, while the training goes on; with `check` the files are read back."""
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files that the save wrote which was begun; None when it has not ended within `wait_s`.
@@ -131,5 +129,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those
-        that were not."""
+        """Return the rollouts with `reward`, `reward_parts` and `steps`, or with `failure`. Submits any new ones."""

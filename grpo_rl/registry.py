@@ -199,7 +199,7 @@ def needs(*names: str) -> Callable[[F], F]:
 
 
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return what the function said it needs; nothing when it said nothing."""
+    """Return the needs that the function declared with `@needs`; none where it declared none."""
     return getattr(function, "needs", frozenset())
 
 

@@ -1,6 +1,6 @@
 """Averaging: per-token values of one micro-batch in, its share of the global average out.
 
-Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches know, and never
+Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches have, and never
 by anything counted locally. So shares simply add up, and the gradient is the same for any split. Sums are
 taken in float64. Register a mode with `@AGGREGATIONS.register("name")`.
 

@@ -181,9 +181,9 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
     """Measure how far the engine's policy is from the trainer's. Exponentiated log-ratios are cut to +-20.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
-    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared
-    weights - 1.
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the
+    mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of
+    squared weights - 1.
     """
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)

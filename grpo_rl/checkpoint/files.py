@@ -28,8 +28,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
-    """Write a new file, which is on the disk when this returns; its entry is worked out from what was to be written,
-    not from the file."""
+    """Write a new file, on the disk when this returns; its entry is that of what was to be written, not of the file."""
     _point("open", path)
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

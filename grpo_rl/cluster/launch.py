@@ -1,5 +1,4 @@
-"""The course of a run from its folder to its report: what earlier ones left, Ray, the workers, the training, the
-end."""
+"""The course of a run from its folder to its report: what earlier ones left, Ray, workers, training, end."""
 
 from __future__ import annotations
 
@@ -161,7 +160,7 @@ def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
 
 
 def await_ray(connection: Connection, console: Console) -> None:
-    """Wait for Ray, which has been starting beside everything else. Where it is there already, nothing more is said."""
+    """Wait for Ray, which has been starting beside everything else. Nothing is printed where it is there already."""
     if connection.has_tried:
         connection.connected()
         return

@@ -206,8 +206,7 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
-    """Yield a line where a recipe, which may be another person's text, allows the code of a model folder to run: only
-    the user may."""
+    """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
     for key in security_rules.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

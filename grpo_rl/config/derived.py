@@ -32,8 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRule:
-    """The rule that cuts the rollouts of one rank into forward passes: by tokens or by rollouts; the other one is
-    None."""
+    """The rule that cuts the rollouts of one rank into forward passes, by tokens or by rollouts; the other is None."""
 
     max_tokens: int | None
     max_rollouts: int | None

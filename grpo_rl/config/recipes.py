@@ -1,7 +1,7 @@
 """Recipes: YAML files with verl's keys, only what differs from the defaults.
 
-A recipe may be any file that a user names, also a link to one that is no recipe and whose lines nobody should read in
-a log. So a message says where a file is wrong and quotes nothing of a file that is no YAML mapping.
+A recipe may be any file that a user names, also a link to a file with secrets that is no recipe and whose lines must
+not appear in a log. So a message names the wrong line and quotes nothing of a file that is no YAML mapping.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Recipe:
     content: dict[str, Any]
     parents: tuple[str, ...] = ()
     folder: Path | None = None
-    """The folder in which relative paths of a user's recipe start; None for recipes of the package, whose paths are the
-    user's to fill."""
+    """The folder in which a user's recipe's relative paths start; None for the package's recipes."""
 
     def node(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the node for Hydra: `content` with the list of parents before it."""

@@ -26,8 +26,8 @@ def split_over_ranks(
 
     `mini_batches` are lists of indices, each of which is to be even over the ranks by itself: the optimizer waits for
     the slowest rank after every one of them. A sequence may be in several (one per epoch), or in none. The longest
-    unit comes first, and goes where its mini-batches have the least work so far; equal ranks are told apart by all
-    their work, by their number of sequences, and by rank.
+    unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
+    their work, then by their number of sequences, then by rank.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):

@@ -95,7 +95,7 @@ class PromptDataset:
 
     @property
     def data_sources(self) -> list[str]:
-        """The different values of data_source in the rows that were checked, sorted: what an `auto` reward must know."""
+        """The values of data_source in the rows that were checked, sorted: an `auto` reward needs a rule for each."""
         return sorted(self._data_sources)
 
     @property

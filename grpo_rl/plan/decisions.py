@@ -203,7 +203,7 @@ class Plan:
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
     """Return the plan of a run on `machine`, without what its page and its memory estimate say.
 
-    `resumes`: a checkpoint of the run is there. Raises ConfigError for what a registry does not know.
+    `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has.
     """
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
@@ -296,8 +296,8 @@ def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan
 def _passes(config: Config, objective: Objective) -> Passes:
     """Return the passes that a step makes.
 
-    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old log-probs
-    are computed only where something else reads their values.
+    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
+    log-probs are computed only where something else reads their values.
     """
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {

@@ -84,7 +84,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
         if "auto_map" in settings and model.trust_remote_code:
             # The model's own code decides; it runs when the run starts, and not for a plan.
             return settings | dict(model.override_config)
-    # transformers takes a second to import: only where what it knows is asked for.
+    # transformers takes a second to import: only where its own checks are needed.
     from grpo_rl.models.load import load_config
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
@@ -117,8 +117,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_plain(settings: dict[str, Any]) -> bool:
-    """Return whether it is a causal language model of a family that transformers has, without asking transformers
-    itself."""
+    """Return whether it is a causal language model of a family in transformers, without loading transformers."""
     family, names = settings.get("model_type"), settings.get("architectures")
     transformers = importlib.util.find_spec("transformers")
     if transformers is None or transformers.origin is None or "auto_map" in settings or not isinstance(family, str):
@@ -212,7 +211,7 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model at `path`; None where only loading it tells them (hub names, other families)."""
+    """Return the sizes of the model at `path`; None where only loading it shows them (hub names, other families)."""
     if path.startswith(PREFIX):
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()

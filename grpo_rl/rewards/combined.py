@@ -59,7 +59,7 @@ class ModelReward(Protocol):
 class CombinedRewarder:
     """Rules and models together; implements `roles.Rewarder`.
 
-    reward = what the rules give + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
+    reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
     model that scores steps gives `steps`, times its weight.
     """
 
@@ -77,10 +77,11 @@ class CombinedRewarder:
             model.submit(rollout)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not.
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that
+        were not.
 
-        What a failed one has for a reward says `reward.on_failure`, of models as of rules. Raises RewardError, with counts by
-        kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        The reward of a failed one is chosen by `reward.on_failure`, for models as for rules. Raises RewardError, with
+        counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
         """
         for rollout in rollouts:
             for model in self.models:

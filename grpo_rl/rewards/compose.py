@@ -81,7 +81,7 @@ class RewardFunction:
 
     @property
     def may_score_steps(self) -> bool:
-        """Return whether some component may give the rewards of reasoning steps; of a user's own only a result can tell."""
+        """Return whether some component may give the rewards of reasoning steps, as a user's own always may."""
         return any(component.function not in WITHOUT_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:

@@ -114,8 +114,7 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
 
 @dataclass(frozen=True, slots=True)
 class NcclRendezvous:
-    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and the ranks that a replica
-    has."""
+    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and a replica's ranks."""
 
     master_address: str
     master_port: int

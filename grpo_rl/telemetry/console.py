@@ -106,8 +106,9 @@ class Console:
         """Show a bar for work of `total` units (None: unknown) that takes longer than a second.
 
         On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
-        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the phases of a step, whose
-        seconds are on the step's own line. `since`, a monotonic time: work that began before anybody waited for it.
+        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the
+        phases of a step, whose seconds are on the step's own line. `since`, a monotonic time: the start of work that
+        began before this call.
         """
         start = time.monotonic() if since is None else since
         if keep and not self.interactive:
@@ -195,8 +196,7 @@ class Console:
             )
 
     def _warn_untrained(self, metrics: Mapping[str, float]) -> None:
-        """Warn that the step trained no token, at the first of several such steps, and name the key which leaves the
-        tokens out."""
+        """Warn, at the first of several steps that trained no token, and name the key which leaves the tokens out."""
         before, self._untrained = self._untrained, metrics.get("rollout/trained_token_fraction") == 0.0
         if self._untrained and not before:
             masked = metrics.get("rollout/masked_fraction", 0.0)

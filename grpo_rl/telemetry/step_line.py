@@ -1,5 +1,4 @@
-"""One training step as one line of a table, and the header above it, with the metrics that a person sees and their
-names."""
+"""One training step as one line of a table, and the header above it: the metrics that a person sees."""
 
 from __future__ import annotations
 

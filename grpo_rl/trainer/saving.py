@@ -76,8 +76,7 @@ class Saving:
                 self.output.console.warn(f"{error}: step {step} is saved once more")
 
     def rescue(self) -> None:
-        """Commit the save that is going on, if it is nearly done: the run is about to end with an error, which is not
-        to be hidden."""
+        """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)

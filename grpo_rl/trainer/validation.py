@@ -15,8 +15,7 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 
 class Validation:
-    """A sampler of responses to the validation prompts, with their scores; for every schedule that has a rollout
-    role."""
+    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

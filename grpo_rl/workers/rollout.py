@@ -149,8 +149,7 @@ class RolloutWorker:
         return None if at is None else (at[0], time.monotonic() - at[1], self._longest.get(at[0]))
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop the thread and free the engine; ClusterError when it does not stop in time. A second call does
-        nothing."""
+        """Stop the thread and free the engine; ClusterError when it does not stop in time. May be called twice."""
         self._closed = True
         self._commands.put(None)
         self._thread.join(timeout_s)

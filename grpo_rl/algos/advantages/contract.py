@@ -46,7 +46,7 @@ class AdvantageInput:
     def column(self, name: str) -> Tensor:
         """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"there is no {name}: the estimator needs it, and has to say so with @needs"
+        assert value is not None, f"there is no {name}: the estimator needs it, and has to declare that with @needs"
         return value
 
 

@@ -68,7 +68,7 @@ class LossInput:
     def column(self, name: str) -> Tensor:
         """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"there is no {name}: the objective needs it, and a loss has to say so with @needs"
+        assert value is not None, f"there is no {name}: the objective needs it, and a loss has to declare that with @needs"
         return value
 
 

@@ -1,9 +1,10 @@
 """The program that Ray runs in place of Python where workers are copies of one process, made by the fork server.
 
-Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT ...`, which
-sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at SOCKET and ends
-once a copy has taken its place. When no server answers, says no, or is not the one that the controller (PID) made, this
-process becomes the Python that Ray wanted. It needs nothing but Python's own library, since it runs for every worker.
+Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT
+...`, which sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at
+SOCKET and ends once a copy has taken its place. When no server answers, the server refuses, or it is not the one that
+the controller (PID) made, this process becomes the Python that Ray asked for. It needs nothing but Python's own
+library, since it runs for every worker.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 def granted(address: str, controller: int, words: Sequence[str]) -> bool:
     """Return whether a copy now exists which runs these words with all that this process has.
 
-    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without one.
+    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without
+    one.
     """
     umask = os.umask(0)
     os.umask(umask)

@@ -48,7 +48,7 @@ class Place:
         copied = forks.runtime_env(environment)
         if copied:
             options["runtime_env"] = copied
-        remote: Any = ray.remote  # whose types do not know concurrency groups
+        remote: Any = ray.remote  # Ray's types have no concurrency groups
         return (
             remote(concurrency_groups={BEATS: 1})(WorkerHost)
             .options(**options)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 TITLE = b"ray::"
 """The beginning of the command lines of Ray's workers: a process of another name has only inherited a worker's id."""
 LEAVE_S = 2.0
-"""Seconds that workers which were asked to end may take; a copy ends within milliseconds, an engine has children to
-end."""
+"""Seconds that workers may take to end; a copy ends within milliseconds, an engine has children to end."""
 
 
 def end_workers(workers: Sequence[Worker]) -> None:

@@ -89,7 +89,7 @@ class WorkerHost:
         """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None:
         nothing.
 
-        That it answers shows that the process runs Python; a worker that cannot tell what it does only shows that.
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
         """
         time.sleep(wait_s)
         activity = getattr(self._worker, "activity", None)
@@ -127,8 +127,7 @@ class WorkerHost:
         return self.call(method, *args, **kwargs)
 
     def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
-        """Return whether the result is something, and the result: two objects, so that a caller can pass the second on
-        unread."""
+        """Return whether the result is not None, and the result: two objects, the second to be passed on unread."""
         value = self.call(method, *args)
         return value is not None, value
 

@@ -73,8 +73,7 @@ class Worker:
         self.verdict: str | None = None
         """The reason for which the controller ended the process, if it did."""
         self.excused = False
-        """True while the worker is busy with something that may keep it from answering: a missing heartbeat means
-        nothing."""
+        """True while the worker's work may keep it from answering: a missing heartbeat means nothing then."""
         self.actor: Any = place.start(name, log_file)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:

@@ -109,7 +109,7 @@ class Monitor:
             self._ended(entry, entry.worker.verdict or f"the process died ({first_line})")
             return
         except ray.exceptions.RayError:
-            activity = None  # a worker that is not built yet, or cannot say: it lives
+            activity = None  # a worker that is not built yet, or whose report failed: its process lives
         entry.last = time.monotonic()
         self._judge(entry, activity)
         entry.ref = entry.worker.beat(self.heartbeat_s)

@@ -1,5 +1,4 @@
-"""Errors of memory that ran out: the request and what is free, which keys to turn, and micro-batches of half the
-size."""
+"""Errors of memory that ran out (the request, what is free, which keys to turn), and micro-batches of half the size."""
 
 from __future__ import annotations
 

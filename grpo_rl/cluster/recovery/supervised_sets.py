@@ -27,15 +27,14 @@ SAVES = frozenset({"save", "begin_save"})
 
 
 class SetRestarted(ClusterError):
-    """An error: the set was made anew in the middle of several calls that belong together. Make them again, from the
-    first."""
+    """An error: the set was made anew amid several calls that belong together. Make them again, from the first."""
 
 
 class Keeper:
     """A keeper brings a stateful set of ranks back: a state it had, and the updates made since, which are made again.
 
-    The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per rank)
-    or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
+    The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per
+    rank) or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
     """
 
     def __init__(self, worker_set: SupervisedSet) -> None:

@@ -36,8 +36,7 @@ class PoolOptions:
     max_staleness: int = 0
     """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over."""
     keep_cache: bool = False
-    """True where requests that live through a weight update keep the keys and values of the old weights (see
-    RolloutEngine)."""
+    """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
 
 
 class ReplicaPool:
@@ -102,7 +101,7 @@ class ReplicaPool:
     def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
 
-        Each replica hears three things: that an update begins (it samples no further, for it will hold tensors of two
+        Each replica gets three messages: that an update begins (it samples no further, for it will hold tensors of two
         versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
         cache, and samples on under the new version). A replica that fails at any point is left out of what follows.
         """

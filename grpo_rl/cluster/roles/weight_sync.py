@@ -24,8 +24,8 @@ class Transfer:
     this one is loaded. With CUDA IPC and NCCL a bucket's memory is in use until every engine has answered, so that one
     follows the other.
 
-    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again, its
-    weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
+    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again,
+    its weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The check that the Ray cluster is there: made before Ray connects, and all the time while a run uses it.
 
 Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
-thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is lost.
+thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
+lost.
 """
 
 from __future__ import annotations

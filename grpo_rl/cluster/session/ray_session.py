@@ -112,7 +112,7 @@ class Connection(threading.Thread):
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray lets everybody write into this folder (mode 1777); the one around it is this user's alone.
+                # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
         self._log = log

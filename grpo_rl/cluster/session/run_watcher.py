@@ -70,8 +70,7 @@ def remove_segments(folder: Path) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether this is one of Python's trackers: it removes the shared memory of a process that was killed, and
-    then ends."""
+    """Return whether this is one of Python's trackers, which remove the shared memory of a process that was killed."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

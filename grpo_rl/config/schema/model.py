@@ -219,8 +219,7 @@ class ValSamplingConfig:
 @dataclass(frozen=True, slots=True)
 class WeightSyncConfig:
     backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
-    """The transport of the weights to the engines: auto takes CUDA IPC when colocated, NCCL when apart, Ray's shared memory
-    on CPU."""
+    """Transport of weights to the engines: auto is CUDA IPC when colocated, NCCL when apart, shared memory on CPU."""
     update_weights_bucket_megabytes: Megabytes = 512
     """Size of the pieces they travel in."""
     verify_checksum: bool = False

@@ -82,8 +82,7 @@ class TrainerConfig:
     restart_window_s: Seconds = 3600.0
     """The time after which a restart no longer counts for max_restarts."""
     collective_timeout_s: Seconds = 600.0
-    """The longest time that ranks of one role wait for each other in a collective operation; then their worker set
-    counts as failed."""
+    """The longest time that ranks wait for each other in a collective operation; then their worker set has failed."""
     grace_s: Seconds = 30.0
     """Seconds that SIGTERM, SIGINT, SIGHUP or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -100,11 +99,9 @@ class RayInitConfig:
     num_cpus: Cores | None = None
     """CPUs of a local cluster; null: all."""
     wait_for_nodes_s: Seconds = 5.0
-    """The time that a cluster which is too small has to grow, by nodes that join late or an autoscaler; then the run
-    ends."""
+    """The time that too small a cluster has to grow, by late nodes or an autoscaler; then the run ends."""
     allow_insecure: bool = False
-    """Use the cluster at `address` though it asks for no token; any process that reaches its ports can run code
-    there."""
+    """Use the cluster at `address` though it asks for no token: any process that reaches its ports can run code."""
 
 
 @dataclass(frozen=True, slots=True)

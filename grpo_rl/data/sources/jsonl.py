@@ -216,7 +216,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                # Told where the whole row is checked: there the place is known.
+                # Reported where the whole row is checked: there the place is known.
                 row[key] = NotJson(f"the key {key!r} is there twice", "keep one")
             seen.add(key)
     return row

@@ -120,7 +120,7 @@ def read_numbers(
 ) -> np.ndarray:
     """Column `key` of the rows `chosen` (ascending places in all `parts` together), in 8 bytes a row.
 
-    `one(row)`, with the number of a row among the chosen ones, is asked where the fast reading could not tell. `note`
+    `one(row)`, with the number of a row among the chosen ones, is called where the fast reading gave no result. `note`
     is called with the number of rows that were done since its last call.
     """
     values = np.full(len(chosen), np.nan)

@@ -94,8 +94,7 @@ def _read_or_failure(value: Any) -> Result | RewardFailure:
 
 
 def _read(value: Any) -> Result:
-    """Read a value as `read_result` does, where even looking at it may fail: a dict or a number may be of the user's
-    own class."""
+    """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
     try:
         return read_result(value)
     except RewardFailure:

@@ -42,7 +42,7 @@ class Answer:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Return whether `answer` is `gold`; None where it takes algebra to tell. `nan` is equal to nothing."""
+    """Return whether `answer` is `gold`; None where only algebra can decide. `nan` is equal to nothing."""
     one, other = squeezed(gold), squeezed(answer)
     if "nan" in (one.casefold(), other.casefold()):
         return False
@@ -309,7 +309,7 @@ def _same_solutions(gold: Answer, answer: Answer) -> bool | None:
 def _same_tuple_and_solution(gold: Answer, answer: Answer) -> bool | None:
     """`(3, 2)` is `(p, q) = (3, 2)`, and `p = 3, q = 2` where the variables stand in the order of the alphabet.
 
-    `q = 2, p = 3` is not `(2, 3)`: which of the two comes first in the tuple that was asked for is not said.
+    `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
     """
     whole, named = (gold, answer) if gold.kind == "tuple" else (answer, gold)
     names = [name for name, _ in _solution(named)]

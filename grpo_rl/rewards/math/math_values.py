@@ -80,8 +80,7 @@ class Expression:
         self._point, self._place, self._depth, self._bars = point, 0, 0, 0
 
     def value(self) -> Number:
-        """Return the value. Raises Unreadable where the tokens are no expression, or its value is not finite or too
-        large."""
+        """Return the value. Raises Unreadable for tokens that are no expression, and for infinite or huge values."""
         try:
             found = self._sum()
             if self._next():

@@ -39,8 +39,7 @@ class Reply:
     answers: list[Any] = field(default_factory=list)
     complete: bool = False
     ended: str | None = None
-    """The reason why no further answer came: the process had died or was killed, and this is what happened; None where
-    all is well."""
+    """The reason why no further answer came: how the process died or was killed; None where all is well."""
     timed_out: bool = False
 
 
@@ -121,11 +120,12 @@ class Worker:
         timeout_s: float,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a request with one call for each of the `replies`, and fill these in their order; `told` is called after each that is complete.
+        """Send a request with one call for each of the `replies`, and fill these in their order.
 
-        A call has `num_answers`, fewer where one says `failure`, and `timeout_s` from the end of the one before it. At that deadline
-        the process is killed, and where it ends before, the call that it was at has ended too. What no call was begun for is left as
-        it was: behind such a one, and behind one that takes longer than `STALL_S`.
+        `told` is called after each reply that is complete. A call has `num_answers`, fewer where one is a failure, and
+        `timeout_s` from the end of the one before it. At that deadline the process is killed, and where it ends before,
+        the call that it was at has ended too. Replies whose call was not begun are left as they were: those behind such
+        a call, and behind one that takes longer than `STALL_S`.
         """
         waiting = list(reversed(replies))
         self._permit.write(bytes(len(replies) - 1))
@@ -153,8 +153,7 @@ class Worker:
         return self._exit_code() is None
 
     def _exit_code(self) -> int | None:
-        """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be named to
-        be killed."""
+        """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be killed."""
         if self._process.returncode is not None:
             return self._process.returncode
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)

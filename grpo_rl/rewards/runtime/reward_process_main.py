@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     outlive_stop_signals()
     try:
         components = {component.name: component for component in _components(setup["reward"])}
-    except BaseException as error:  # a user's file may even exit: the parent has to know why
+    except BaseException as error:  # a user's file may even exit: the parent needs the cause
         channel.sendall(frame(encode({"failed": shortened(f"{type(error).__name__}: {error}")})))
         os._exit(1)
     _warm_up(list(components.values()), setup["data_sources"])

@@ -1,8 +1,8 @@
 """The program inside a sandbox: the launcher that builds the walls, the first process behind them, and a candidate per
 case.
 
-Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes, from
-the outside in:
+Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes,
+from the outside in:
 
 - the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the second;
 - the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private channel;

@@ -225,8 +225,7 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def interpreter() -> str:
-    """Return the interpreter itself, not a virtual environment's link to it, which would need the environment's
-    files."""
+    """Return the interpreter itself; a virtual environment's link to it would need the environment's files."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 

@@ -14,8 +14,7 @@ MOST_KEPT = 10_000
 
 
 class DurableMetrics:
-    """metrics.jsonl, with a memory of the steps that could not be written yet. One warning reports that, and one that
-    it works again."""
+    """metrics.jsonl, with the steps that could not be written yet. Warnings report the failure and its end."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path = path
