@@ -14,23 +14,20 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
-class Actor(Protocol):
-    """The policy being trained."""
-
-    def old_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `old_logprobs_T` filled where an update needs them, unchanged otherwise."""
+class Trained(Protocol):
+    """A role with a state that training changes: the actor, the critic."""
 
     def update(self, batch: Batch) -> Metrics:
-        """Make all optimizer steps on one batch (`ppo_epochs` x mini-batches)."""
+        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
 
     def save(self, folder: Path) -> Files:
-        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+        """Write weights, optimizer, scheduler and random states into `folder`; return size and SHA-256 of each file."""
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present state, while the training goes on; with `check` the files are read back."""
+        """Begin to `save` the state of this moment while the training goes on; with `check` the files are read back."""
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return the files that the save wrote which was begun; None when it has not ended within `wait_s`.
+        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
@@ -39,10 +36,17 @@ class Actor(Protocol):
         """Return about how many bytes `save` writes."""
 
     def committed(self, folder: Path) -> None:
-        """Note that the files of the last `save` are complete and have their place, `folder`."""
+        """Note that what the last `save` wrote is complete and has its place, `folder`: a recovery may start from it."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
+
+
+class Actor(Trained, Protocol):
+    """The policy being trained."""
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with `old_logprobs_T` filled where something reads them, unchanged otherwise."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""
@@ -52,38 +56,14 @@ class Reference(Protocol):
     """The frozen policy that the KL term compares with."""
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL needs it."""
+        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
 
 
-class Critic(Protocol):
-    """A model that estimates how good the state before each token is, and learns it beside the policy."""
+class Critic(Trained, Protocol):
+    """The estimate of how good the state before each token is, which learns beside the policy."""
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with `values_T` filled."""
-
-    def update(self, batch: Batch) -> Metrics:
-        """Make all optimizer steps towards the batch's `returns_T`."""
-
-    def save(self, folder: Path) -> Files:
-        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present state, while the training goes on; with `check` the files are read back."""
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return the files that the save wrote which was begun; None when it has not ended within `wait_s`.
-
-        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
-        """
-
-    def save_bytes(self) -> int:
-        """Return about how many bytes `save` writes."""
-
-    def committed(self, folder: Path) -> None:
-        """Note that the files of the last `save` are complete and have their place, `folder`."""
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
 
 
 class RolloutPool(Protocol):
@@ -129,4 +109,4 @@ class Rewarder(Protocol):
         """Start scoring one rollout; returns at once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts with `reward`, `reward_parts` and `steps`, or with `failure`. Submits any new ones."""
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not."""
