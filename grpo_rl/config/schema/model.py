@@ -197,7 +197,7 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass on one rank."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Cut forward passes by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
+    """Cut passes by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
@@ -243,10 +243,9 @@ class RolloutConfig:
     temperature: Temperature = 1.0
     """Temperature of sampling; the trainer's log-probs are taken at the same one."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability; the trainer's log-probs are of the same
-    set."""
+    """Sample from the smallest set of tokens with this probability or more; the trainer's log-probs are of that set."""
     top_k: TopK = -1
-    """Sample from the so many likeliest tokens; -1: all. As with top_p. vllm: also bounds the sets of top_p and min_p."""
+    """Sample from the so many likeliest tokens; -1: all. As with top_p. vllm: bounds the sets of top_p and min_p."""
     min_p: Fraction = 0.0
     """Sample only tokens with at least this share of the likeliest one's probability. As with top_p."""
     fp32_lm_head: bool = False
