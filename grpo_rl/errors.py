@@ -25,7 +25,7 @@ EXIT_CODES = {
     ),
     130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
 }
-"""For each exit code of the command, what it says and what to do."""
+"""The exit codes of the command: the meaning of each, and the remedy."""
 
 
 class GrpoRlError(Exception):
@@ -33,9 +33,9 @@ class GrpoRlError(Exception):
 
     exit_code: ClassVar[int] = 70
     where: str = ""
-    """Step and phase of the training in which it happened, where there was one."""
+    """The step and phase of the training in which it happened, where there was one."""
     advice: str = ""
-    """What to do, where the message does not say it already."""
+    """The remedy, where the message does not contain it already."""
 
 
 class ConfigError(GrpoRlError):
@@ -74,13 +74,13 @@ class RewardError(GrpoRlError):
 
 
 class FunctionError(GrpoRlError):
-    """A user's own estimator, loss, average or KL failed: which one, in which file and line, and what its interface is."""
+    """A user's own estimator, loss, average or KL failed: its name, its file and line, and its interface."""
 
     exit_code = 5
 
 
 class ClusterError(GrpoRlError):
-    """A worker or the cluster failed: which worker, in which phase, at which step, and why."""
+    """A worker or the cluster failed: which worker, in which phase, at which step, and the cause."""
 
     exit_code = 6
 

@@ -1,4 +1,4 @@
-"""What the training loop needs from the rest of the system: a few small Protocols.
+"""The interfaces between the training loop and the rest of the system: a few small Protocols.
 
 `cluster/roles/actor_role.py` implements them over Ray worker sets; tests may implement them in-process.
 Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.

@@ -1,4 +1,4 @@
-"""Functions that a configuration names: how they are found, and what is known of one: options, needs, formula.
+"""The functions that a configuration names: the way they are found, and their options, needs and formula.
 
 The options of a function are its keywords with defaults; its signature is the only place that lists them. What it needs
 of the run is noted by `@needs`, and its formula is the text after `Formula:` in its docstring. A user's own function in
@@ -199,7 +199,7 @@ def needs(*names: str) -> Callable[[F], F]:
 
 
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return what the function said it needs; nothing when it said nothing."""
+    """Return the needs that the function declared with `@needs`; none where it declared none."""
     return getattr(function, "needs", frozenset())
 
 

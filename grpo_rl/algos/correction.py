@@ -28,7 +28,7 @@ MAX_LOG_WEIGHT = 20.0
 """Logs of weights and ratios are cut to +-20 before exp, as in verl."""
 
 MODES: tuple[str, ...] = get_args(RejectionMode)
-"""What is compared (each token, or a response's sum, mean or largest token) and by which measure."""
+"""The modes of rejection: the quantity (each token, or a response's sum, mean or largest token) and its measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Rejection:
     upper: float | None = None
 
     def problems(self) -> list[str]:
-        """What is wrong with it, if anything."""
+        """Return the settings that are wrong, an empty list if none is."""
         if self.mode not in MODES:
             return [f"rollout_rs={self.mode}: one of {', '.join(MODES)}"]
         if not self.mode.endswith("k1"):
@@ -60,7 +60,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """How the difference between engine and trainer is corrected. Built without arguments it corrects nothing.
+    """A correction of the difference between engine and trainer. Built without arguments it corrects nothing.
 
     Raises ConfigError, with all problems, for settings that contradict each other or have no effect.
     """
@@ -91,7 +91,7 @@ class RolloutCorrection:
 
     @classmethod
     def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
-        """What `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
+        """Return what `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
         modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
         ratios = [mode for mode in modes if mode.endswith("k1")]
         problems = []
@@ -115,7 +115,7 @@ class RolloutCorrection:
 
     @property
     def active(self) -> bool:
-        """Whether there are weights or rejections."""
+        """Return whether there are weights or rejections."""
         return self.rollout_is is not None or bool(self.rollout_rs)
 
     def _weight_problems(self) -> list[str]:
@@ -150,7 +150,7 @@ class RolloutCorrection:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the correction came to."""
+    """The weights and the choice of tokens that a correction gave for one batch."""
 
     weights_T: Tensor | None
     """Float32, detached; None without `rollout_is`."""
@@ -179,11 +179,11 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
 
 @torch.no_grad()
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
-    """How far the engine's policy is from the trainer's. Log-ratios are cut to +-20 where they are exponentiated.
+    """Measure how far the engine's policy is from the trainer's. Exponentiated log-ratios are cut to +-20.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
-    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared
-    weights - 1.
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the
+    mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of
+    squared weights - 1.
     """
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
@@ -252,7 +252,7 @@ def _weights(settings: RolloutCorrection, d_T: Tensor, keep_T: Tensor, segments:
 
 
 def _inside(rejection: Rejection, d_T: Tensor, segments: Segments) -> Tensor:
-    """Which tokens the rejection lets pass."""
+    """Return the mask of the tokens which the rejection lets pass."""
     level, _, measure = rejection.mode.rpartition("_")
     if measure == "k1":
         x_T = d_T

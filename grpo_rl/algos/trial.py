@@ -1,7 +1,9 @@
-"""Functions of the algorithm run once on a small batch: whether they keep to their interface, and whether an option matters.
+"""Functions of the algorithm run once on a small batch, to see that they keep to their interface and that options
+matter.
 
-So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns are
-there in the small batch; recorders note which of them a function reads, and what it reads has to be what it said it needs.
+So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns
+are there in the small batch; recorders note which of them a function reads, and it may read only what it declared with
+`@needs`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function made of the small batch."""
+    """The results of a function on the small batch, and the columns that it read."""
 
     values: tuple[Tensor, ...]
     """Its results, and their gradient with respect to the policy's log-probs where it has one."""
@@ -197,8 +199,8 @@ KINDS: dict[str, Kind] = {
 def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options], Outcome]) -> None:
     """Raise ConfigError, with all problems, when a function does not keep to its interface with these options.
 
-    That is: it cannot be called as it will be, needs what nothing supplies, has an option that it never reads, fails, returns
-    something else, or reads a column that it does not say it needs.
+    That is: it cannot be called as it will be, needs what nothing supplies, has an option that it never reads, fails,
+    returns something else, or reads a column that it does not declare.
     """
     function = kind.registry.get(name)
     wanted = needs_of(function)
@@ -284,7 +286,7 @@ def _never_read(function: Callable[..., Any]) -> list[str]:
     except (OSError, TypeError, SyntaxError):
         return []
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    # A function that passes all of its local names on, by locals() or eval, says nothing about single ones.
+    # A function that passes all of its local names on, by locals() or eval, shows nothing about single ones.
     return (
         []
         if read & {"locals", "vars", "eval", "exec"}

@@ -29,7 +29,7 @@ KEPT_PROMPTS = 4096
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of the rows, of those checked at the start and of those drawn since."""
+    """Counts of the rows that were checked at the start and of those drawn since."""
 
     num_rows: int
     """Rows in the files, after max_samples."""
@@ -95,7 +95,7 @@ class PromptDataset:
 
     @property
     def data_sources(self) -> list[str]:
-        """The different values of data_source in the rows that were checked, sorted: what an `auto` reward must know."""
+        """The values of data_source in the rows that were checked, sorted: an `auto` reward needs a rule for each."""
         return sorted(self._data_sources)
 
     @property

@@ -46,13 +46,13 @@ class Bar:
             self._show(advance=k, note=self.note)
 
     def set_total(self, total: float) -> None:
-        """Say how long the work is, once that is known."""
+        """Set how long the work is, once that is known."""
         with self._lock:
             self.total = total
             self._show(total=total)
 
     def left(self, seconds: float | None) -> None:
-        """Say how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
+        """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
         with self._lock:
             self._ends_at = None if seconds is None else time.monotonic() + seconds
             self._show(ends_at=self._ends_at)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: messages, progress bars, one line per step."""
+"""The screen of a run that goes on: messages, progress bars, one line per step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
 SILENT_STEPS = 3
-"""So many steps in a row without any advantage are worth a warning, once."""
+"""The number of steps in a row without any advantage that is worth a warning, once."""
 QUIET_S = 30.0
-"""Where there are no live bars, a line says where the work is after so long without one."""
+"""Seconds without a printed line after which one shows where the work is, where there are no live bars."""
 
 
 class LastingRichConsole(RichConsole):
@@ -106,8 +106,9 @@ class Console:
         """Show a bar for work of `total` units (None: unknown) that takes longer than a second.
 
         On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
-        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the phases of a step, whose
-        seconds are on the step's own line. `since`, a monotonic time: work that began before anybody waited for it.
+        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the
+        phases of a step, whose seconds are on the step's own line. `since`, a monotonic time: the start of work that
+        began before this call.
         """
         start = time.monotonic() if since is None else since
         if keep and not self.interactive:
@@ -151,7 +152,7 @@ class Console:
             self._pulse.start()
 
     def _say_where(self) -> None:
-        """Where there are no live bars, print where the work is whenever nothing was printed for a while."""
+        """Print where the work is whenever nothing was printed for a while, where there are no live bars."""
         while not self._closed.wait(self._quiet_s / 10):
             with self._lock:
                 places = [bar.text() for bar in self._bars]
@@ -195,7 +196,7 @@ class Console:
             )
 
     def _warn_untrained(self, metrics: Mapping[str, float]) -> None:
-        """Say that the step trained no token, at the first of several such steps, and which key leaves the tokens out."""
+        """Warn, at the first of several steps that trained no token, and name the key which leaves the tokens out."""
         before, self._untrained = self._untrained, metrics.get("rollout/trained_token_fraction") == 0.0
         if self._untrained and not before:
             masked = metrics.get("rollout/masked_fraction", 0.0)
@@ -215,7 +216,7 @@ class Console:
     # ---- underneath --------------------------------------------------------------------------------
 
     def log_to(self, path: Path) -> None:
-        """From now on also append every line, with the time, to `path`."""
+        """Append every line from now on also to `path`, with the time."""
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:

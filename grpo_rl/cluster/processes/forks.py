@@ -46,11 +46,11 @@ WITH_RAY = (
     "grpo_rl.cluster.roles.actor_role",
     "grpo_rl.cluster.roles.critic_role",
 )
-"""Modules that can be imported when Ray has said with what variables."""
+"""Modules that can be imported once Ray's request has arrived with its variables."""
 
 
 def modules_for(model_path: str) -> tuple[str, ...]:
-    """What the workers of a run with this model import."""
+    """Return the modules which the workers of a run with this model import."""
     kind = builtin.MODEL_TYPE
     if not model_path.startswith(builtin.PREFIX):
         try:

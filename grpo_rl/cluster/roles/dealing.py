@@ -35,7 +35,7 @@ FORWARD_COLUMNS = (
     "support_counts_T",
     "support_ids_M",
 )
-"""What a share is stored with: the columns that exist before any pass over the batch."""
+"""The columns a share is stored with: those that exist before any pass over the batch."""
 
 
 class Ranks(Protocol):
@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """A batch as it was dealt: which rollouts each rank has, and where they are stored."""
+    """A batch as it was dealt: the rollouts of each rank, and where they are stored."""
 
     batch: Batch
     shares: list[list[int]]

@@ -47,8 +47,8 @@ def _sampling(config: Config) -> Iterator[str]:
     ]
     if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
         yield (
-            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer has to know which tokens could be sampled, and vllm tells it "
-            "of the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
+            "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
         )
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: is of rollout.name=vllm, and it is {rollout.name}; leave it out"

@@ -29,7 +29,7 @@ class RolloutCorrectionConfig:
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean."""
     rollout_rs: list[RejectionMode] = field(default_factory=list)
-    """What is compared with the bounds below; outside, the token (token_*) or the whole response (seq_*) is not trained."""
+    """Values compared with the bounds below; outside, the token (token_*) or the response (seq_*) is not trained."""
     rollout_rs_threshold: list[Ratio] = field(default_factory=list)
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
     rollout_rs_threshold_lower: list[Ratio] = field(default_factory=list)

@@ -56,7 +56,7 @@ class DataConfig:
     retire_above: PositiveFraction | None = None
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
     retire_metric: str = "score"
-    """What a response passes by: named as algorithm.filter_groups.metric is."""
+    """The metric by which a response passes: named as algorithm.filter_groups.metric is."""
     retire_score: Factor = 1.0
     """The least value of it with which a response passes."""
     max_prompt_length: Length = 512
@@ -66,7 +66,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """For longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
+    """The treatment of longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
     shuffle: bool = True
     """Draw the training rows of every epoch in a new seeded order."""
     curriculum: Literal["none", "difficulty", "pass_rate"] = "none"

@@ -69,9 +69,9 @@ class OptimConfig:
     lr_warmup_steps_ratio: Fraction = 0.0
     """Warm-up as a share of all optimizer steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up."""
+    """The course of the learning rate after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of lr."""
+    """The end of the linear and the cosine course, as a share of lr."""
     clip_grad: GradientNorm = 1.0
     """Largest global gradient norm; larger gradients are scaled down."""
 
@@ -129,7 +129,7 @@ class AdaptiveEntropyConfig:
     target: Nats = 0.2
     """Entropy per trained token, in nats, that it holds; above it there is no bonus."""
     delta: Nats = 0.005
-    """By how much the weight rises after a step below the target, and falls after one above."""
+    """The amount by which the weight rises after a step below the target, and falls after one above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
-    """What a checkpoint holds. Resuming needs the first three; hf_model adds a Hugging Face folder."""
+    """The contents of a checkpoint. Resuming needs the first three; hf_model adds a Hugging Face folder."""
     async_save: bool = True
     """Write checkpoints while training goes on, from a copy in host memory (12 bytes per parameter, shared by the ranks); a checkpoint counts once it is whole. false: training waits for the disk."""
 
@@ -170,7 +170,7 @@ class ActorConfig:
     """vanilla: dual clip, the bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020); null: 3."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
-    """How token losses become one number; the denominators are those of the whole mini-batch."""
+    """The way in which token losses become one number; the denominators are those of the whole mini-batch."""
     loss_agg_options: dict[str, Any] = field(default_factory=dict)
     """Options of an average of your own."""
     loss_scale_factor: Positive | None = None
@@ -219,7 +219,7 @@ class ValSamplingConfig:
 @dataclass(frozen=True, slots=True)
 class WeightSyncConfig:
     backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
-    """How weights reach the engines: auto takes CUDA IPC when colocated, NCCL when apart, Ray's shared memory on CPU."""
+    """Transport of weights to the engines: auto is CUDA IPC when colocated, NCCL when apart, shared memory on CPU."""
     update_weights_bucket_megabytes: Megabytes = 512
     """Size of the pieces they travel in."""
     verify_checksum: bool = False

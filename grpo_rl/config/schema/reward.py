@@ -65,7 +65,7 @@ class RewardModelConfig:
     n_gpus_per_node: Devices | None = None
     """Ranks per node of its own pool; null: as trainer.n_gpus_per_node."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """What its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
+    """The number type its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
     param_offload: bool = False
     """Keep its weights on the host between scorings."""
 
@@ -77,11 +77,13 @@ class JudgeConfig:
     model: str | None = None
     """The model's name there."""
     template: str | None = None
-    """What it is asked: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in one that asks for 0 to 10."""
+    """The judge's prompt: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in
+    one that asks for 0 to 10."""
     system: str | None = None
     """System message before it."""
     parser: str = "score"
-    """How its answer becomes a number: score (the last `score: x`), last_number, json:KEY, or path.py:function(text) -> float."""
+    """The rule that turns its answer into a number: score (the last `score: x`), last_number, json:KEY, or
+    path.py:function(text) -> float."""
     min_score: Factor | None = None
     """A lower score is invalid; null: any is valid."""
     max_score: Factor | None = None
@@ -127,7 +129,8 @@ class RewardConfig:
     memory_limit_gb: ProcessGib | None = 2.0
     """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
     on_failure: Literal["drop", "value", "stop"] = "drop"
-    """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
+    """The reaction to a failed reward (too slow, an error, no number): drop leaves the rollout out of its group,
+    value gives failure_value, stop ends the run."""
     failure_value: Factor | None = None
     """The reward of a failed one with on_failure=value."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

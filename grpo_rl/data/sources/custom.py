@@ -12,11 +12,11 @@ from grpo_rl.registry import load_function
 
 
 class CustomDataset(Protocol):
-    """What a data set class has: its length, and each row as a dict in the row format.
+    """The interface of a data set class: its length, and each row as a dict in the row format.
 
-    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation; `config`
-    is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when they are
-    drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
+    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
+    `config` is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when
+    they are drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
     """
 
     def __init__(self, data_files: list[str], tokenizer: Any, config: DataConfig) -> None: ...

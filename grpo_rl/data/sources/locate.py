@@ -1,4 +1,4 @@
-"""What a name in `data.train_files` stands for: a file, a folder, a task, a data set of a hub."""
+"""The meaning of a name in `data.train_files`: a file, a folder, a task, a data set of a hub."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from grpo_rl.registry import Registry
 
 TASK_PREFIX = "task:"
 PREFIX = (TASK_PREFIX, GYM_PREFIX)
-"""What a name in data.train_files begins with when it is no file: for str.startswith."""
+"""The beginnings of a name in data.train_files that is no file: for str.startswith."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 TASKS.register("arithmetic")(arithmetic)

@@ -36,9 +36,9 @@ class Component:
     factor: float
     function: Callable[..., Any]
     batched: bool = False
-    """The function takes lists, one entry per response, and returns a list."""
+    """True where the function takes lists, one entry per response, and returns a list."""
     own: bool = False
-    """A user's function: it is not called but to score, as a call may cost something."""
+    """True for a user's function: it is called to score only, as a call may cost something."""
 
 
 def call(component: Component, sample: Sample) -> Result:
@@ -94,7 +94,7 @@ def _read_or_failure(value: Any) -> Result | RewardFailure:
 
 
 def _read(value: Any) -> Result:
-    """As `read_result`, where even looking at the value may fail: a dict or a number may be of the user's own class."""
+    """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
     try:
         return read_result(value)
     except RewardFailure:

@@ -9,11 +9,11 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import RewardError
 
 TIMEOUT = "reward_timeout"
-"""It took longer than `reward.timeout_s`."""
+"""The failure of a call that took longer than `reward.timeout_s`."""
 ERROR = "reward_error"
-"""The function raised, or its process died."""
+"""The failure of a function that raised, or whose process died."""
 INVALID = "reward_invalid"
-"""What came back is no reward: not a finite number, or a list of the wrong length."""
+"""The failure of a value that is no reward: not a finite number, or a list of the wrong length."""
 KINDS = (TIMEOUT, ERROR, INVALID)
 SHOWN_CAUSES = 3
 LONGEST_CAUSE = 2000
@@ -21,7 +21,7 @@ LONGEST_CAUSE = 2000
 
 
 class RewardFailure(RewardError):
-    """One response could not be scored; `kind` is one of `KINDS`."""
+    """An error: one response could not be scored; `kind` is one of `KINDS`."""
 
     def __init__(self, kind: str, cause: str) -> None:
         assert kind in KINDS

@@ -1,4 +1,4 @@
-"""What a function in a sandbox returned, as plain data: bytes that may be forged are read without trust."""
+"""A function's return value from a sandbox as plain data: bytes that may be forged are read without trust."""
 
 from __future__ import annotations
 
