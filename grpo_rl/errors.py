@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-PACKAGE = os.path.dirname(__file__)
-STANDARD_LIBRARY = os.path.dirname(os.__file__)
+LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
+"""Beginnings of the paths of code that is no user's: this package, the standard library, code without a file."""
 
 EXIT_CODES = {
     0: ("done", "nothing"),
@@ -136,13 +136,21 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
     return [*others[:limit], *more, *logs]
 
 
-def raised_in(error: BaseException) -> str:
-    """Return ` (FILE, line N, in NAME)`: the last line of a user's own file that an exception passed; "" without one."""
-    place, trace = "", error.__traceback__
+def users_line(error: BaseException) -> tuple[str, int, str] | None:
+    """Return file, line and function: the last line of a user's own file that an exception passed; None without one.
+
+    The exception itself is often raised deep inside a library that the user's line has called.
+    """
+    place, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        file = code.co_filename
-        if not file.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in file:
-            place = f" ({file}, line {trace.tb_lineno}, in {code.co_name})"
+        if not code.co_filename.startswith(LIBRARIES) and "site-packages" not in code.co_filename:
+            place = code.co_filename, trace.tb_lineno, code.co_name
         trace = trace.tb_next
     return place
+
+
+def raised_in(error: BaseException) -> str:
+    """Return `users_line` as ` (FILE, line N, in NAME)`, for messages of one line; "" without one."""
+    place = users_line(error)
+    return "" if place is None else f" ({place[0]}, line {place[1]}, in {place[2]})"

@@ -312,20 +312,20 @@ class Batch:
         columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         return Batch(**columns)
 
-    def keep(self, keep_T: Tensor) -> Batch:
-        """Return the batch that trains the tokens of `keep_T` only, a bool for each token that is trained now.
+    def keep(self, trained_T: Tensor) -> Batch:
+        """Return the batch that trains the tokens of `trained_T` only, a bool for each token that is trained now.
 
         The rollouts and their tokens stay as they are, and so does the numbering of groups; the tokens that are left
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
-        token_index = keep_T.nonzero()[:, 0]
+        token_index = trained_T.nonzero()[:, 0]
         columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
         if self.support_counts_T is not None:
             columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
         return self.replace(
             **columns,
-            trained_lengths_N=_segment_sums(keep_T, self.trained_lengths_N),
+            trained_lengths_N=_segment_sums(trained_T, self.trained_lengths_N),
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,

@@ -461,8 +461,9 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
         "trainer.schedules",
     )
     controller = "import transformers.utils.logging, " + ", ".join(f"grpo_rl.{module}" for module in started)
-    # The last three take seconds, and only workers need them.
-    heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
+    # vllm and what follows it take seconds, and only workers need them; pyarrow is for runs that read its files.
+    heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "rich", "pyarrow", "vllm"}
+    heavy |= {"torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]
-    of_controller = ["hydra", "omegaconf", "ray", "torch", "transformers"]
+    of_controller = ["hydra", "omegaconf", "ray", "rich", "torch", "transformers"]
     assert loaded([mathematics, plan, controller], heavy) == [["torch"], of_plan, of_controller]

@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.telemetry import step_line
-from grpo_rl.telemetry.bars import Bar, live_bars
+from grpo_rl.telemetry.bars import Bar
 from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
@@ -251,3 +260,30 @@ def _range_of_rewards(metrics: Mapping[str, float]) -> str:
     if lowest is None or highest is None:
         return ""
     return f" ({lowest:g} in all of them)" if lowest == highest else f" (from {lowest:g} to {highest:g})"
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The time that is left: as given to `Bar.left`, or estimated from the bar's own speed."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Return the text beside one bar; empty where there is no estimate yet."""
+        ends_at = task.fields.get("ends_at")
+        seconds = task.time_remaining if ends_at is None else max(0.0, ends_at - time.monotonic())
+        return Text("" if seconds is None or task.finished else f"{duration(round(seconds))} left", style="dim")
+
+
+def live_bars(console: RichConsole) -> Progress:
+    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped."""
+    return Progress(
+        SpinnerColumn("line" if console.options.ascii_only else "dots"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeLeftColumn(),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
+        console=console,
+        transient=True,
+    )

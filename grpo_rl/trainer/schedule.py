@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -24,7 +23,8 @@ from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Metrics, Rollout, Sampling
 
 if TYPE_CHECKING:
-    # The plan looks up the schedule, and need not wait for TensorBoard.
+    # The plan looks up the schedule, and need not wait for what draws: TensorBoard, rich.
+    from grpo_rl.telemetry.console import Console
     from grpo_rl.telemetry.metrics.sinks import Sinks
 
 Role = TypeVar("Role")

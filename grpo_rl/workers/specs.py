@@ -88,13 +88,13 @@ class Update:
 
     columns: dict[str, Tensor]
     """Columns of the share that were made after it was stored, by their names in `Batch`."""
-    keep_T: Tensor | None
+    trained_T: Tensor | None
     """The mask of the share's trained tokens that the update trains; None: all. The columns cover these only."""
     steps: tuple[OptimizerStep, ...]
 
     def complete(self, share: Batch) -> Batch:
         """Return the batch that the steps train on."""
-        return (share if self.keep_T is None else share.keep(self.keep_T)).replace(**self.columns)
+        return (share if self.trained_T is None else share.keep(self.trained_T)).replace(**self.columns)
 
 
 @dataclass(frozen=True, slots=True)
