@@ -36,7 +36,7 @@ class Trained(Protocol):
         """Return about how many bytes `save` writes."""
 
     def committed(self, folder: Path) -> None:
-        """Note that what the last `save` wrote is complete and has its place, `folder`: a recovery may start from it."""
+        """Note that the files of the last `save` are complete in `folder`: a recovery may start from them."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

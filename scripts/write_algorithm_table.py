@@ -59,7 +59,7 @@ def text() -> str:
 
 
 def _facts(registry: Registry[Any]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """What each function of a registry needs and which options it takes, as the function itself has it."""
+    """Return what each function of a registry needs and which options it takes, as the function itself has it."""
     functions = {name: registry.get(name) for name in sorted(registry)}
     return {name: {"needs": tuple(sorted(needs_of(f))), "options": tuple(options_of(f))} for name, f in functions.items()}
 

@@ -426,6 +426,8 @@ def test_a_headless_docstring_and_a_word_of_persons_are_found() -> None:
 
 def test_docstrings_begin_with_a_statement() -> None:
     every_file(lambda file: (f"{line}: {first}" for line, first in headless(tree(file))))
+    scripts = {path.name: ast.parse(path.read_text()) for path in (ROOT / "scripts").glob("*.py")}
+    assert [f"{name}:{line}: {first}" for name, module in scripts.items() for line, first in headless(module)] == []
 
 
 def test_things_are_no_persons() -> None:

@@ -9,7 +9,10 @@ are there in the small batch; recorders note which of them a function reads, and
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import os
+import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -125,6 +128,36 @@ def recorder(inputs: T, read: set[str]) -> T:
     return Recorder(**{name: getattr(inputs, name) for name in names})
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
+
+    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
+    workers do.
+    """
+    streams = (sys.stdout, sys.stderr)
+    kept = []
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # closed: nothing can be printed to it
+                kept.append((descriptor, os.dup(descriptor)))
+        for stream in streams:
+            if stream is not None:
+                stream.flush()
+        sys.stdout = sys.stderr = nowhere
+        for descriptor, _ in kept:
+            os.dup2(nowhere.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            for descriptor, copy in kept:
+                os.dup2(copy, descriptor)
+                os.close(copy)
+
+
+@unheard()
 def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> Outcome:
     """Return the advantages and returns of the small batch."""
     read: set[str] = set()
@@ -139,6 +172,7 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
     return Outcome((out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T), frozenset(read))
 
 
+@unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> Outcome:
     """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient."""
     inputs, read = inputs or loss_input(), set[str]()
@@ -155,6 +189,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
+@unheard()
 def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the average of the small batch's log-probs."""
     inputs = loss_input()
@@ -166,6 +201,7 @@ def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     return Outcome((share.detach(),), frozenset())
 
 
+@unheard()
 def run_kl(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the KL of each token of the small batch and, as the last value, its gradient."""
     inputs = loss_input()

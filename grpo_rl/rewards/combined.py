@@ -57,7 +57,7 @@ class ModelReward(Protocol):
 
 
 class CombinedRewarder:
-    """Rules and models together; implements `roles.Rewarder`.
+    """Rules and models together; implements `protocols.Rewarder`.
 
     reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
     model that scores steps gives `steps`, times its weight.

@@ -1,4 +1,4 @@
-"""What the plan says of the algorithm: what fits together, and what is refused before anything starts."""
+"""The algorithm in the plan: what fits together, and what is refused before anything starts."""
 
 from __future__ import annotations
 

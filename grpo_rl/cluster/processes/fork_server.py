@@ -6,8 +6,8 @@ fork) of a process that has done that starts in less than one, and shares the me
 
 How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's
 socket, sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy
-answers READY, and when the client says TAKEN it puts on what was sent and runs Ray's worker script (`become`). Both
-ends check first that the other is a process of the same user and run. `forks.py` starts the server and says which
+answers READY, and when the client answers TAKEN it takes over what was sent and runs Ray's worker script (`become`).
+Both ends check first that the other is a process of the same user and run. `forks.py` starts the server and says which
 workers are copied.
 
 Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray has, so

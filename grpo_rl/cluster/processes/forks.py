@@ -68,7 +68,7 @@ class ForkServer:
         try:
             fork_client.refuse_shared(folder)
         except fork_client.NotOurs as error:
-            raise ClusterError(f"no workers are started there: {error}") from None
+            raise ClusterError(f"workers are not started from a folder that is not private: {error}") from None
         with shielded(), socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
             listener.bind(str(folder / SOCKET))
             (folder / SOCKET).chmod(0o600)

@@ -36,8 +36,8 @@ class Budget:
 
     def _message(self, name: str, restarts: int, now: float) -> str:
         allowed = f"trainer.max_restarts={self.max_restarts} within trainer.restart_window_s={self.window_s:.0f}"
-        head = f"{name} failed and is not started again: it was {restarts} times ({allowed}). Every failure in that time:"
-        causes = [f"  {now - when:.0f} s ago, {who}: {cause}" for when, who, cause in self._spent]
+        head = f"{name} failed and is not started again: restarts so far: {restarts} ({allowed}). Every failure in that time:"
+        causes = [f"  {now - when:.0f} s ago, {failed}: {cause}" for when, failed, cause in self._spent]
         return "\n".join([head, *causes])
 
 

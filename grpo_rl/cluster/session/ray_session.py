@@ -69,9 +69,10 @@ def connecting(
 
     `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
-    however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
-    another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that has
-    imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file `log`.
+    however this process ends. `record`, a file, lists what belongs to the session while it lasts. `on_lost` is called
+    by another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that
+    has imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file
+    `log`.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

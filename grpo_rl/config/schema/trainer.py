@@ -32,7 +32,7 @@ class TrainerConfig:
     n_gpus_per_node: Devices | None = None
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda where there is a GPU."""
+    """The device of the models; auto: cuda where there is a GPU."""
     seed: Seed = 1
     """Seed of everything in the trainer that is not data order or sampling (dropout, new weights)."""
     critic_warmup: CountOrZero = 0
@@ -49,7 +49,7 @@ class TrainerConfig:
     """The reaction to a checkpoint that cannot be written (disk full, read-only, failing): stop, or train on and try
     again at the next save point. Earlier checkpoints are untouched either way."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto: go on from the newest checkpoint in the run's folder; resume_path: from resume_from_path."""
+    """The start of a named run. auto: go on from its newest checkpoint; resume_path: from resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint folder (.../checkpoints/step_N)."""
     max_actor_ckpt_to_keep: Count | None = None

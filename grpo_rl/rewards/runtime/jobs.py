@@ -92,8 +92,8 @@ def spared(
 ) -> list[Outcome]:
     """Return the outcome of each item from a function of lists, after a call with all of them has `failed`.
 
-    It is called with each `alone`, and then with all that it did not fail for `together`: they get the scores that they would
-    have had if the others had never been written. Where it fails for none alone, all have failed.
+    It is called with each `alone`, and then with all that it did not fail for `together`: they get the scores that they
+    would have had if the others had never been written. Where it fails for none alone, all have failed.
     """
     single = alone(items)
     good = [place for place, outcome in enumerate(single) if not isinstance(outcome, RewardFailure)]

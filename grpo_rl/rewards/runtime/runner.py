@@ -27,7 +27,7 @@ SHARES = 2
 
 
 class RewardRunner:
-    """Scores rollouts in `reward.num_workers` processes as they are submitted; implements `roles.Rewarder`.
+    """Scores rollouts in `reward.num_workers` processes as they are submitted; implements `protocols.Rewarder`.
 
     A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started
     and replaced; so does one that kills it. What becomes of the rollout is set by `reward.on_failure`. No result

@@ -99,7 +99,7 @@ def launch(control: int) -> NoReturn:
 
 def _keep(control: int) -> None:
     """The keeper: builds the root, then answers cases until the channel closes."""
-    libc.signal(SIGINT, None)  # process 1 is deaf to signals it has no handler for
+    libc.signal(SIGINT, None)  # the kernel drops signals for which process 1 has no handler
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:

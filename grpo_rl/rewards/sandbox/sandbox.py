@@ -89,7 +89,7 @@ class Outcome:
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """The returned value as `sandbox_candidate.encode` writes it; to be read with `sandbox_values.decode`."""
+    """The returned value as `candidate.encode` writes it; to be read with `returned_values.decode`."""
     stderr: bytes = b""
 
     @property

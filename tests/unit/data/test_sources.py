@@ -1,4 +1,4 @@
-"""Where rows come from, how they are named in the config, and data too large to be checked whole."""
+"""Sources of rows: their names in the config, and data too large to be checked whole."""
 
 from __future__ import annotations
 
