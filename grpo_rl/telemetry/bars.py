@@ -89,7 +89,10 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def live_bars(console: RichConsole) -> Progress:
-    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped."""
+    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped.
+
+    It has no thread that draws it: see `LastingRichConsole`.
+    """
     return Progress(
         SpinnerColumn("line" if console.options.ascii_only else "dots"),
         TextColumn("{task.description}", markup=False),
@@ -100,4 +103,5 @@ def live_bars(console: RichConsole) -> Progress:
         TextColumn("{task.fields[note]}", style="dim", markup=False),
         console=console,
         transient=True,
+        auto_refresh=False,
     )
