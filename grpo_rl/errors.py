@@ -74,7 +74,7 @@ class RewardError(GrpoRlError):
 
 
 class FunctionError(GrpoRlError):
-    """A user's own estimator, loss, average or KL failed: which one, in which file and line, and what its interface is."""
+    """A user's own estimator, loss, average, KL or schedule failed: which one, in which file and line, and what its interface is."""
 
     exit_code = 5
 
