@@ -13,7 +13,7 @@ from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import MicroBatchRule, gen_batch_size
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
+from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
 from grpo_rl.registry import shown
@@ -163,6 +163,8 @@ def _step(config: Config, plan: Plan) -> Rows:
     yield "ratio", _ratio(plan)
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
+    for line in unread_needs(config):
+        yield "not read", line
 
 
 def _selection(config: Config) -> Rows:

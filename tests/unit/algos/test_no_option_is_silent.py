@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import algos_reference as reference
 import pytest
 import torch
 from advantage_cases import complete
+from torch import Tensor
 
 from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES
@@ -20,7 +24,8 @@ from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.checks import algorithm_rules, switch_rules
-from grpo_rl.config.function_options import CHOICES
+from grpo_rl.config.checks.switch_rules import value_of
+from grpo_rl.config.function_options import AVERAGE, CHOICES, ESTIMATOR, KL_IN_LOSS, LOSS
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan import algorithm
@@ -68,6 +73,7 @@ def with_value(root: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(root, **{head: with_value(getattr(root, head), rest, value) if rest else value})
 
 
+@functools.cache
 def config_of(estimator: str, loss: str, average: str, kl: str) -> Config:
     config = with_value(with_value(Config(), "algorithm.adv_estimator", estimator), f"{A}.policy_loss.loss_mode", loss)
     config = with_value(with_value(config, f"{A}.loss_agg_mode", average), f"{A}.kl_loss_type", kl)
@@ -99,33 +105,89 @@ DATA = dataclasses.replace(reference.ragged(1, num_rollouts=240), group=[n // 6 
 """Forty groups, so that every bound is passed by some token."""
 
 
-def result(config: Config) -> tuple[float, list[float]]:
-    """Loss and gradient of the objective that a configuration describes, on a batch of many groups."""
-    estimate = ADVANTAGES.get(config.algorithm.adv_estimator)
-    advantages_T = 3.0 * estimate(complete(DATA), **estimator_options(config.algorithm, PARTS)).advantages_T.double()
-    objective = Objective.from_config(config.actor_rollout_ref.actor, 16)
+GROUP_N = torch.tensor(DATA.group)
+LENGTHS_N = torch.tensor(DATA.lengths)
+
+
+def inputs_of(objective: Objective, advantages_T: Tensor) -> LossInput:
+    """All that a loss can read of the batch."""
     policy_T = torch.tensor(DATA.policy, dtype=torch.float64, requires_grad=True)
-    old_T, lengths_N, group_N = (
-        torch.tensor(DATA.old, dtype=torch.float64),
-        torch.tensor(DATA.lengths),
-        torch.tensor(DATA.group),
-    )
-    inputs = LossInput(
+    old_T = torch.tensor(DATA.old, dtype=torch.float64)
+    selected_T = None
+    if objective.needs_selection:
+        selected_T = objective.select(advantages_T, old_T, torch.Generator().manual_seed(1))
+    return LossInput(
         policy_T,
         advantages_T,
-        Segments(lengths_N),
+        Segments(LENGTHS_N),
         old_logprobs_T=old_T,
         ref_logprobs_T=torch.tensor(DATA.ref, dtype=torch.float64),
         full_kl_T=policy_T.exp(),
         entropy_T=policy_T.square(),
-        selected_T=objective.select(advantages_T, old_T, torch.Generator().manual_seed(1))
-        if objective.needs_selection
-        else None,
-        group_tokens_N=group_tokens(lengths_N, group_N),
+        selected_T=selected_T,
+        group_tokens_N=group_tokens(LENGTHS_N, GROUP_N),
     )
-    loss, _ = objective(inputs, count(lengths_N, group_N))
-    (gradient_T,) = torch.autograd.grad(loss, policy_T)
+
+
+def result(config: Config) -> tuple[float, list[float]]:
+    """Loss and gradient of the objective that a configuration describes, on a batch of many groups."""
+    objective = Objective.from_config(config.actor_rollout_ref.actor, 16)
+    options = estimator_options(config.algorithm, PARTS)
+    inputs = inputs_of(objective, advantages_of(config.algorithm.adv_estimator, repr(options)))
+    loss, _ = objective(inputs, count(LENGTHS_N, GROUP_N))
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs_T)
     return loss.item(), gradient_T.tolist()
+
+
+# ---- the whole product, from factors that are computed once -----------------------------------------------
+
+# The loss factorises: an average gives every token its weight whatever stands on it, and what stands on a token, its policy
+# loss, its KL and its entropy, depends on no average. A sample of the product is compared with the objective itself below.
+
+
+@functools.cache
+def advantages_of(estimator: str, options: str) -> Tensor:
+    """The advantages of the batch; `options` is the text of a dict, for the cache needs a key."""
+    return 3.0 * ADVANTAGES.get(estimator)(complete(DATA), **ast.literal_eval(options)).advantages_T.double()
+
+
+@functools.cache
+def policy_loss_of(estimator: str, options: str, objective: Objective) -> Tensor:
+    """The policy loss of each token; of the objective, loss and options count."""
+    return objective._policy_loss(inputs_of(objective, advantages_of(estimator, options))).loss_T.detach()
+
+
+@functools.cache
+def regularizers_of(objective: Objective) -> Tensor:
+    """The KL term and the entropy bonus of each token, with their coefficients; no loss and no average counts."""
+    inputs = inputs_of(objective, torch.zeros(len(DATA.policy), dtype=torch.float64))
+    value_T = -objective.entropy_coeff * inputs.column("entropy_T")
+    if objective.kl_loss_type is not None:
+        value_T = value_T + objective.kl_loss_coef * objective._kl(inputs)
+    return value_T.detach()
+
+
+@functools.cache
+def weights_of(objective: Objective) -> Tensor:
+    """The weight that the average gives to each token."""
+    x_T = torch.ones(len(DATA.policy), dtype=torch.float64, requires_grad=True)
+    inputs = inputs_of(objective, x_T.detach())
+    return torch.autograd.grad(objective._average(x_T, inputs, count(LENGTHS_N, GROUP_N)), x_T)[0]
+
+
+@functools.cache
+def factors_of(objective: Objective) -> tuple[Objective, Objective, Objective]:
+    """The objective's loss, its average, and its other terms, each in an objective that has nothing else."""
+    loss = Objective(loss_mode=objective.loss_mode, loss_options=objective.loss_options)
+    average = Objective(loss_agg_mode=objective.loss_agg_mode, agg_options=objective.agg_options)
+    rest = dataclasses.replace(objective, loss_mode="vanilla", loss_options=(), loss_agg_mode="token-mean", agg_options=())
+    return loss, average, rest
+
+
+def factorised(estimator: str, options: str, objective: Objective) -> float:
+    """The loss, as a sum over tokens of weight times terms."""
+    loss, average, rest = factors_of(objective)
+    return float(weights_of(average) @ (policy_loss_of(estimator, options, loss) + regularizers_of(rest)))
 
 
 def changes() -> Iterator[tuple[str, Any]]:
@@ -133,30 +195,112 @@ def changes() -> Iterator[tuple[str, Any]]:
         yield from ((key, value) for value in values)
 
 
-def combinations() -> list[tuple[str, str, str, str]]:
-    """Every estimator with every loss, and every average with every KL estimator, as few times as cover all of these pairs."""
-    first = list(itertools.product(sorted(ADVANTAGES), sorted(POLICY_LOSSES)))
-    second = list(itertools.product(sorted(AGGREGATIONS), [*sorted(KL_ESTIMATORS), "full"]))
-    return [(*pair, *second[i % len(second)]) for i, pair in enumerate(first)]
+KL_NAMES = [*sorted(KL_ESTIMATORS), "full"]
+PAIRS = list(itertools.product(sorted(ADVANTAGES), sorted(POLICY_LOSSES)))
 
 
-@pytest.mark.parametrize(("estimator", "loss", "average", "kl"), combinations())
-def test_every_key_changes_the_objective_or_is_refused(estimator: str, loss: str, average: str, kl: str) -> None:
+def kl_of(loss: str, average: str) -> str:
+    """The KL estimator that is tried with a loss and an average: over all of them, each one with every average."""
+    place = sorted(POLICY_LOSSES).index(loss) + sorted(AGGREGATIONS).index(average)
+    return KL_NAMES[place % len(KL_NAMES)]
+
+
+@functools.cache
+def objective_of(loss: str, average: str, change: str) -> Objective | None:
+    """The objective after a change of one key, of which `change` is the text; None where it cannot be made."""
+    key, value = ast.literal_eval(change)
+    try:
+        config = with_value(config_of("grpo", loss, average, kl_of(loss, average)), key, value)
+        return Objective.from_config(config.actor_rollout_ref.actor, 16)
+    except ConfigError:
+        return None
+
+
+@functools.cache
+def options_after(estimator: str, change: str) -> str | None:
+    """The estimator's options after a change of one key; None where it does not take them."""
+    key, value = ast.literal_eval(change)
+    config = with_value(config_of(estimator, "vanilla", "token-mean", "k3"), key, value)
+    options = repr(estimator_options(config.algorithm, PARTS))
+    try:
+        advantages_of(estimator, options)
+    except (TypeError, ValueError):
+        return None
+    return options
+
+
+@functools.cache
+def refused_alone(kind: str, name: str, change: str) -> bool:
+    """Whether a function refuses a change of its own keys, whatever the other functions are."""
+    key, value = ast.literal_eval(change)
+    others = {ESTIMATOR.kind: "grpo", LOSS.kind: "vanilla", AVERAGE.kind: "token-mean", KL_IN_LOSS.kind: "k3"}
+    return refused(with_value(config_of(*(others | {kind: name}).values()), key, value), key)
+
+
+@functools.cache
+def refused_together(estimator: str, loss: str, change: str) -> bool:
+    """Whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does so alone."""
+    key, value = ast.literal_eval(change)
+    return refused(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value), key)
+
+
+def silent_changes(estimator: str, loss: str, average: str) -> list[tuple[str, Any]]:
+    """The changes of one key that are not refused and leave loss and gradient as they are."""
+    kl, silent = kl_of(loss, average), []
     config = config_of(estimator, loss, average, kl)
-    assert not any(refused(config, f"{choice.section}.{choice.key}") for choice in CHOICES)
-    before = result(config)
-    silent = []
+    nothing = repr((f"{A}.loss_agg_mode", average))
+    options, objective = options_after(estimator, nothing), objective_of(loss, average, nothing)
+    assert options is not None and objective is not None
+    before = factorised(estimator, options, objective)
+    owner = {
+        f"{choice.section}.{key}": (choice.kind, choice.name(config))
+        for choice in (ESTIMATOR, LOSS, AVERAGE)
+        for key in (choice.options_key, *choice.fixed)
+    }
     for key, value in changes():
+        if value_of(config, key) == value:
+            continue
         if isinstance(value, dict) and value.items() <= options_of(ADVANTAGES.get(estimator)).items():
             continue  # the estimator's own default, given by name
-        changed = with_value(config, key, value)
         if key.endswith("kl_loss_type") and KL_ESTIMATORS.get(value) is KL_ESTIMATORS.get(
-            "k1" if kl == "kl" else "k3" if kl == "full" else kl
+            {"kl": "k1", "full": "k3"}.get(kl, kl)
         ):
             continue
-        if changed != config and not refused(changed, key) and result(changed) == before:
+        change = repr((key, value))
+        other_options, other = options_after(estimator, change), objective_of(loss, average, change)
+        if other_options is not None and other is not None:
+            after = factorised(estimator, other_options, other)
+            if abs(after - before) > 1e-9 * max(1.0, abs(before)):
+                continue
+        changed = with_value(config, key, value)
+        if (key in owner and refused_alone(*owner[key], change)) or refused_together(estimator, loss, change):
+            continue
+        if refused(changed, key):
+            continue
+        if result(changed) == result(config):
             silent.append((key, value))
-    assert not silent
+    return silent
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_every_key_changes_the_objective_or_is_refused(estimator: str, loss: str) -> None:
+    """Over every estimator x loss x average x key: the loss after a change is another one, or the gradient, or it is refused."""
+    config = config_of(estimator, loss, "token-mean", "k3")
+    assert not refused(config, "")
+    assert {average: silent for average in sorted(AGGREGATIONS) if (silent := silent_changes(estimator, loss, average))} == {}
+
+
+def test_the_factors_make_the_objective() -> None:
+    random = Random(0)
+    for _ in range(120):
+        (estimator, loss), average = random.choice(PAIRS), random.choice(sorted(AGGREGATIONS))
+        change = repr(random.choice(list(changes())))
+        options, objective = options_after(estimator, change), objective_of(loss, average, change)
+        if options is None or objective is None:
+            continue
+        key, value = ast.literal_eval(change)
+        config = with_value(config_of(estimator, loss, average, kl_of(loss, average)), key, value)
+        assert result(config)[0] == pytest.approx(factorised(estimator, options, objective), rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(

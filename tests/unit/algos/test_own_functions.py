@@ -95,6 +95,22 @@ def test_a_loss_that_reads_the_reference_starts_it(tmp_path: Path) -> None:
         page(f"{A}.policy_loss.loss_mode={file}:silent")
 
 
+def test_the_plan_says_what_an_own_function_needs_and_does_not_read(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "@needs('ref_logprobs', 'entropy')\ndef loss(inputs, *, weight: float = 0.0):\n"
+        "    loss_T = -inputs.policy_logprobs_T * inputs.entropy_T\n"
+        "    return TokenLoss(loss_T + weight * inputs.ref_logprobs_T if weight else loss_T)\n"
+        "@needs('baselines')\ndef estimator(inp):\n    return AdvantageOutput(inp.token_rewards_T)\n",
+    )
+    idle = f"policy loss {file}:loss says that it needs ref_logprobs, and did not read it when it was tried"
+    assert idle in " ".join(page(f"{A}.policy_loss.loss_mode={file}:loss").split())
+    read = page(f"{A}.policy_loss.loss_mode={file}:loss", f"{A}.policy_loss.options={{weight: 1.0}}")
+    assert "did not read it" not in read and "did not read it" not in page()
+    own = page(f"algorithm.adv_estimator={file}:estimator")
+    assert "says that it needs baselines, and did not read it when it was tried" in " ".join(own.split())
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
