@@ -74,7 +74,7 @@ class RewardError(GrpoRlError):
 
 
 class FunctionError(GrpoRlError):
-    """A user's own estimator, loss, average or KL failed: its name, its file and line, and its interface."""
+    """A user's own estimator, loss, average, KL or schedule failed: its name, its file and line, and its interface."""
 
     exit_code = 5
 

@@ -196,6 +196,50 @@ def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+FROM_MAIN_TO_LOSS = [
+    ("main.py", "main", "_run"),
+    ("main.py", "_run", "run"),
+    ("cluster/launch.py", "run", "train"),
+    ("cluster/launch.py", "train", "fit"),
+    ("trainer/run.py", "fit", "_fit"),
+    ("trainer/run.py", "_fit", "_whole_step"),
+    ("trainer/run.py", "_whole_step", "step"),
+    ("trainer/sync.py", "step", "_update"),
+    ("trainer/sync.py", "_update", "update"),
+    ("cluster/roles/actor_role.py", "update", "update"),  # named in the call of all ranks
+    ("workers/trained_rank.py", "update", "_optimizer_step"),
+    ("workers/trained_rank.py", "_optimizer_step", "loss"),
+    ("workers/actor.py", "loss", "objective"),
+    ("algos/objective.py", "__call__", "_policy_loss"),
+    ("algos/objective.py", "_policy_loss", "POLICY_LOSSES"),
+    ("algos/losses/clip.py", "vanilla", "TokenLoss"),
+]
+"""The way of a step's tokens: in which file which function calls what."""
+MOST_FILES_TO_THE_LOSS = 9
+
+
+def test_a_reader_comes_from_the_command_to_the_loss_in_nine_files() -> None:
+    entered = {"objective": "__call__", "POLICY_LOSSES": "vanilla"}
+    for (file, function, called), following in zip(FROM_MAIN_TO_LOSS, [*FROM_MAIN_TO_LOSS[1:], None], strict=True):
+        [body] = [
+            node
+            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name == function
+        ]
+        calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
+        assert any(called in called_names(call) for call in calls), f"{file}: {function} calls no {called}"
+        assert following is None or following[1] == entered.get(called, called), "the way has a gap"
+    files = list(dict.fromkeys(file for file, _, _ in FROM_MAIN_TO_LOSS))
+    assert len(files) <= MOST_FILES_TO_THE_LOSS, files
+
+
+def called_names(call: ast.Call) -> set[str]:
+    """The words by which something is called: its name, those before its dots, and a method that is named in a string."""
+    words = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
+    words |= {node.attr for node in ast.walk(call.func) if isinstance(node, ast.Attribute)}
+    return words | {argument.value for argument in call.args[:1] if isinstance(argument, ast.Constant)}
+
+
 def test_files_are_short() -> None:
     lines = {file: len((PACKAGE / file).read_text().splitlines()) for file in names()}
     assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}

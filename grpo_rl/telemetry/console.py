@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -34,13 +35,44 @@ SILENT_STEPS = 3
 """The number of steps in a row without any advantage that is worth a warning, once."""
 QUIET_S = 30.0
 """Seconds without a printed line after which one shows where the work is, where there are no live bars."""
+DRAW_S = 0.1
+"""Seconds after which live bars are drawn again."""
 
 
 class LastingRichConsole(RichConsole):
-    """A rich console that falls silent when its reader has gone, where rich's own ends the process."""
+    """A rich console for several threads, which no error of its file leaves.
+
+    rich draws a live bar again from where it left the cursor, but it chooses the characters for that before it takes
+    the lock under which they are written. A line that another thread prints in between lands beside the bar, or on it.
+    Here choosing and writing are one turn: `with console` holds a lock until everything is written. All code that
+    draws, starts or stops live bars takes its turn first: a thread that held rich's lock of the bars and waited for a
+    turn would block the one that has the turn.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._turn = threading.RLock()
+        super().__init__(**options)
+
+    def __enter__(self) -> LastingRichConsole:
+        self._turn.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except OSError:  # EIO of a terminal that was closed, ENOSPC of a file that the output goes to
+            del self._buffer[:]
+        finally:
+            self._turn.release()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print in one turn: rich's own looks for live bars before it enters the console."""
+        with self:
+            super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on."""
+        """Print nothing from now on, where rich's own console ends the process."""
         self.quiet = True
 
 
@@ -62,7 +94,6 @@ class Console:
         self._quiet_s = quiet_s
         self._progress: Progress | None = None
         self._bars: list[Bar] = []
-        self._lock = threading.RLock()
         self._last_line = time.monotonic()
         self._pulse: threading.Thread | None = None
         self._closed = threading.Event()
@@ -103,8 +134,7 @@ class Console:
         for row in rows:
             table.add_row(*(self._text(str(value)) for value in row))
         self._last_line = time.monotonic()
-        with contextlib.suppress(OSError):
-            self._rich.print(table)
+        self._rich.print(table)
         for row in [[title], header, *rows]:
             self._write_log("  ".join(safe_text(str(value)) for value in row))
 
@@ -134,10 +164,9 @@ class Console:
                 self.info(f"{title}{note}: {f'{outcome} ' if outcome else ''}{duration(time.monotonic() - start)}")
 
     def _open_bar(self, title: str, total: float | None) -> Bar:
-        with self._lock:
+        with self._rich:
             if not self.interactive:
                 bar = Bar(title=safe_text(title), total=total)
-                self._begin_to_pulse()
             else:
                 if self._progress is None:
                     self._progress = live_bars(self._rich)
@@ -145,27 +174,27 @@ class Console:
                 task = self._progress.add_task(str(self._text(title)), total=total, note="", ends_at=None)
                 bar = Bar(self._progress, task, safe_text(title), total)
             self._bars.append(bar)
+            if self._pulse is None:
+                self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
+                self._pulse.start()
             return bar
 
     def _close_bar(self, bar: Bar) -> None:
-        with self._lock:
+        with self._rich:
             bar.close()
             self._bars.remove(bar)
             if not self._bars and self._progress is not None:
                 self._progress.stop()
                 self._progress = None
 
-    def _begin_to_pulse(self) -> None:
-        if self._pulse is None:
-            self._pulse = threading.Thread(target=self._say_where, name="pulse", daemon=True)
-            self._pulse.start()
-
-    def _say_where(self) -> None:
-        """Print where the work is whenever nothing was printed for a while, where there are no live bars."""
-        while not self._closed.wait(self._quiet_s / 10):
-            with self._lock:
+    def _beat(self) -> None:
+        """Draw the live bars again and again; where there are none, print where the work is after a while without a line."""
+        while not self._closed.wait(DRAW_S if self.interactive else self._quiet_s / 10):
+            with self._rich:
+                if self._progress is not None:
+                    self._progress.refresh()
                 places = [bar.text() for bar in self._bars]
-            if places and time.monotonic() - self._last_line >= self._quiet_s:
+            if not self.interactive and places and time.monotonic() - self._last_line >= self._quiet_s:
                 self.info("; ".join(places))
 
     def give_back_terminal(self) -> None:
@@ -242,9 +271,7 @@ class Console:
     def _print(self, cells: Sequence[step_line.Cell], console: RichConsole | None = None) -> None:
         line = Text.assemble(*(self._text(cell.text, cell.style) for cell in cells))
         self._last_line = time.monotonic()
-        # EIO of a terminal that was closed, ENOSPC of a file that the output goes to: the log file has the line.
-        with contextlib.suppress(OSError):
-            (console or self._rich).print(line, soft_wrap=True)
+        (console or self._rich).print(line, soft_wrap=True)
         self._write_log(line.plain)
 
     def _write_log(self, line: str) -> None:
@@ -275,7 +302,10 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def live_bars(console: RichConsole) -> Progress:
-    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped."""
+    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped.
+
+    It has no thread that draws it: see `LastingRichConsole`.
+    """
     return Progress(
         SpinnerColumn("line" if console.options.ascii_only else "dots"),
         TextColumn("{task.description}", markup=False),
@@ -286,4 +316,5 @@ def live_bars(console: RichConsole) -> Progress:
         TextColumn("{task.fields[note]}", style="dim", markup=False),
         console=console,
         transient=True,
+        auto_refresh=False,
     )

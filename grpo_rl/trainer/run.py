@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.checkpoint.manifest import Checkpoint, verify
+from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted
 from grpo_rl.faults import fault_point, tell
@@ -19,6 +20,9 @@ from grpo_rl.trainer.progress import TimeLeft, Timer
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics, Rollout
+
+NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What a state of another form raises where it is read."""
 
 
 class Run:
@@ -165,7 +169,12 @@ class Run:
     def resume(self, checkpoint: Checkpoint | Path) -> None:
         """Go on from this checkpoint; one that is only a path is verified first."""
         checkpoint = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-        self.load_state_dict(checkpoint.state)
+        try:
+            self.load_state_dict(checkpoint.state)
+        except NOT_LOADABLE as error:
+            place = _read_last(self.load_state_dict, checkpoint.state)
+            said = "is missing" if isinstance(error, KeyError) else f"cannot be read: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{checkpoint.folder}: {STATE} cannot be used: its field {place} {said}") from error
         for role in self.roles.with_state():
             role.load(checkpoint.folder)
         self.output.sinks.truncate_after(self.step)
@@ -205,6 +214,33 @@ class Run:
         self.context.step = int(state["step"])
         self.nonfinite.load_state_dict(state.get("nonfinite", {}))
         self._unlogged = state.get("unlogged")
+
+
+class _Watched(dict[str, Any]):
+    """A state that notes in `places` which of its fields are read, in order."""
+
+    def __init__(self, state: dict[str, Any], places: list[str], prefix: str = "") -> None:
+        super().__init__(state)
+        self.places, self.prefix = places, prefix
+
+    def __getitem__(self, key: str) -> Any:
+        self.places.append(self.prefix + key)
+        value = super().__getitem__(key)
+        return _Watched(value, self.places, f"{self.prefix}{key}.") if isinstance(value, dict) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+def _read_last(load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> str:
+    """Return the field of `state` at which `load` fails: the one that it read last."""
+    places: list[str] = []
+    with contextlib.suppress(*NOT_LOADABLE):
+        load(_Watched(state, places))
+    return places[-1] if places else "of some name"
 
 
 class NonFiniteUpdates:

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import Registry
+from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
+METHODS = {
+    "__init__": "Schedule(context: Context)",
+    "step": "step() -> Metrics",
+    "evaluate": "evaluate() -> Metrics",
+    "ended": "ended() -> str | None",
+    "state_dict": "state_dict() -> dict[str, Any], which JSON can hold",
+    "load_state_dict": "load_state_dict(state: dict[str, Any]) -> None",
+}
+"""How a run calls a schedule: `Schedule` in grpo_rl/trainer/schedule.py has the whole of it."""
 
 
 def schedule_of(config: Config) -> type[Schedule]:
     """Return the schedule of a run. Raises ConfigError for an unknown name, with the nearest ones, and for no schedule."""
     name = config.trainer.schedule
     schedule = SCHEDULES.get(name)
-    asked = [
-        member
-        for member in ("roles", "step", "evaluate", "ended", "state_dict", "load_state_dict")
-        if not hasattr(schedule, member)
-    ]
-    if asked:
+    if not isinstance(schedule, type):
+        raise ConfigError(f"schedule {name!r} is no class: see grpo_rl/trainer/schedule.py, class Schedule")
+    if asked := [member for member in ("roles", *METHODS) if not hasattr(schedule, member)]:
         raise ConfigError(f"schedule {name!r} has no {', '.join(asked)}: see grpo_rl/trainer/schedule.py, class Schedule")
     known = {field.name for field in dataclasses.fields(Roles)} - {"recoveries"}
     if unknown := sorted(set(schedule.roles) - known):
         raise ConfigError(f"schedule {name!r} names the roles {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    return ValidationOnly if config.trainer.val_only else schedule
+    if config.trainer.val_only:
+        return ValidationOnly
+    return _guarded(schedule, name) if ":" in name else schedule
+
+
+def _guarded(schedule: type[Schedule], name: str) -> type[Schedule]:
+    """Return a user's schedule with the failures of its methods as FunctionErrors, which name its file and line."""
+    methods = {
+        method: guarded(getattr(schedule, method), f"schedule {name}, {method}", interface)
+        for method, interface in METHODS.items()
+    }
+    return types.new_class(schedule.__name__, (schedule,), exec_body=lambda body: body.update(methods))

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_rl.checkpoint.files import write_file
 from grpo_rl.checkpoint.store import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
-names = ["weights_rank0.safetensors", "weights_rank1.safetensors"]
+names = ["shard_of_rank0.bin", "shard_of_rank1.bin"]
 for step in (1, 2, 3):
     store.save(step, lambda folder: {name: write_file(folder / name, [bytes([step]) * 1000]) for name in names}, {"step": step})
     print(step, flush=True)
@@ -26,7 +26,7 @@ for step in (1, 2, 3):
 # Of step 3: its state, a shard, the manifest, the rename, the flush of the parent, the removal of step 1.
 PLACES = [
     "ckpt.call:kill9@call=write,file=trainer.json,n=3",
-    "ckpt.call:kill9@call=fsync,file=weights_rank1.safetensors,n=3",
+    "ckpt.call:kill9@call=fsync,file=shard_of_rank1.bin,n=3",
     "ckpt.call:kill9@call=write,file=manifest.json,n=3",
     "ckpt.before_rename:kill9@n=3",
     "ckpt.after_rename:kill9@n=3",
@@ -45,7 +45,7 @@ def test_what_was_committed_before_the_kill_is_found_and_the_next_save_works(tmp
     store = CheckpointStore(tmp_path, keep=2)
     latest = store.latest(pytest.fail)
     assert latest is not None and latest.step == (3 if fault in COMMITTED else 2)
-    assert (latest.folder / "weights_rank1.safetensors").read_bytes() == bytes([latest.step]) * 1000
+    assert (latest.folder / "shard_of_rank1.bin").read_bytes() == bytes([latest.step]) * 1000
     assert [path.name for path in sorted(tmp_path.iterdir()) if path.name.startswith(".")] == []
     rerun = subprocess.run(
         command, env=environment | {"GRPO_FAULT": ""}, capture_output=True, text=True, timeout=120, check=True

@@ -35,12 +35,12 @@ class Scene:
     def status(self) -> dict[str, Any]:
         return read_status(self.path)
 
-    def start(self, faults: str, pipe: str = "") -> Terminal:
-        """Start the command on a terminal, its output into `pipe` where one is given."""
+    def start(self, faults: str, pipe: str = "", command: Sequence[str] = ()) -> Terminal:
+        """Start the run on a terminal: its output into `pipe` where one is given, or by a `command` of its own."""
         self.num_starts += 1
         state = self.folder / f"faults{self.num_starts}"
         state.mkdir()
-        command = self.command if not pipe else ["bash", "-c", f"{shlex.join(self.command)} 2>&1 | {pipe}"]
+        command = command or self.command if not pipe else ["bash", "-c", f"{shlex.join(self.command)} 2>&1 | {pipe}"]
         return Terminal(command, self.folder, {"HF_HUB_OFFLINE": "1", "GRPO_FAULT": faults, "GRPO_FAULT_STATE": str(state)})
 
     def reached(self, step: int, phase: str) -> Callable[[], bool]:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.roles.dealing import combine_stats, deal
-from grpo_rl.cluster.roles.dealing import train as train_dealt
+from grpo_rl.cluster.roles.dealing import combine_stats, deal, update_call
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
@@ -276,8 +275,9 @@ def test_a_third_kind_of_rank_trains_pairs_that_stay_together_alike_in_every_lay
         losses = []
         for _ in range(8):
             dealt = deal(processes, batch, [rows], pairs)
-            results, counts = train_dealt(Cut(processes, rule), dealt, batch, [rows], ())
-            losses.append(combine_stats(results, counts, "pairs")["pairs/loss"])
+            call = update_call(dealt, batch, [rows], ())
+            results = Cut(processes, rule).call("update", call.lengths, call.arguments)
+            losses.append(combine_stats(results, call.counts, "pairs")["pairs/loss"])
         return processes.call("gradients")[0], losses
 
     gradients, losses = learn(1, WHOLE)

@@ -17,7 +17,7 @@ from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, train
+from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch, Metrics
@@ -84,16 +84,15 @@ class ActorRole:
         if self.objective.needs_group_tokens:
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
-        results, counts = train(
-            self.train_cut, dealt, batch, chosen, _READ, entropy_coeff=coefficient, selected=self._selected(batch, chosen)
-        )
+        call = update_call(dealt, batch, chosen, _READ, entropy_coeff=coefficient, selected=self._selected(batch, chosen))
+        results = self.train_cut.call("update", call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None
         self.version += 1
-        metrics = combine_stats(results, counts)
+        metrics = combine_stats(results, call.counts)
         if self.entropy is not None and coefficient is not None:
             metrics["actor/entropy_coeff"] = coefficient
-            if any(step_counts.num_tokens for step_counts in counts) and math.isfinite(metrics["actor/entropy"]):
+            if any(step_counts.num_tokens for step_counts in call.counts) and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 

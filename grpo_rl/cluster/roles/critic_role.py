@@ -12,7 +12,7 @@ from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, train
+from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
@@ -45,10 +45,11 @@ class CriticRole:
     def update(self, batch: Batch) -> Metrics:
         """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        results, counts = train(self.cut, self._deal(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
+        call = update_call(self._deal(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
+        results = self.cut.call("update", call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None
-        return combine_stats(results, counts, role="critic") | _fit(batch.values_T, batch.returns_T)
+        return combine_stats(results, call.counts, role="critic") | _fit(batch.values_T, batch.returns_T)
 
     def _deal(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""

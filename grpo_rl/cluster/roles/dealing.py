@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,8 +110,19 @@ def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (),
     return Dealt(batch, shares, ranks.store([bare.select(share) for share in shares]), units)
 
 
-def train(
-    cut: Cut,
+@dataclass(frozen=True, slots=True)
+class UpdateCall:
+    """What the ranks are called with to train on a batch, by `Cut.call`: one optimizer step per mini-batch."""
+
+    lengths: list[list[int]]
+    """The tokens of what stays together in a micro-batch, for each mini-batch."""
+    arguments: Callable[[MicroBatchRule], list[tuple[Any, Update]]]
+    """Returns the arguments of each rank, with micro-batches by this rule."""
+    counts: list[Counts]
+    """The divisors of each step: those of its whole mini-batch."""
+
+
+def update_call(
     dealt: Dealt,
     batch: Batch,
     mini_batches: Sequence[Sequence[int]],
@@ -119,8 +130,8 @@ def train(
     *,
     entropy_coeff: float | None = None,
     selected: Sequence[Tensor] | None = None,
-) -> tuple[list[list[dict[str, float]]], list[Counts]]:
-    """Take one optimizer step per mini-batch on all ranks; return the ranks' statistics of each, and its counts.
+) -> UpdateCall:
+    """Return the call by which all ranks take one optimizer step per mini-batch.
 
     `names` are the columns that the update reads beside those of the share. `selected` has, for each mini-batch, a bool
     for every trained token of the batch.
@@ -139,7 +150,7 @@ def train(
                 own.append(OptimizerStep(counts[number], tuple(rows), entropy_coeff, chosen_T))
         return list(zip(dealt.stored, dealt.updates(batch, names, steps), strict=True))
 
-    return cut.call("update", [dealt.lengths(indices) for indices in trained if indices], arguments), counts
+    return UpdateCall([dealt.lengths(indices) for indices in trained if indices], arguments, counts)
 
 
 def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from typing import Any
 from grpo_rl.child_processes import shielded
 from grpo_rl.config.secrets import remember
 
+LOOK_S = 1.0
+"""The longest wait for this machine's own address to answer."""
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -59,9 +62,9 @@ def started_apart() -> Iterator[None]:
     Ray blocks SIGINT for its processes, but leaves them in the controller's process group: a SIGTERM or SIGHUP to the
     group ended Ray's head, and with it the run that was about to save its state.
     """
-    from ray._private import ray_constants, services
+    from ray._private import services
 
-    popen, cluster = services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
+    popen = services.ConsolePopen
 
     class Apart(popen):  # type: ignore[misc, valid-type]
         """A process of Ray's, which nothing but SIGKILL ends."""
@@ -76,12 +79,43 @@ def started_apart() -> Iterator[None]:
             # Ray waits for a second after SIGTERM, which is blocked, before it kills. Workers have ended by then.
             self.kill()
 
-    # With this, which is meant for other systems than Linux, Ray takes 127.0.0.1 as the node's address, and listens there.
-    services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER = Apart, False  # type: ignore[misc]
+    services.ConsolePopen = Apart  # type: ignore[misc]
+    try:
+        with on_loopback():
+            yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Make Ray take 127.0.0.1 as this node's address, to listen there and to find what listens there.
+
+    By itself it replaces 127.0.0.1 by the machine's address on the network. The constant is meant for other systems than
+    Linux.
+    """
+    from ray._private import ray_constants
+
+    cluster = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER = popen, cluster  # type: ignore[misc]
+        ray_constants.ENABLE_RAY_CLUSTER = cluster
+
+
+def is_only_on_loopback(address: str) -> bool:
+    """Return whether a cluster's head at `address`, HOST:PORT, answers on this machine's loopback and nowhere else."""
+    from ray.util import get_node_ip_address
+
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((get_node_ip_address(), int(port)), timeout=LOOK_S).close()
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager

@@ -186,6 +186,8 @@ class Connection(threading.Thread):
                 if self.is_local:
                     local_ray.forget_token()
                     stack.enter_context(local_ray.started_apart())
+                elif local_ray.is_only_on_loopback(self._address or ""):
+                    stack.enter_context(local_ray.on_loopback())
                 ray.init(**self._options)
         except Exception as error:
             raise liveness.why_not_connected(self._address, error) from error

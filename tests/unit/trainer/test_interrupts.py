@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from grpo_rl.trainer.stopping import Stop
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Console, Callable[[], Screen]]]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Console, Callable[..., Screen]]]:
     """A console on a pseudo-terminal, and what is on its screen."""
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
@@ -31,23 +33,32 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Console, Callabl
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (60, 160))
     os.set_blocking(ours, False)
-    screen = Screen()
+    screen, decoder = Screen(), codecs.getincrementaldecoder("utf-8")()
 
-    def look() -> Screen:
+    def look(idle: bool = True) -> Screen:
+        """Read what has arrived; with `idle`, when nothing is printed any more, everything."""
+        # The kernel passes a terminal's output on in a thread of its own: only what was written last shows that all is there.
+        text, deadline = "", time.monotonic() + 30.0
+        if idle:
+            os.write(theirs, b"\0")
         with open(ours, "rb", buffering=0, closefd=False) as file:
-            while chunk := file.read(65536):
-                screen.feed(chunk.decode())
+            while (chunk := file.read(65536)) or (idle and not text.endswith("\0")):
+                if chunk:
+                    text = decoder.decode(chunk)
+                    screen.feed(text)
+                assert time.monotonic() < deadline
         return screen
 
-    with open(theirs, "w", encoding="utf-8") as file:
+    with open(theirs, "w", encoding="utf-8", closefd=False) as file:
         console = Console(file)
         assert console.interactive
         yield console, look
         console.close()
+    os.close(theirs)
     os.close(ours)
 
 
-def at_call(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, count: int, look: Callable[[], Screen]) -> None:
+def at_call(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, count: int, look: Callable[..., Screen]) -> None:
     """Ctrl-C is pressed in the middle of the policy's `count`th call of this name, while a bar is on the screen."""
     original, seen = getattr(policy, call), 0
 
@@ -55,8 +66,11 @@ def at_call(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, count: i
         nonlocal seen
         seen += 1
         if seen == count:
-            time.sleep(0.25)  # the bar is drawn ten times a second
-            assert "━" in look().text() and not look().cursor_is_visible
+            deadline = time.monotonic() + 10.0
+            while "━" not in look(idle=False).text():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)  # polling: the screen is a stream of bytes
+            assert not look(idle=False).cursor_is_visible
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.25)
         return original(*args, **kwargs)
@@ -152,7 +166,7 @@ def test_an_interrupt_while_the_command_is_still_loading_is_one_line(tmp_path: P
         assert run.screen().text().replace("^C", "").split() == ["ready", "interrupted"]
 
 
-def test_a_bar_that_has_gone_may_still_be_moved(terminal: tuple[Console, Callable[[], Screen]]) -> None:
+def test_a_bar_that_has_gone_may_still_be_moved(terminal: tuple[Console, Callable[..., Screen]]) -> None:
     console, look = terminal
     with console.progress("training", 3) as bar:
         bar.advance()
@@ -160,6 +174,34 @@ def test_a_bar_that_has_gone_may_still_be_moved(terminal: tuple[Console, Callabl
     bar.set_total(4)
     bar.left(5.0)
     assert "━" not in look().text() and bar.note == "saving"
+
+
+def test_lines_from_other_threads_leave_no_piece_of_a_bar_behind(terminal: tuple[Console, Callable[..., Screen]]) -> None:
+    console, look = terminal
+    ended = threading.Event()
+    lines = [f"line {n}" for n in range(600)]
+
+    def say(mine: list[str]) -> None:
+        for line in mine:
+            console.notice(line)
+
+    def read() -> None:
+        while not ended.wait(0.01):  # polling: a pseudo-terminal that nobody reads takes 4 KiB
+            look(idle=False)
+
+    reader = threading.Thread(target=read)
+    speakers = [threading.Thread(target=say, args=(lines[k::3],)) for k in range(3)]
+    for thread in (reader, *speakers):
+        thread.start()
+    while any(thread.is_alive() for thread in speakers):
+        with console.progress("training", 9, keep=False) as outer, console.progress("validating", keep=False):
+            outer.advance()
+    ended.set()
+    reader.join()
+    screen = look()
+    shown = screen.text().splitlines()
+    assert "━" not in screen.text() and sorted(shown) == sorted(lines)
+    assert screen.cursor_is_visible and screen.lines[screen.row] == ""
 
 
 def test_the_standard_output_of_a_process_outlives_its_reader(tmp_path: Path) -> None:

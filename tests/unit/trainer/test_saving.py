@@ -232,3 +232,28 @@ def test_a_full_disk_is_told_before_anything_is_written(make, monkeypatch):  # n
     with pytest.raises(CheckpointError, match=r"nothing was written\); it needs 909494.7 TiB"):
         trainer.fit()
     assert "save" not in policy.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda state: state.pop("sampler"), "its field sampler is missing"),
+        (lambda state: state["sampler"].pop("epoch"), "its field sampler.epoch is missing"),
+        (lambda state: state["sampler"].update(data=3), r"its field sampler.data cannot be read: (TypeError|AttributeError): "),
+        (lambda state: state.update(sampler=[1, 2]), r"its field sampler cannot be read: (TypeError|AttributeError): "),
+        (
+            lambda state: state.update(nonfinite={"in_a_row": "two"}),
+            r"its field nonfinite.in_a_row cannot be read: ValueError: ",
+        ),
+        (lambda state: state.update(step=float("inf")), r"its field step cannot be read: OverflowError: "),
+    ],
+)
+def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_file_and_field(make, change, problem):  # noqa: F811
+    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
+    trainer.fit()
+    checkpoint = verify(trainer.store.folder / "step_1")
+    change(checkpoint.state)
+    again, _ = make(make_config(save_freq=1), total_steps=2, with_val=False)
+    with pytest.raises(CheckpointError, match=rf"step_1: trainer.json cannot be used: {problem}") as refused:
+        again.resume(checkpoint)
+    assert refused.value.exit_code == 4

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_sync_trainer import Policy, dataset, make, make_config  # noqa: F401
 
+from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import CheckpointError, ConfigError, DivergedError
+from grpo_rl.errors import CheckpointError, ConfigError, DivergedError, FunctionError
 from grpo_rl.main import main
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
@@ -129,6 +130,7 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(
     ("text", "message"),
     [
         ("class Own:\n    roles = frozenset({'actor'})\n", "has no step, evaluate, ended, state_dict, load_state_dict"),
+        ("def Own(context):\n    return None\n", "is no class"),
         (OWN.replace('{"actor"}', '{"actor", "teacher"}').replace("class Phases", "class Own"), "names the roles teacher"),
     ],
 )
@@ -136,6 +138,33 @@ def test_a_class_that_is_no_schedule_is_refused(text: str, message: str, tmp_pat
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         schedule_of(make_config(schedule=f"{tmp_path / 'own.py'}:Own"))
+
+
+@pytest.mark.parametrize(
+    ("method", "line", "interface"),
+    [
+        ("__init__", 'self.phase, self.seen = "first", []', r"Schedule\(context: Context\)"),
+        ("step", "timer = Timer(self.context.progress.phase)", r"step\(\) -> Metrics"),
+        ("evaluate", 'return {"own/quality": float(len(self.seen))}', r"evaluate\(\) -> Metrics"),
+        ("ended", 'return "all phases', r"ended\(\) -> str | None"),
+        ("state_dict", 'return {"phase": self.phase', r"state_dict\(\) -> dict"),
+        ("load_state_dict", "self.phase, self.seen = state", r"load_state_dict\(state: dict"),
+    ],
+)
+def test_a_failure_of_a_users_schedule_names_its_method_file_line_and_interface(
+    own: str, tmp_path: Path, method: str, line: str, interface: str
+) -> None:
+    config = make_config(schedule=own, save_freq=1, test_freq=1, val_before_train=False)
+    run_of(config, tmp_path, total_steps=1, actor=Policy()).fit()
+    folder = max(tmp_path.rglob("step_1"))
+    (tmp_path / "broken.py").write_text(OWN.replace(line, f"self.no_such_thing; {line}").replace("class Phases", "class Own"))
+    config = make_config(schedule=f"{tmp_path / 'broken.py'}:Own", save_freq=1, test_freq=1, val_before_train=False)
+    expected = rf"schedule .*broken.py:Own, {method} failed: AttributeError(?s:.*)in .*broken.py, line \d+, in {method}: "
+    with pytest.raises(FunctionError, match=rf"{expected}(?s:.*)it is called as {interface}"):
+        run = run_of(config, tmp_path / "broken", total_steps=2, actor=Policy())
+        if method == "load_state_dict":
+            run.load_state_dict(verify(folder).state | {"schedule": config.trainer.schedule})
+        run.fit()
 
 
 def test_every_registered_schedule_names_roles_that_a_run_has() -> None:
