@@ -20,7 +20,6 @@ from types import TracebackType
 COLUMNS, LINES = 160, 60
 CTRL_C = b"\x03"
 _ESCAPE = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|\x1b[()][A-Z0-9]")
-_CUT_ESCAPE = re.compile(r"\x1b(\[\??[0-9;]*|[()])?$")
 
 
 class Screen:
@@ -30,14 +29,10 @@ class Screen:
         self.lines: list[str] = [""]
         self.row = self.column = 0
         self.cursor_is_visible = True
-        self._cut = ""
-        """The beginning of an escape sequence whose rest has not arrived."""
 
     def feed(self, text: str) -> None:
-        """Show `text`, which may begin and end anywhere."""
-        text, position = self._cut + text, 0
-        self._cut = cut.group() if (cut := _CUT_ESCAPE.search(text)) else ""
-        text = text.removesuffix(self._cut)
+        """Show `text`."""
+        position = 0
         while position < len(text):
             escape = _ESCAPE.match(text, position)
             if escape is not None:

@@ -22,7 +22,7 @@ from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics, Rollout
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""The exceptions that a state of another form raises where it is read."""
+"""The exceptions of a state of another form, where it is read."""
 
 
 class Run:

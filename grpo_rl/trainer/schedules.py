@@ -22,7 +22,7 @@ METHODS = {
     "state_dict": "state_dict() -> dict[str, Any], which JSON can hold",
     "load_state_dict": "load_state_dict(state: dict[str, Any]) -> None",
 }
-"""The calls of a run to its schedule: `Schedule` in grpo_rl/trainer/schedule.py has the whole of it."""
+"""The methods of a schedule as a run calls them; `Schedule` in grpo_rl/trainer/schedule.py describes each."""
 
 
 def schedule_of(config: Config) -> type[Schedule]:

@@ -112,7 +112,7 @@ def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (),
 
 @dataclass(frozen=True, slots=True)
 class UpdateCall:
-    """The arguments of the ranks to train on a batch, by `Cut.call`: one optimizer step per mini-batch."""
+    """The call, made by `Cut.call`, by which the ranks train on a batch: one optimizer step per mini-batch."""
 
     lengths: list[list[int]]
     """The tokens of what stays together in a micro-batch, for each mini-batch."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -32,28 +32,38 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Console, Callabl
         monkeypatch.delenv(name, raising=False)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (60, 160))
-    os.set_blocking(ours, False)
-    screen, decoder = Screen(), codecs.getincrementaldecoder("utf-8")()
+    arrived, num_looks, closing = bytearray(), 0, threading.Event()
+
+    def read() -> None:
+        # All the time: a terminal that nobody reads takes some KiB, and then holds up whatever prints on it.
+        while not closing.is_set():
+            if select.select([ours], [], [], 0.05)[0]:
+                arrived.extend(os.read(ours, 65536))
 
     def look(idle: bool = True) -> Screen:
-        """Read what has arrived; with `idle`, when nothing is printed any more, everything."""
-        # The kernel passes a terminal's output on in a thread of its own: only what was written last shows that all is there.
-        text, deadline = "", time.monotonic() + 30.0
+        """Return what has arrived; with `idle`, when nothing is printed any more, what was printed."""
+        nonlocal num_looks
         if idle:
+            # The kernel passes output on in a thread of its own: only what was written last shows that all is there.
             os.write(theirs, b"\0")
-        with open(ours, "rb", buffering=0, closefd=False) as file:
-            while (chunk := file.read(65536)) or (idle and not text.endswith("\0")):
-                if chunk:
-                    text = decoder.decode(chunk)
-                    screen.feed(text)
+            num_looks += 1
+            deadline = time.monotonic() + 30.0
+            while arrived.count(0) < num_looks:
                 assert time.monotonic() < deadline
+                time.sleep(0.02)  # polling: the screen is a stream of bytes
+        screen = Screen()
+        screen.feed(bytes(arrived).decode(errors="replace"))
         return screen
 
+    reader = threading.Thread(target=read)
+    reader.start()
     with open(theirs, "w", encoding="utf-8", closefd=False) as file:
         console = Console(file)
         assert console.interactive
         yield console, look
         console.close()
+    closing.set()
+    reader.join()
     os.close(theirs)
     os.close(ours)
 
@@ -178,26 +188,18 @@ def test_a_bar_that_has_gone_may_still_be_moved(terminal: tuple[Console, Callabl
 
 def test_lines_from_other_threads_leave_no_piece_of_a_bar_behind(terminal: tuple[Console, Callable[..., Screen]]) -> None:
     console, look = terminal
-    ended = threading.Event()
     lines = [f"line {n}" for n in range(600)]
 
     def say(mine: list[str]) -> None:
         for line in mine:
             console.notice(line)
 
-    def read() -> None:
-        while not ended.wait(0.01):  # polling: a pseudo-terminal that nobody reads takes 4 KiB
-            look(idle=False)
-
-    reader = threading.Thread(target=read)
     speakers = [threading.Thread(target=say, args=(lines[k::3],)) for k in range(3)]
-    for thread in (reader, *speakers):
+    for thread in speakers:
         thread.start()
     while any(thread.is_alive() for thread in speakers):
         with console.progress("training", 9, keep=False) as outer, console.progress("validating", keep=False):
             outer.advance()
-    ended.set()
-    reader.join()
     screen = look()
     shown = screen.text().splitlines()
     assert "━" not in screen.text() and sorted(shown) == sorted(lines)
