@@ -35,6 +35,8 @@ SILENT_STEPS = 3
 """The number of steps in a row without any advantage that is worth a warning, once."""
 QUIET_S = 30.0
 """Seconds without a printed line after which one shows where the work is, where there are no live bars."""
+CLOSE_S = 1.0
+"""The longest wait for the thread that draws: a terminal that is held up (Ctrl-S) holds it up too."""
 DRAW_S = 0.1
 """Seconds after which live bars are drawn again."""
 
@@ -258,8 +260,10 @@ class Console:
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
-        """Close the log file."""
+        """Stop drawing, and close the log file."""
         self._closed.set()
+        if self._pulse is not None:
+            self._pulse.join(CLOSE_S)  # its last line must not meet a closed file
         log, self._log = self._log, None
         if log is not None:
             with contextlib.suppress(OSError):
