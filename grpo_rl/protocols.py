@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
@@ -19,6 +21,9 @@ class Actor(Protocol):
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """The batch with `old_logprobs_T` filled where an update needs them, unchanged otherwise."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the present policy's log-probability of each trained token."""
 
     def update(self, batch: Batch) -> Metrics:
         """All optimizer steps on one batch (`ppo_epochs` x mini-batches)."""

@@ -7,12 +7,14 @@ import dataclasses
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
+from grpo_rl.trainer.offline import OfflineSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
+SCHEDULES.register("offline")(OfflineSchedule)
 
 
 def schedule_of(config: Config) -> type[Schedule]:
