@@ -1,4 +1,4 @@
-"""When a run's state is written and committed: begun at a save point, committed once every rank has written its part."""
+"""The saves of a run's state: begun at a save point, committed once every rank has written its part."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.protocols import Actor, Critic
+from grpo_rl.protocols import Trained
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
 Result = TypeVar("Result")
 _WAIT_S = 1.0
 RESCUE_S = 10.0
-"""How long a run that fails waits for a save that is nearly done."""
+"""Seconds that a run which fails waits for a save that is nearly done."""
 
 
 class Saving:
@@ -76,7 +76,7 @@ class Saving:
                 self.output.console.warn(f"{error}: step {step} is saved once more")
 
     def rescue(self) -> None:
-        """Commit what is going on, if it is nearly done: the run is about to end with an error, which is not to be hidden."""
+        """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
@@ -183,7 +183,7 @@ class BackgroundSave:
         self,
         draft: Draft,
         store: CheckpointStore,
-        roles: Sequence[Actor | Critic],
+        roles: Sequence[Trained],
         flush: Callable[[], None],
         committed: Callable[[Path], None],
     ) -> None:

@@ -45,11 +45,11 @@ def plan_of(path: Path | str, *words: str, batch_size: int = 8) -> Plan:
         "actor_rollout_ref.model.path=builtin:arithmetic",
         f"data.train_batch_size={batch_size}",
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         return make_plan(compose([*base, "actor_rollout_ref.actor.ppo_mini_batch_size=8", *words]), CPU)
     finally:
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 4
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.jsonl.gz", "d.parquet"])

@@ -19,7 +19,7 @@ _A = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What is known of a function of the algorithm without calling it."""
+    """The facts about a function of the algorithm that are there without calling it."""
 
     name: str
     needs: tuple[str, ...]
@@ -129,7 +129,7 @@ def _short(value: object) -> str:
 
 
 def _value_alone(function: Function) -> Iterator[str]:
-    """A KL estimator for the reward whose name promises a gradient, or that corrects for older samples."""
+    """Refuse a KL estimator for the reward whose name promises a gradient, or that corrects for older samples."""
     if function.name.endswith("+"):
         yield (
             f"algorithm.kl_penalty={function.name}: differs from {function.name[:-1]} by its gradient, and a reward has none; "
