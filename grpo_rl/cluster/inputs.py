@@ -47,7 +47,7 @@ class Inputs:
     """The prompts that are trained on; None where nothing is trained, or given answers are."""
     val_data: PromptDataset | None
     demonstrations: Demonstrations | None
-    """What a supervised run learns from; None for all others."""
+    """The answers that a supervised run learns from; None for all others."""
     rules: RewardRunner | None
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards

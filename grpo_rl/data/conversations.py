@@ -31,7 +31,7 @@ class Chat:
 
     messages: list[dict[str, Any]]
     options: dict[str, Any] = field(default_factory=dict)
-    """What the row gives to the chat template beside the messages: `tools`, `enable_thinking`."""
+    """The row's own arguments of the chat template beside the messages: `tools`, `enable_thinking`."""
     of_strings: bool = False
     """Made of a prompt and a response that are plain strings."""
 
@@ -134,7 +134,7 @@ class Tokenizing:
         self._marked: bool | None = None
 
     def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
-        """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be told exactly."""
+        """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be found exactly."""
         if isinstance(found, Rendered):
             return self._rendered(found, where)
         messages = self.renderer.with_system(found.messages)
@@ -174,7 +174,7 @@ class Tokenizing:
     # ---- chat templates ----------------------------------------------------------------------------------
 
     def _has_marks(self) -> bool:
-        """Whether the chat template says itself, by `{% generation %}`, what the assistant generates."""
+        """Return whether the chat template marks by `{% generation %}` what the assistant generates."""
         if self._marked is None:
             template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
             self._marked = _GENERATION_MARK.search(template) is not None
@@ -193,7 +193,7 @@ class Tokenizing:
         return Demonstration(token_ids[: positions[-1] + 1], positions)
 
     def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
-        """What a turn adds to the rendered text is the assistant's, where the template does nothing but add."""
+        """Return the tokens with those trained that a turn of the assistant adds, where the template does nothing but add."""
         texts = self._growing(messages, found, where)
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
@@ -252,7 +252,7 @@ def _rewritten(before: str, now: str, what: str) -> str:
     start = max(0, place - 20)
     return (
         f"the chat template does not only append: with {what} the text before it is another one, "
-        f"{before[start : place + 30]!r} became {now[start : place + 30]!r}; so the assistant's tokens cannot be told exactly. "
+        f"{before[start : place + 30]!r} became {now[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
         "Give a data.chat_template that appends, or marks them by {% generation %}, or rows of one assistant turn"
     )
 

@@ -41,7 +41,7 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template at all."""
+        """True where there is a chat template at all."""
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
     def render(self, row: Example, where: str) -> str:

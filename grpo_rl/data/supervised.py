@@ -28,7 +28,7 @@ KEPT_DEMONSTRATIONS = 65_536
 
 @dataclass(slots=True)
 class DemonstrationReport:
-    """What became of the rows that were checked at the start."""
+    """The fate of the rows that were checked at the start."""
 
     num_rows: int
     """Rows in the files, after max_samples."""
@@ -174,7 +174,7 @@ class DemonstrationSet:
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """What a supervised run learns from, and what its loss is measured on beside."""
+    """The rows that a supervised run learns from, and those on which its loss is measured beside."""
 
     train: DemonstrationSet
     val: DemonstrationSet | None = None

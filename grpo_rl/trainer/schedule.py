@@ -87,7 +87,7 @@ class Context:
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to validate on."""
+        """True where there is anything to validate on."""
         return self.val_data is not None or (self.demonstrations is not None and self.demonstrations.val is not None)
 
 
