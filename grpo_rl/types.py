@@ -220,7 +220,8 @@ class Batch:
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
     token_ids_S: Tensor
     rewards_N: Tensor
-    rollout_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor | None = None
+    """Those that the engine reported; None for tokens that no engine sampled, such as demonstrations."""
     positions_T: Tensor = None  # type: ignore[assignment]
     """Positions of the trained tokens in `token_ids_S`, ascending.
 
@@ -283,7 +284,7 @@ class Batch:
 
     @property
     def num_trained_tokens(self) -> int:
-        return len(self.rollout_logprobs_T)
+        return len(self.positions_T)
 
     @property
     def sequence_lengths_N(self) -> Tensor:

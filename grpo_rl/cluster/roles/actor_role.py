@@ -75,6 +75,10 @@ class ActorRole:
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
 
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
+        return per_token(self.forward_cut, "logprobs", deal(self.worker_set, batch))
+
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         coefficient = None if self.entropy is None else self.entropy.value

@@ -10,6 +10,7 @@ from grpo_rl.config import function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
+from grpo_rl.config.derived import is_supervised
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -45,7 +46,8 @@ def problems(config: Config) -> Iterator[str]:
         name = choice.name(config)
         yield from _unknown(f"{choice.section}.{choice.key}", choice.kind, name, known)
         facts = known.get(name)
-        if facts is not None:
+        # A supervised run estimates no advantages: settings of an estimator are refused as such.
+        if facts is not None and not (choice is function_options.ESTIMATOR and is_supervised(config)):
             yield from function_problems(config, choice, Function(name, facts["needs"], facts["options"]))
     yield from _unknown("actor_rollout_ref.rollout.name", "rollout engine", rollout.name, table.ENGINES)
     for spec in config.reward.functions:
@@ -74,7 +76,7 @@ def _unknown(key: str, kind: str, name: str, known: Iterable[str]) -> Iterator[s
 
 
 def _tasks(config: Config) -> Iterator[str]:
-    for key in ("train_files", "val_files"):
+    for key in ("train_files", "val_files", "val_prompt_files"):
         for file in getattr(config.data, key):
             kind, colon, rest = file.partition(":")
             name = rest.partition("?")[0]

@@ -41,6 +41,7 @@ LOSSES: dict[str, Facts] = {
     "kl_cov": {"needs": (), "options": ("kl_cov_ratio", "ppo_kl_coef")},
     "reinforce": {"needs": (), "options": ()},
     "sapo": {"needs": (), "options": ("tau_pos", "tau_neg")},
+    "sft": {"needs": (), "options": ()},
     "vanilla": {"needs": (), "options": ("clip_low", "clip_high", "clip_c")},
 }
 AGGREGATIONS: dict[str, Facts] = {
