@@ -49,6 +49,8 @@ class LossInput:
     """The tokens that the loss treats otherwise, chosen once for a whole mini-batch: see `selected_by`."""
     group_N: Tensor | None = None
     """Equal numbers belong to one prompt."""
+    chosen_N: Tensor | None = None
+    """Which response of a pair is the preferred one, a bool; a pair is two responses of one group."""
     group_tokens_N: Tensor | None = None
     """For each response, the trained tokens of its whole group in the mini-batch."""
 
@@ -92,9 +94,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "ref_logprobs": ("ref_logprobs_T",),
     "entropy": ("entropy_T",),
     "group_tokens": ("group_tokens_N",),
+    "pairs": ("chosen_N",),
 }
 """What a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy, the entropy of
-every token's distribution, the number of trained tokens of the response's group. The other columns are always there."""
+every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see `preference.py`). The
+other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"

@@ -85,6 +85,8 @@ def _tasks(config: Config) -> Iterator[str]:
 def function_problems(config: Config, choice: function_options.Choice, function: Function) -> Iterator[str]:
     """Yield the settings that a chosen function does not go with."""
     yield from _options(config, choice, function)
+    if choice is function_options.LOSS and "pairs" in function.needs:
+        yield from _pairs(config, function)
     if choice is function_options.ESTIMATOR:
         yield from _group(config, function)
         yield from _critic(config, function)
@@ -137,6 +139,19 @@ def _value_alone(function: Function) -> Iterator[str]:
         yield (
             f"algorithm.kl_penalty={function.name}: corrects for samples of an older policy, and the reward is of the policy that "
             "sampled; algorithm.kl_penalty=k3"
+        )
+
+
+def _pairs(config: Config, loss: Function) -> Iterator[str]:
+    """A loss over pairs where no pairs are made, or with an average that is no mean over pairs."""
+    chosen = f"{function_options.LOSS.section}.{function_options.LOSS.key}={loss.name}"
+    if config.trainer.schedule == "sync":
+        yield f"{chosen}: compares the two sides of a pair, and trainer.schedule=sync trains single responses"
+    average = function_options.AVERAGE.name(config)
+    if average in table.AGGREGATIONS and average not in function_options.PAIR_AVERAGES:
+        yield (
+            f"{_A}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; "
+            f"{_A}.loss_agg_mode={' or '.join(function_options.PAIR_AVERAGES)}"
         )
 
 
