@@ -14,35 +14,39 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
-class Actor(Protocol):
-    """The policy being trained."""
-
-    def old_logprobs(self, batch: Batch) -> Batch:
-        """The batch with `old_logprobs_T` filled where an update needs them, unchanged otherwise."""
+class Trained(Protocol):
+    """A role with a state that training changes: the actor, the critic."""
 
     def update(self, batch: Batch) -> Metrics:
-        """All optimizer steps on one batch (`ppo_epochs` x mini-batches)."""
+        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
 
     def save(self, folder: Path) -> Files:
-        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
+        """Write weights, optimizer, scheduler and random states into `folder`; return size and SHA-256 of each file."""
 
     def begin_save(self, folder: Path, check: bool) -> None:
-        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
+        """Begin to `save` the state of this moment while the training goes on; with `check` the files are read back."""
 
     def saved(self, wait_s: float) -> Files | None:
-        """What the save that was begun has written; None when it has not ended within `wait_s`.
+        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
         """
 
     def save_bytes(self) -> int:
-        """About how much `save` writes."""
+        """Return about how many bytes `save` writes."""
 
     def committed(self, folder: Path) -> None:
-        """Told when what the last `save` wrote is complete and has its place, `folder`."""
+        """Note that what the last `save` wrote is complete and has its place, `folder`: a recovery may start from it."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
+
+
+class Actor(Trained, Protocol):
+    """The policy being trained."""
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with `old_logprobs_T` filled where something reads them, unchanged otherwise."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""
@@ -52,38 +56,14 @@ class Reference(Protocol):
     """The frozen policy that the KL term compares with."""
 
     def logprobs(self, batch: Batch) -> Batch:
-        """The batch with `ref_logprobs_T` (and `ref_hidden_TD` where the full KL wants it) filled."""
+        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
 
 
-class Critic(Protocol):
-    """What says how good the state before each token is, and learns it beside the policy."""
+class Critic(Trained, Protocol):
+    """The estimate of how good the state before each token is, which learns beside the policy."""
 
     def values(self, batch: Batch) -> Batch:
-        """The batch with `values_T` filled."""
-
-    def update(self, batch: Batch) -> Metrics:
-        """All optimizer steps towards the batch's `returns_T`."""
-
-    def save(self, folder: Path) -> Files:
-        """Write weights, optimizer, scheduler and random states into `folder`; size and SHA-256 of what it wrote."""
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """`save`, of the state of this moment, while the training goes on; with `check` the files are read back."""
-
-    def saved(self, wait_s: float) -> Files | None:
-        """What the save that was begun has written; None when it has not ended within `wait_s`.
-
-        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
-        """
-
-    def save_bytes(self) -> int:
-        """About how much `save` writes."""
-
-    def committed(self, folder: Path) -> None:
-        """Told when what the last `save` wrote is complete and has its place, `folder`."""
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Return the batch with `values_T` filled."""
 
 
 class RolloutPool(Protocol):

@@ -52,6 +52,22 @@ NEIGHBOURS = {
     ("data", "rewards"),
 }
 LONGEST_FILE = 500
+LONGEST_FUNCTION = 60
+MOST_ENTRIES = 14
+"""The most files and folders in a wing: about what the eye takes in at once."""
+SAYS_NOTHING = {
+    *("parts", "numbers", "order", "update", "presence", "watch", "hiding", "host", "flat", "wire"),
+    *("utils", "util", "helpers", "common", "misc", "base", "core", "tools"),
+}
+NAMED_TWICE = {
+    "registry": "the mechanism, and the tables of the rewards and of the tasks",
+    "text": "the plan's page, and text for people in general",
+    "compose": "the configuration, and the reward, each put together from its parts",
+    "algorithm": "the keys of `algorithm.*`, and the plan's part about them",
+    "critic": "the keys of `critic.*`, and the worker",
+    "contract": "what an estimator, and what a policy loss, takes and returns",
+    "registered": "all estimators, and all policy losses",
+}
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm/"),
@@ -153,25 +169,14 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count: a circle that one of them hides is a circle."""
     graph: dict[str, set[str]] = {}
     for file in names():
         module = "grpo_rl." + file.removesuffix(".py").replace("/", ".")
-        graph[module.removesuffix(".__init__")] = {name for name, _, only_types in top_level_imports(file) if not only_types}
+        graph[module.removesuffix(".__init__")] = {name for name, _, only_types in imports(file) if not only_types}
     for start in graph:
         path = cycle_from(start, graph)
         assert not path, " -> ".join(path)
-
-
-def top_level_imports(file: str) -> Iterator[tuple[str, int, bool]]:
-    """Imports that run when the module is imported; those inside functions run later."""
-    inside = {
-        node.lineno
-        for function in nodes(file)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    }
-    return (entry for entry in imports(file) if entry[1] not in inside)
 
 
 def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
@@ -191,6 +196,37 @@ def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
 def test_files_are_short() -> None:
     lines = {file: len((PACKAGE / file).read_text().splitlines()) for file in names()}
     assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_functions_are_short() -> None:
+    def broken(file: str) -> Iterator[str]:
+        for node in nodes(file):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    yield f"{node.lineno}: {node.name} has {length} lines"
+
+    every_file(broken)
+
+
+def test_every_wing_is_read_at_a_glance() -> None:
+    wings = [path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    entries = {str(wing.relative_to(PACKAGE)): len(own_entries(wing)) for wing in wings}
+    assert {wing: count for wing, count in entries.items() if count > MOST_ENTRIES} == {}
+
+
+def own_entries(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
+
+
+def test_names_of_files_explain_themselves() -> None:
+    assert [file for file in names() if Path(file).stem in SAYS_NOTHING] == []
+    places: dict[str, list[str]] = {}
+    for file in names():
+        if Path(file).name != "__init__.py":
+            places.setdefault(Path(file).stem, []).append(str(Path(file).parent))
+    twice = {name: folders for name, folders in places.items() if len(folders) > 1}
+    assert set(twice) == set(NAMED_TWICE), "a base name stands twice only where the folders before it tell the two apart"
 
 
 def test_package_files_are_empty() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool
+from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
@@ -44,7 +44,7 @@ class Roles:
     recoveries: Callable[[], Metrics] = dict
     """Returns how many workers failed and came back since the last call."""
 
-    def with_state(self) -> list[Actor | Critic]:
+    def with_state(self) -> list[Trained]:
         """Return the roles that a checkpoint holds."""
         return [role for role in (self.actor, self.critic) if role is not None]
 

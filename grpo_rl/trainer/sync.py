@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from grpo_rl.data.collate import collate
-from grpo_rl.trainer.advantage import Advantage
-from grpo_rl.trainer.baselines import with_baselines
+from grpo_rl.trainer.advantage import Advantage, with_baselines
 from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, rollout_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.reward_failures import scored
