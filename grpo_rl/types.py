@@ -256,6 +256,11 @@ class Batch:
     """Weights of the policy loss, where the rollouts are corrected."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    chosen_N: Tensor | None = None
+    """Which rollout of a pair is the preferred one, a bool, only for losses over pairs.
+
+    A pair is two rollouts of one group, one of them chosen, and each with a trained token.
+    """
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from grpo_rl.config import function_options
+from grpo_rl.config import derived, function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
@@ -143,7 +143,7 @@ def _value_alone(function: Function) -> Iterator[str]:
 
 
 def _pairs(config: Config, loss: Function) -> Iterator[str]:
-    """A loss over pairs where no pairs are made, or with an average that is no mean over pairs."""
+    """A loss over pairs where no pairs are made, or with an average that is no mean over pairs, or a budget of tokens that holds none."""
     chosen = f"{function_options.LOSS.section}.{function_options.LOSS.key}={loss.name}"
     if config.trainer.schedule == "sync":
         yield f"{chosen}: compares the two sides of a pair, and trainer.schedule=sync trains single responses"
@@ -152,6 +152,12 @@ def _pairs(config: Config, loss: Function) -> Iterator[str]:
         yield (
             f"{_A}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; "
             f"{_A}.loss_agg_mode={' or '.join(function_options.PAIR_AVERAGES)}"
+        )
+    budget, longest = derived.update_rule(config).max_tokens, config.data.max_prompt_length + config.data.max_response_length
+    if budget is not None and longest <= budget < 2 * longest:
+        yield (
+            f"{_A}.ppo_max_token_len_per_gpu={budget}: shorter than a pair, whose two sequences stay together with {chosen} and may "
+            f"have 2 x {longest} tokens; at least {2 * longest}"
         )
 
 
