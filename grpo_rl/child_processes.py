@@ -1,4 +1,5 @@
-"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with all below them.
+"""Processes that a run starts: out of reach of the signals that are meant for its controller, and ended with all below
+them.
 
 A Ctrl-C, a closed terminal, `timeout` and a batch system signal every process of a job. Only the controller may answer:
 where a worker, a reward process or a part of Ray ended on its own, the controller would have nothing left to save. So
@@ -16,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What terminals, users and batch systems send to stop a run, or to announce that its time is over."""
+"""Signals that terminals, users and batch systems send to stop a run, or to announce that its time is over."""
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Have the processes that this thread starts meanwhile begin, and stay, with STOP_SIGNALS blocked.
+    """Start processes from this thread with STOP_SIGNALS blocked meanwhile; they stay blocked in them.
 
-    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What reaches
-    this process meanwhile waits for the end of the block, or goes to another thread.
+    A mask is inherited through fork and exec, so that there is no moment in which a new process could be hit. What
+    reaches this process meanwhile waits for the end of the block, or goes to another thread.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -34,7 +35,7 @@ def shielded() -> Iterator[None]:
 
 
 def outlive_stop_signals() -> None:
-    """In a shielded process that runs other people's code: let STOP_SIGNALS in, and do nothing about them.
+    """Let STOP_SIGNALS in, and do nothing about them: in a shielded process that runs other people's code.
 
     A blocked or ignored signal would stay so in programs that the code starts, whose own `terminate` or `timeout` could
     then end nothing. A handler ends with exec, and is taken off in forks. To be called in the main thread.
@@ -66,10 +67,11 @@ def _answer_as_usual() -> None:
 
 
 def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:
-    """SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
+    """Send SIGKILL to a process, to the group that it leads or led, and to everything below it in other groups.
 
-    A process under this id whose command line does not begin with `title` has only inherited the number, and is left alone,
-    as are processes that `spares` names. Of those whose own parents ended before, only the group's members are found.
+    A process under this id whose command line does not begin with `title` has only inherited the number, and is left
+    alone, as are processes that `spares` names. Of those whose own parents ended before, only the group's members are
+    found.
     """
     name = _command_line(pid)
     if name and not name.startswith(title):
@@ -88,7 +90,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def started(pid: int) -> int | None:
-    """When the process with this id was started, in ticks since the machine's own start; None where there is none.
+    """Return when the process with this id was started, in ticks since the machine's own start; None where there is
+    none.
 
     An id may be given to another process once its own has ended: id and start together name one process.
     """
@@ -97,7 +100,7 @@ def started(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there, and neither ended nor stopped."""
+    """Return whether the process is there, and neither ended nor stopped."""
     fields = _fields(Path(f"/proc/{pid}"))
     return bool(fields) and fields[0] not in "ZXTt"
 
@@ -151,7 +154,7 @@ def _fields(folder: Path) -> list[str]:
 
 
 def _command_line(pid: int) -> bytes:
-    """What the process is called; empty where it has ended."""
+    """Return the process's command line; empty where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

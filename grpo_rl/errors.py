@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-PACKAGE = os.path.dirname(__file__)
-STANDARD_LIBRARY = os.path.dirname(os.__file__)
+LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
+"""Beginnings of the paths of code that is no user's: this package, the standard library, code without a file."""
 
 EXIT_CODES = {
     0: ("done", "nothing"),
@@ -25,7 +25,7 @@ EXIT_CODES = {
     ),
     130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
 }
-"""For each exit code of the command, what it says and what to do."""
+"""The exit codes of the command: the meaning of each, and the remedy."""
 
 
 class GrpoRlError(Exception):
@@ -33,9 +33,9 @@ class GrpoRlError(Exception):
 
     exit_code: ClassVar[int] = 70
     where: str = ""
-    """Step and phase of the training in which it happened, where there was one."""
+    """The step and phase of the training in which it happened, where there was one."""
     advice: str = ""
-    """What to do, where the message does not say it already."""
+    """The remedy, where the message does not contain it already."""
 
 
 class ConfigError(GrpoRlError):
@@ -74,13 +74,13 @@ class RewardError(GrpoRlError):
 
 
 class FunctionError(GrpoRlError):
-    """A user's own estimator, loss, average or KL failed: which one, in which file and line, and what its interface is."""
+    """A user's own estimator, loss, average or KL failed: its name, its file and line, and its interface."""
 
     exit_code = 5
 
 
 class ClusterError(GrpoRlError):
-    """A worker or the cluster failed: which worker, in which phase, at which step, and why."""
+    """A worker or the cluster failed: which worker, in which phase, at which step, and the cause."""
 
     exit_code = 6
 
@@ -136,13 +136,21 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
     return [*others[:limit], *more, *logs]
 
 
-def raised_in(error: BaseException) -> str:
-    """Return ` (FILE, line N, in NAME)`: the last line of a user's own file that an exception passed; "" without one."""
-    place, trace = "", error.__traceback__
+def users_line(error: BaseException) -> tuple[str, int, str] | None:
+    """Return file, line and function: the last line of a user's own file that an exception passed; None without one.
+
+    The exception itself is often raised deep inside a library that the user's line has called.
+    """
+    place, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        file = code.co_filename
-        if not file.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in file:
-            place = f" ({file}, line {trace.tb_lineno}, in {code.co_name})"
+        if not code.co_filename.startswith(LIBRARIES) and "site-packages" not in code.co_filename:
+            place = code.co_filename, trace.tb_lineno, code.co_name
         trace = trace.tb_next
     return place
+
+
+def raised_in(error: BaseException) -> str:
+    """Return `users_line` as ` (FILE, line N, in NAME)`, for messages of one line; "" without one."""
+    place = users_line(error)
+    return "" if place is None else f" ({place[0]}, line {place[1]}, in {place[2]})"

@@ -2,9 +2,9 @@
 
 `GRPO_FAULT` arms them: entries `POINT:ACTION[=VALUE][@CONDITION,...]` with `;` between them, for example
 `actor.update.mid_backward:kill9@step=3,rank=1;ckpt.before_rename:enospc@n=2`. Every process of a run reads it.
-Conditions, all of which must hold: `KEY=VALUE` on what the point tells (see `POINTS`; `worker` and `step` are known
-everywhere), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
-processes and restarts, which needs the folder `GRPO_FAULT_STATE` to remember it in. What was done is noted there too,
+Conditions, all of which must hold: `KEY=VALUE` on a fact that the point has (see `POINTS`; all have `worker` and
+`step`), `n=N` for the Nth time that the rest holds in this process, and `once` for a single time in all
+processes and restarts, which needs the folder `GRPO_FAULT_STATE` to note it in. What was done is noted there too,
 one line of JSON each in `fired.jsonl`.
 """
 
@@ -54,7 +54,7 @@ POINTS = {
     "ckpt.before_rename": "a checkpoint is written, and has not got its name yet",
     "ckpt.after_rename": "a checkpoint has its name, and old ones are still there",
 }
-"""Every point: when it is passed, and which facts it gives beside `worker` and `step`."""
+"""Every point: when it is passed, and which facts it has beside `worker` and `step`."""
 
 _COOPERATIVE = ("nan", "drop", "duplicate")
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
@@ -118,7 +118,7 @@ class _Armed:
         return not entry.once or self._is_first(entry)
 
     def _is_first(self, entry: _Entry) -> bool:
-        """Whether no process has done this before; remembered before it is done, since it may be this process's end."""
+        """Return whether no process has done this before; noted before it is done, as this process may end by it."""
         assert self.state is not None
         try:
             os.close(os.open(self.state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -137,14 +137,15 @@ class _Armed:
 
 
 VARIABLES = ("GRPO_FAULT", "GRPO_FAULT_STATE")
-"""Arm fault points: what, and the folder in which processes note what has fired."""
+"""The variables that arm fault points: the faults, and the folder in which processes note what has fired."""
 
 _armed: _Armed | None = None
 _unread = bool(os.environ.get("GRPO_FAULT"))
 
 
 def fault_point(name: str, **told: Any) -> str | None:
-    """Do what is armed here. `nan`, `drop` or `duplicate` are returned for the caller to do; mostly there is nothing: None.
+    """Do what is armed here. `nan`, `drop` or `duplicate` are returned for the caller to do; mostly there is nothing:
+    None.
 
     Raises InjectedFault, OSError or torch's OutOfMemoryError where those are the armed action.
     """
@@ -154,7 +155,7 @@ def fault_point(name: str, **told: Any) -> str | None:
 
 
 def tell(**context: Any) -> None:
-    """Facts that conditions can name at every point of this process from now on, such as the step."""
+    """Set facts that conditions can name at every point of this process from now on, such as the step."""
     if _unread:
         arm()
     if _armed is not None:

@@ -23,7 +23,7 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 
 SOURCE_PREFIX = "reasoning_gym/"
-"""What a row's data_source begins with; the name of the data set follows."""
+"""The beginning of a row's data_source; the name of the data set follows."""
 ONE_ROW_EACH = frozenset({"acre", "gsm_symbolic", "list_functions", "word_ladder"})
 """Data sets that lay out or count all their rows beforehand: each row comes from a data set of its own, with a seed of its own."""
 HASH_DEPENDENT = frozenset(
@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 @lru_cache(maxsize=64)
 def build(name: str, options: Options, seed: int) -> Any:
-    """The data set `name` with these options; its size, which is only what len() says of it, is 1.
+    """Return the data set `name` with these options; its size, which only its len() uses, is 1.
 
     Raises ConfigError for an unknown name or option, with the nearest ones, and for values that it refuses.
     """

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
+"""A check whether the Hugging Face hub can be reached; its own client tries for half a minute to find that out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def why_unreachable() -> str | None:
         except OSError as error:
             answers.put(error.strerror or str(error))
 
-    # In a thread, as a name server that says nothing holds up the look-up for longer than any timeout of a socket.
+    # In a thread, as a name server that does not answer holds up the look-up for longer than any timeout of a socket.
     threading.Thread(target=connect, daemon=True).start()
     try:
         why = answers.get(timeout=TIMEOUT_S)

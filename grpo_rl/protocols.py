@@ -1,4 +1,4 @@
-"""What the training loop needs from the rest of the system: a few small Protocols.
+"""The interfaces between the training loop and the rest of the system: a few small Protocols.
 
 `cluster/roles/actor_role.py` implements them over Ray worker sets; tests may implement them in-process.
 Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.
@@ -36,7 +36,7 @@ class Trained(Protocol):
         """Return about how many bytes `save` writes."""
 
     def committed(self, folder: Path) -> None:
-        """Note that what the last `save` wrote is complete and has its place, `folder`: a recovery may start from it."""
+        """Note that the files of the last `save` are complete in `folder`: a recovery may start from them."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

@@ -1,4 +1,4 @@
-"""Functions that a configuration names: how they are found, and what is known of one: options, needs, formula.
+"""The functions that a configuration names: the way they are found, and their options, needs and formula.
 
 The options of a function are its keywords with defaults; its signature is the only place that lists them. What it needs
 of the run is noted by `@needs`, and its formula is the text after `Formula:` in its docstring. A user's own function in
@@ -15,14 +15,13 @@ import inspect
 import linecache
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_rl.errors import ConfigError, FunctionError, GrpoRlError
+from grpo_rl.errors import ConfigError, FunctionError, GrpoRlError, raised_in, users_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,7 +127,9 @@ def load_function(spec: str, kind: str = "function") -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{kind} {spec!r}: importing {source} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{kind} {spec!r}: importing {source} failed: {type(error).__name__}: {error}{raised_in(error)}"
+        ) from error
     if not callable(getattr(module, name, None)):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{kind} {spec!r}: {source} has no function {name!r}; it has {', '.join(callables) or 'none'}")
@@ -203,7 +204,7 @@ def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
 
 
 def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Return what the function said it needs, nothing when it said nothing; with `options`, what it needs with these."""
+    """Return the needs that the function declared with `@needs`, none where it declared none; with `options`, those that hold with them."""
     needed: frozenset[str] = getattr(function, "needs", frozenset())
     if options is None:
         return needed
@@ -264,32 +265,28 @@ def guarded(function: F, what: str, interface: str) -> F:
 
 
 @contextmanager
-def calling_user_function(what: str, interface: str = "") -> Iterator[None]:
-    """Turn an exception of a user's own function into a FunctionError with its file and line, and with the interface.
+def calling_user_function(what: str, interface: str = "", kind: type[GrpoRlError] = FunctionError) -> Iterator[None]:
+    """Turn an exception of a user's own code into an error of ours with its file and line, and with the interface.
 
-    `what` names the function, such as "policy loss mine.py:my_loss". Our own errors pass unchanged, and so does want of
-    memory, which is answered elsewhere (by smaller micro-batches).
+    `what` names the code, such as "policy loss mine.py:my_loss"; `kind` is the error that is raised. Our own errors pass
+    unchanged, and so does a function's want of memory, which is answered elsewhere (by smaller micro-batches).
     """
     try:
         yield
     except GrpoRlError:
         raise
     except Exception as error:
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        if kind is FunctionError and (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"):
             raise
-        raise FunctionError("\n  ".join(_failure(what, error, interface))) from error
+        raise kind("\n  ".join(_failure(what, error, interface))) from error
 
 
 def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
     """Yield the lines of the message: the cause, the user's line, the interface, and what the object has that was misused."""
     yield f"{what} failed: {type(error).__name__}: {error}"
-    package = str(Path(__file__).resolve().parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    # The last frame that is no library's: torch raises deep inside what the user's line has called.
-    own = [frame for frame in frames if not frame.filename.startswith(package) and "site-packages" not in frame.filename]
-    if own:
-        line = (own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0)).strip()
-        yield f"in {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {line}"
+    if place := users_line(error):
+        file, number, name = place
+        yield f"in {file}, line {number}, in {name}: {linecache.getline(file, number).strip()}"
     if interface:
         yield f"it is called as {interface}"
     misused = getattr(error, "obj", None)

@@ -67,7 +67,7 @@ class Prompt(_ComparesArrays):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy. `seed` None lets the engine draw freely."""
+    """Sampling parameters of one request. `temperature` 0 is greedy. `seed` None lets the engine draw freely."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -82,7 +82,7 @@ class Sampling:
 
     @property
     def returns_support(self) -> bool:
-        """Whether a completion has to say what it was sampled from. Greedy is no sampling."""
+        """Return whether a completion has to contain the tokens it was sampled from. Greedy decoding is no sampling."""
         return self.keep_support and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -111,7 +111,7 @@ class Request(_ComparesArrays):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(_ComparesArrays):
-    """What an engine returns for a Request. Any sequence of numbers may be given for an array."""
+    """An engine's answer to a Request. Any sequence of numbers may be given for an array."""
 
     request_id: str
     response_ids: np.ndarray
@@ -120,11 +120,11 @@ class Completion(_ComparesArrays):
     """float32 [tokens]: the engine's log-probability of each sampled token, after temperature."""
     finish_reason: FinishReason
     versions: Versions
-    """Which weights each token was sampled with."""
+    """The version of the weights that each token was sampled with, as runs of equal versions."""
     support: Support | None = None
-    """What each token was sampled from, where the request's sampling returns it."""
+    """The tokens that each one was sampled from, where the request's sampling returns them."""
     text: str = ""
-    """The response decoded without special tokens. Engines leave it empty; the process around the engine fills it in."""
+    """The response decoded without special tokens. Engines leave it empty; their process fills it in."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
@@ -143,15 +143,15 @@ class Rollout(_ComparesArrays):
     """float32 [tokens]"""
     finish_reason: FinishReason
     versions: Versions
-    """Which weights each token was sampled with."""
+    """The version of the weights that each token was sampled with, as runs of equal versions."""
     text: str = ""
-    """The response decoded without special tokens: what a reward function sees."""
+    """The response decoded without special tokens, as a reward function sees it."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
-    """Why the rollout has no reward of its own: reward_timeout, reward_error, reward_invalid, the like of a
-    judge or reward model (judge_timeout), or baseline_failed. It is trained
-    only where `reward` is a number all the same."""
+    """The reason why the rollout has no reward of its own: reward_timeout, reward_error, reward_invalid, the like of a
+    judge or reward model (judge_timeout), or baseline_failed. It is trained only where `reward` is a number all the
+    same."""
     failure_cause: str | None = None
     """The failure in words."""
     baseline: float | None = None
@@ -170,7 +170,7 @@ class Rollout(_ComparesArrays):
         return min((version for version, _ in self.versions), default=None)
 
     def same_response(self, other: Rollout) -> bool:
-        """Whether both have the same response tokens."""
+        """Return whether both have the same response tokens."""
         return np.array_equal(self.response_ids, other.response_ids)
 
 
@@ -231,15 +231,15 @@ class Batch:
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     support_counts_T: Tensor | None = None
-    """How many tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
+    """The number of tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
     support_ids_M: Tensor | None = None
-    """Their ids, int32; every log-prob of the batch is normalised over them."""
+    """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
     ref_hidden_TD: Tensor | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
     values_T: Tensor | None = None
     """The critic's value of the state before each token, as it was before the update."""
     returns_T: Tensor | None = None
-    """What the critic learns."""
+    """The targets of the critic."""
     advantages_T: Tensor | None = None
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
@@ -257,7 +257,7 @@ class Batch:
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
     chosen_N: Tensor | None = None
-    """Which rollout of a pair is the preferred one, a bool, only for losses over pairs.
+    """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
 
     A pair is two rollouts of one group, one of them chosen, and each with a trained token.
     """
@@ -317,20 +317,20 @@ class Batch:
         columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         return Batch(**columns)
 
-    def keep(self, keep_T: Tensor) -> Batch:
-        """Return the batch that trains the tokens of `keep_T` only, a bool for each token that is trained now.
+    def keep(self, trained_T: Tensor) -> Batch:
+        """Return the batch that trains the tokens of `trained_T` only, a bool for each token that is trained now.
 
         The rollouts and their tokens stay as they are, and so does the numbering of groups; the tokens that are left
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
-        token_index = keep_T.nonzero()[:, 0]
+        token_index = trained_T.nonzero()[:, 0]
         columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
         if self.support_counts_T is not None:
             columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
         return self.replace(
             **columns,
-            trained_lengths_N=_segment_sums(keep_T, self.trained_lengths_N),
+            trained_lengths_N=_segment_sums(trained_T, self.trained_lengths_N),
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,

@@ -1,4 +1,4 @@
-"""What the controller's arithmetic costs: every advantage estimator on a large batch, with one thread.
+"""A benchmark of the controller's arithmetic: every advantage estimator on a large batch, with one thread.
 
     .venv/bin/python scripts/bench_algos.py                          # 16,384 rollouts of 4,096 tokens
     .venv/bin/python scripts/bench_algos.py --lengths ragged         # lengths from 0 to 8,192
@@ -90,7 +90,7 @@ def report(name: str, action: Callable[[], object], num_tokens: int, repeats: in
 
 
 class PeakMemory:
-    """How far this process grew while the block ran, sampled every few milliseconds."""
+    """The growth of this process while the block runs, sampled every few milliseconds."""
 
     def __enter__(self) -> PeakMemory:
         self._start = self._highest = _resident_bytes()

@@ -1,8 +1,8 @@
-"""What checkpoints cost training: `python scripts/bench_checkpoint.py` (11.8 M parameters, one rank, CPU).
+"""A benchmark of the cost of checkpoints: `python scripts/bench_checkpoint.py` (11.8 M parameters, one rank, CPU).
 
 Blocks of steps with a save begun after the first of them, and blocks without, take turns; a block is long enough for the
 save to end in it. The stall is the time for which training waits because of a save: the controller in `begin` and in
-its looks, and the optimizer step for the copy of the state. The bar: <= 5 % of one step. What a save costs all told is
+its looks, and the optimizer step for the copy of the state. The bar: <= 5 % of one step. The whole cost of a save is
 how much longer its block takes: the stall, and what the threads that copy and write take away from the training beside
 them, which is nothing where a core is idle; on a machine that others use too, it is mostly noise.
 
@@ -42,7 +42,7 @@ class InProcess:
         self.worker = worker
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What the one rank answers."""
+        """Return what the one rank answers."""
         return [getattr(self.worker, method)(*arguments)]
 
     def committed(self, folder: Path) -> None:
@@ -127,13 +127,13 @@ class Blocks:
         self.worker, self.saving, self.step, self.length = worker, saving, step, length
         self.number = 0
         self.steps: list[float] = []
-        """Of blocks without a save."""
+        """Seconds of blocks without a save."""
         self.costs: list[float] = []
-        """How much longer a block with a save took than the one before it."""
+        """Seconds by which a block with a save took longer than the one before it."""
         self.waits: list[float] = []
-        """What of that the controller waited."""
+        """Seconds of these in which the controller waited."""
         self.gates: list[float] = []
-        """What of that optimizer steps waited."""
+        """Seconds of these in which optimizer steps waited."""
         self._gate_s = 0.0
         before = list(worker.optimizer._optimizer_step_pre_hooks.values())
         worker.optimizer._optimizer_step_pre_hooks.clear()
@@ -195,7 +195,7 @@ def bench(folder: Path, repeats: int, responses: int, length: int) -> None:
     print(f"step without a save: {one:.3f} s; a save was over after {median(blocks.ended_after):g} steps")
     print(f"stall: {stall * 1e3:.1f} ms = {100 * stall / one:.1f} % of a step: ", end="")
     print(f"controller {wait * 1e3:.1f} ms, optimizer step {gate * 1e3:.1f} ms")
-    print(f"cost all told: {cost * 1e3:.0f} ms = {100 * cost / one:.1f} % of a step")
+    print(f"whole cost: {cost * 1e3:.0f} ms = {100 * cost / one:.1f} % of a step")
     print(f"verified on resume: {verified * 1e3:.0f} ms = {size / verified / 1e6:.0f} MB/s")
 
 

@@ -1,4 +1,4 @@
-"""How long a large data set takes to start, and in how much memory: seconds to the first batch and peak RSS.
+"""A benchmark of the start with a large data set: seconds to the first batch and peak RSS.
 
 python scripts/bench_data.py --rows 1000000 --folder FOLDER [--formats jsonl parquet] [--curriculum none]
 

@@ -1,4 +1,4 @@
-"""How long rewards take in their processes: good answers once warm, and the corpus of hostile ones.
+"""A benchmark of rewards in their processes: good answers once warm, and the corpus of hostile ones.
 
 python scripts/bench_rewards.py
 python scripts/bench_rewards.py --step 512     (only: how long the rewards of such a step of short answers take)

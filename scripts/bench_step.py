@@ -1,4 +1,4 @@
-"""How much a whole training step costs over its bare parts, measured in one run on the same tokens.
+"""A benchmark of a whole training step against its bare parts, measured in one run on the same tokens.
 
     .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
     .venv/bin/python scripts/bench_step.py --steps 7 --no-ragged --model 1m

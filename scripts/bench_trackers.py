@@ -1,4 +1,4 @@
-"""What trackers that are slow, failing, hanging or unreachable cost a training step: `python scripts/bench_trackers.py`.
+"""The cost of slow, failing, hanging or unreachable trackers for a training step: `python scripts/bench_trackers.py`.
 
 For each, the sinks of a run with a tracker that sends each step by HTTP to a server of this machine. A step costs the
 controller the time that `log` takes, and at most the processor time that the tracker's thread uses beside it. Both are

@@ -1,6 +1,6 @@
 """TRL's GRPO step on the work of bench_step.py: the same model, prompts, response lengths, reference and KL term.
 
-TRL wants an environment of its own; this script runs there and needs nothing of grpo_rl's environment:
+TRL needs an environment of its own; this script runs there and needs nothing of grpo_rl's environment:
 
     python3 -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.19.0
     trl/bin/python scripts/bench_trl.py --model 10m --steps 4

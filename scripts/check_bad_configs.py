@@ -68,7 +68,7 @@ def _cases(folder: Path) -> list[list[str]]:
 
 
 def _processor_seconds() -> float:
-    """What all processes that this one started and waited for have used."""
+    """Return the seconds of a processor that all processes have used which this one started and waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -40,13 +40,13 @@ OTHER = subprocess.Popen(
 
 
 def score(row: dict, response: str) -> dict[str, float]:
-    """What the reward gives, with the row as it comes out of a JSON file."""
+    """Return what the reward gives, with the row as it comes out of a JSON file."""
     row = json.loads(json.dumps(row))
     return auto(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
 
 
 def check(name: str, num_rows: int) -> dict:
-    """What came out for one data set."""
+    """Return what came out for one data set."""
     started = time.perf_counter()
     rows = list(reasoning_gym_rows(f"{PREFIX}{name}?num_rows={num_rows}"))
     made = time.perf_counter()

@@ -50,7 +50,7 @@ def fuzz(name: str, seconds: int, corpus: Path) -> bool:
 
 
 def inside(name: str, flags: list[str]) -> None:
-    """In the process of one target: until the time is over."""
+    """Run in the process of one target until the time is over."""
     import atheris
 
     with atheris.instrument_imports(include=["grpo_rl"]), tempfile.TemporaryDirectory() as folder:

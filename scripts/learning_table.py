@@ -38,7 +38,7 @@ BASE = (
     "trainer.save_rollouts=false",
 )
 TWO_UPDATES = (f"{A}.ppo_mini_batch_size=16",)
-"""With one update per batch the ratio is 1 and most losses are the same."""
+"""Two updates per batch: with one the ratio is 1 and most losses are the same."""
 ONE_RESPONSE = ("data.train_batch_size=256", f"{A}.ppo_mini_batch_size=256", f"{R}.n=1")
 
 
@@ -92,7 +92,7 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The figures of one run."""
 
     rewards: tuple[float, float]
     accuracies: tuple[float, float]

@@ -122,7 +122,7 @@ class Soak:
         self.training.start()
 
     def _ended(self) -> bool:
-        """Whether all is done; a driver that ended before is started again."""
+        """Return whether all is done; a driver that ended before is started again."""
         assert self.training.process is not None
         code = self.training.process.poll()
         if code is None:
@@ -182,7 +182,7 @@ class Soak:
         else:
             pid = self.source.victim(kind, status, self.training.sessions[-1])
         if pid is None or not soak_faults.send(pid, kind):
-            return  # whom it was for is being started again: another one at the next look
+            return  # its process is being started again: another fault at the next look
         if "driver" in kind:
             self._asked = kind
         self.faults[kind] += 1
@@ -190,7 +190,7 @@ class Soak:
         say(f"   step {status['step']}, {status['phase']}: {kind} ({pid})")
 
     def _count_fired(self) -> bool:
-        """Whether armed faults have come about since the last call."""
+        """Count the armed faults that have come about since the last call."""
         fired = [fault["fault"] for fault in self.training.fired() if fault["fault"] not in self.always.split(";")]
         new = fired[self._num_fired :]
         self._num_fired = len(fired)
@@ -212,7 +212,7 @@ class Soak:
             say(f"   goes on from step {at} after {self.to_first_step[-1]:.1f} s")
 
     def _clean(self) -> None:
-        """How long anything of an ended driver's processes was still there."""
+        """Return how long anything of an ended driver's processes was still there."""
         waiting = []
         for died, session in self._cleaning:
             gone = not list(oracles.leftovers(session))
@@ -242,7 +242,7 @@ def recoveries(run: Path) -> dict[str, list[float]]:
 
 
 def learnt(run: Path) -> list[str]:
-    """The metrics that both trainings must have; saves that failed are told of in one of them alone."""
+    """The metrics that both trainings must have; reports of failed saves are in one of them alone."""
     rows = [json.loads(line) for line in oracles.learnt(run)]
     return [json.dumps({k: v for k, v in row.items() if k != "trainer/failed_saves"}, sort_keys=True) for row in rows]
 
@@ -294,7 +294,7 @@ def _size(path: Path) -> int:
 
 
 def seconds_per_step(folder: Path, model: Path, ranks: int) -> float:
-    """Of a short undisturbed training."""
+    """Return the seconds per step of a short undisturbed training."""
     short = Training(folder, "calibration", words(model, CALIBRATION_STEPS, ranks)).start()
     assert short.wait(600) == 0, short.describe()
     times = [float(row["timing_s/step"]) for row in read_metrics(short.path / "metrics.jsonl")]
@@ -311,11 +311,11 @@ def main() -> int:
     parser.add_argument("--nan-step", type=int, help="a gradient of this step is not finite, in both trainings")
     parser.add_argument("--folder", type=Path, help="where both runs are kept (default: a temporary folder)")
     given = parser.parse_args()
-    # Whoever ends this script ends the training with it.
+    # A SIGTERM to this script ends the training with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     folder = (given.folder or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # starts are measured: nobody trains without bytecode
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # starts are measured, and a usual run has bytecode
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     model = builtin.build("builtin:arithmetic", folder / "random")
     say(f"everything is kept in {folder}")

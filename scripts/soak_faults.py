@@ -1,4 +1,4 @@
-"""Random faults for one training: what is done, to whom and when. Everything is drawn from one seed.
+"""Random faults for one training: kinds, processes and times. Everything is drawn from one seed.
 
 Some come from outside, as signals to processes whose ids the run itself recorded; some are armed at a start of the
 driver, as fault points that a later step passes. Faults that change what is computed (a gradient that is not finite, a reward
@@ -134,7 +134,7 @@ def signal_of(kind: str) -> int:
 
 
 def send(pid: int, kind: str) -> bool:
-    """Whether the process was still there to be hit."""
+    """Send the signal; return whether the process was still there to be hit."""
     try:
         os.kill(pid, signal_of(kind))
         return True

@@ -1,12 +1,12 @@
-"""Trains a small process reward model on rated steps of PRM800K and says how well it tells good steps from bad ones.
+"""Trains a small process reward model on rated steps of PRM800K and measures how well it separates good steps from bad ones.
 
     python scripts/train_prm.py --data steps.parquet --tokenizer FOLDER --out prm
 
 The file has the columns instruction, responses (the steps before), next_response and rating (-1, 0, 1). The model is a random
 Qwen3 body with a classification head of one label; its score at a step's last token is the logit of "this step is good". Held
-out are one in five problems with all of their steps, and one in eight of the other steps: the first tell what the model knows of
-problems it has never seen, the second only what it knows of other steps of problems it has. What comes out is an ordinary Hugging
-Face folder for reward.reward_model.model_path.
+out are one in five problems with all of their steps, and one in eight of the other steps: the first measure the
+model on problems that it has never seen, the second on other steps of problems that it has. The result is an ordinary
+Hugging Face folder for reward.reward_model.model_path.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def read_steps(path: Path, tokenizer: Any, separator: str, max_tokens: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which steps are learnt from, and which are not."""
+    """The steps that are learnt from, and those that are not."""
 
     training: list[RatedStep]
     new_steps: list[RatedStep]
-    """Of problems that training has other steps of."""
+    """Steps of problems that training has other steps of."""
     new_problems: list[RatedStep]
 
 
@@ -87,7 +87,7 @@ def split(steps: Sequence[RatedStep], seed: int) -> Split:
 
 
 def auc(scores: Sequence[float], good: Sequence[bool]) -> float:
-    """How often a good step has a higher score than a bad one; ties count half. From the sum of ranks (Mann-Whitney)."""
+    """Return how often a good step has a higher score than a bad one, ties as half: by the sum of ranks (Mann-Whitney)."""
     scores_N, good_N = torch.tensor(scores, dtype=torch.float64), torch.tensor(good)
     values, inverse_N, counts = scores_N.unique(return_inverse=True, return_counts=True)
     del values

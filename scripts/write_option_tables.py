@@ -17,7 +17,7 @@ from grpo_rl.rewards.contract.calls import ARGUMENTS
 from grpo_rl.rewards.registry import REWARDS
 
 FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/checks/option_tables.py"
-_HEAD = '''"""The options of tasks, data sets and rewards by name, as plain data: a misspelt one is told at once, with all other mistakes.
+_HEAD = '''"""The options of tasks, data sets and rewards by name, as plain data, so that a misspelt one is reported at once.
 
 Written by scripts/write_option_tables.py; a test compares it with the functions themselves.
 """
@@ -57,7 +57,7 @@ def text() -> str:
         + _table("TASK_OPTIONS", task_options())
         + _table("REWARD_OPTIONS", reward_options())
         + f"GYM_VERSION = {version!r}\n"
-        + '"""Of the package reasoning-gym; of another one its own words are what counts."""\n'
+        + '"""The version of reasoning-gym that the tables are of; another version is asked for its own names."""\n'
         + f"GYM_REFUSED = {gym.REFUSED!r}\n"
         + f"GYM_OWN_OPTIONS = {' '.join(OWN_OPTIONS)!r}\n"
         + _table("GYM_OPTIONS", gym_options())

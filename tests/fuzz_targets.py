@@ -1,4 +1,4 @@
-"""What reads text that nobody vouches for, each as a function of bytes that raises when it is broken: for fuzzers.
+"""The readers of text from outside, each as a function of bytes that raises when it is broken: for fuzzers.
 
 Whatever comes in, each either works or raises one of the package's own errors, and takes time in proportion.
 """

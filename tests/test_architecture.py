@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -371,6 +374,66 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     assert unread == ["actor_rollout_ref.actor.strategy"]
 
 
+HEADLESS = {
+    *("Of", "For", "With", "To", "In", "As", "At", "From", "By", "On"),
+    *("Who", "Where", "When", "Which", "How", "Why", "What", "Whether", "Told"),
+}
+"""Words that begin a clause and no statement: a docstring says `Return whether ...` and not `Whether ...`."""
+OF_PERSONS = re.compile(r"\b(told|nobody|somebody|anybody|everybody|whoever|who|whom)\b", re.IGNORECASE)
+"""Words of persons: processes, threads, files and functions are things."""
+ABOUT_PERSONS: set[str] = set()
+"""Lines that are about persons, and may have such a word."""
+
+
+def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the docstring of each module, class and function, and the text below each attribute or constant."""
+    for node in ast.walk(module):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            constant = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                yield constant
+
+
+def headless(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and first line of each docstring that begins in the middle of a sentence."""
+    for constant in docstrings(module):
+        first = str(constant.value).strip().partition("\n")[0]
+        if re.split(r"\W", first)[0] in HEADLESS:
+            yield constant.lineno, first
+
+
+def about_persons(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line of a docstring, comment or message with a word of persons; names in backticks do not count."""
+    constants = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    pieces = [(node.lineno, str(node.value)) for node in constants]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    pieces += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for first, piece in pieces:
+        for number, line in enumerate(piece.splitlines()):
+            if OF_PERSONS.search(re.sub(r"`[^`]*`", "", line)) and line.strip() not in ABOUT_PERSONS:
+                yield first + number, line.strip()
+
+
+def test_a_headless_docstring_and_a_word_of_persons_are_found() -> None:
+    texts = ["Whether it is so.", "Of its answers.", "\nWhat is told.\n", "Return whether it is so.", "Offers an answer."]
+    modules = [ast.parse(f'def f():\n    """{text}"""') for text in texts]
+    modules += [ast.parse(f'class C:\n    x: int = 0\n    """{text}"""') for text in texts]
+    assert [bool(list(headless(module))) for module in modules] == [True, True, True, False, False] * 2
+    lines = ["# nobody waits", "x = 'the worker who died'", '"""Whoever asks."""', "# the user `nobody`", "whole = 'known'"]
+    assert [bool(list(about_persons(line + "\n"))) for line in lines] == [True, True, True, False, False]
+
+
+def test_docstrings_begin_with_a_statement() -> None:
+    every_file(lambda file: (f"{line}: {first}" for line, first in headless(tree(file))))
+    scripts = {path.name: ast.parse(path.read_text()) for path in (ROOT / "scripts").glob("*.py")}
+    assert [f"{name}:{line}: {first}" for name, module in scripts.items() for line, first in headless(module)] == []
+
+
+def test_things_are_no_persons() -> None:
+    every_file(lambda file: (f"{line}: {words}" for line, words in about_persons((PACKAGE / file).read_text())))
+
+
 def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
     """Which of `modules` are loaded after each stage of a program in a fresh process."""
     print_loaded = f"import sys, json; print('loaded', json.dumps(sorted({modules!r} & set(sys.modules))))"
@@ -398,8 +461,9 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
         "trainer.schedules",
     )
     controller = "import transformers.utils.logging, " + ", ".join(f"grpo_rl.{module}" for module in started)
-    # The last three take seconds, and only workers need them.
-    heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "vllm", "torch.distributed.fsdp", "torch._dynamo"}
+    # vllm and what follows it take seconds, and only workers need them; pyarrow is for runs that read its files.
+    heavy = {"torch", "ray", "transformers", "hydra", "omegaconf", "rich", "pyarrow", "vllm"}
+    heavy |= {"torch.distributed.fsdp", "torch._dynamo"}
     of_plan = ["hydra", "omegaconf", "torch"]
-    of_controller = ["hydra", "omegaconf", "ray", "torch", "transformers"]
+    of_controller = ["hydra", "omegaconf", "ray", "rich", "torch", "transformers"]
     assert loaded([mathematics, plan, controller], heavy) == [["torch"], of_plan, of_controller]

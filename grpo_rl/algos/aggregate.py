@@ -1,6 +1,6 @@
 """Averaging: per-token values of one micro-batch in, its share of the global average out.
 
-Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches know, and never
+Every mode divides by the counts of the whole optimizer step, which all ranks and micro-batches have, and never
 by anything counted locally. So shares simply add up, and the gradient is the same for any split. Sums are
 taken in float64. Register a mode with `@AGGREGATIONS.register("name")`.
 
@@ -96,7 +96,7 @@ def prompt_mean(values_T: Tensor, segments: Segments, counts: Counts, *, group_t
 
 
 def group_tokens(lengths_N: Tensor, group_N: Tensor) -> Tensor:
-    """For each rollout, the trained tokens of all rollouts of its group. Call it on the whole mini-batch."""
+    """Return for each rollout the trained tokens of all rollouts of its group. Call it on the whole mini-batch."""
     _, index_N = torch.unique(group_N, return_inverse=True)
     tokens_G = torch.zeros(int(index_N.max()) + 1 if len(index_N) else 0, dtype=torch.long)
     return tokens_G.index_add(0, index_N, lengths_N.long())[index_N]

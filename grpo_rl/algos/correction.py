@@ -28,7 +28,7 @@ MAX_LOG_WEIGHT = 20.0
 """Logs of weights and ratios are cut to +-20 before exp, as in verl."""
 
 MODES: tuple[str, ...] = get_args(RejectionMode)
-"""What is compared (each token, or a response's sum, mean or largest token) and by which measure."""
+"""The modes of rejection: the quantity (each token, or a response's sum, mean or largest token) and its measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Rejection:
     upper: float | None = None
 
     def problems(self) -> list[str]:
-        """What is wrong with it, if anything."""
+        """Return the settings that are wrong, an empty list if none is."""
         if self.mode not in MODES:
             return [f"rollout_rs={self.mode}: one of {', '.join(MODES)}"]
         if not self.mode.endswith("k1"):
@@ -60,7 +60,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """How the difference between engine and trainer is corrected. Built without arguments it corrects nothing.
+    """A correction of the difference between engine and trainer. Built without arguments it corrects nothing.
 
     Raises ConfigError, with all problems, for settings that contradict each other or have no effect.
     """
@@ -91,7 +91,7 @@ class RolloutCorrection:
 
     @classmethod
     def from_config(cls, config: RolloutCorrectionConfig) -> RolloutCorrection:
-        """What `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
+        """Return what `algorithm.rollout_correction` describes. Raises ConfigError as for any other settings."""
         modes, uppers, lowers = config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower
         ratios = [mode for mode in modes if mode.endswith("k1")]
         problems = []
@@ -115,7 +115,7 @@ class RolloutCorrection:
 
     @property
     def active(self) -> bool:
-        """Whether there are weights or rejections."""
+        """Return whether there are weights or rejections."""
         return self.rollout_is is not None or bool(self.rollout_rs)
 
     def _weight_problems(self) -> list[str]:
@@ -150,11 +150,11 @@ class RolloutCorrection:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the correction came to."""
+    """The weights and the choice of tokens that a correction gave for one batch."""
 
     weights_T: Tensor | None
     """Float32, detached; None without `rollout_is`."""
-    keep_T: Tensor | None
+    trained_T: Tensor | None
     """Tokens that are trained; None without `rollout_rs`. The others leave every denominator."""
     metrics: dict[str, float]
 
@@ -164,26 +164,26 @@ def correct(settings: RolloutCorrection, old_logprobs_T: Tensor, rollout_logprob
     """Weights, kept tokens and metrics of a whole batch: batch normalisation is over what is passed in."""
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     metrics = mismatch_metrics(old_logprobs_T, rollout_logprobs_T, segments)
-    keep_T = torch.ones(len(d_T), dtype=torch.bool, device=d_T.device)
+    trained_T = torch.ones(len(d_T), dtype=torch.bool, device=d_T.device)
     for rejection in settings.rollout_rs:
         inside_T = _inside(rejection, d_T, segments)
         metrics[f"rollout_rs_{rejection.mode}_fraction"] = _mean((~inside_T).double())
-        keep_T &= inside_T
+        trained_T &= inside_T
     if settings.rollout_rs:
-        kept_N = kept_lengths(keep_T, segments.lengths_N)
-        metrics["rollout_rs_masked_fraction"] = _mean((~keep_T).double())
+        kept_N = kept_lengths(trained_T, segments.lengths_N)
+        metrics["rollout_rs_masked_fraction"] = _mean((~trained_T).double())
         metrics["rollout_rs_seq_masked_fraction"] = _mean((kept_N == 0)[segments.nonempty_N].double())
-    weights_T = _weights(settings, d_T, keep_T, segments, metrics) if settings.rollout_is else None
-    return Correction(weights_T, keep_T if settings.rollout_rs else None, metrics)
+    weights_T = _weights(settings, d_T, trained_T, segments, metrics) if settings.rollout_is else None
+    return Correction(weights_T, trained_T if settings.rollout_rs else None, metrics)
 
 
 @torch.no_grad()
 def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, segments: Segments) -> dict[str, float]:
-    """How far the engine's policy is from the trainer's. Log-ratios are cut to +-20 where they are exponentiated.
+    """Measure how far the engine's policy is from the trainer's. Exponentiated log-ratios are cut to +-20.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the mean
-    over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of squared
-    weights - 1.
+    `kl` and `k3_kl` estimate KL(engine || trainer) per token: the mean of -d and of e^d - 1 - d. `log_ppl_diff` is the
+    mean over responses of the mean of -d, `ppl_ratio` of its exponential. `chi2_token` and `chi2_seq` are mean of
+    squared weights - 1.
     """
     d_T = old_logprobs_T.double() - rollout_logprobs_T.double()
     cut_T = d_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
@@ -217,28 +217,30 @@ def mismatch_shares(
     }
 
 
-def kept_lengths(keep_T: Tensor, lengths_N: Tensor) -> Tensor:
+def kept_lengths(trained_T: Tensor, lengths_N: Tensor) -> Tensor:
     """Kept tokens of each response. Counts and averages are taken over these."""
-    return Segments(lengths_N).sum(keep_T.double()).long()
+    return Segments(lengths_N).sum(trained_T.double()).long()
 
 
-def _weights(settings: RolloutCorrection, d_T: Tensor, keep_T: Tensor, segments: Segments, metrics: dict[str, float]) -> Tensor:
+def _weights(
+    settings: RolloutCorrection, d_T: Tensor, trained_T: Tensor, segments: Segments, metrics: dict[str, float]
+) -> Tensor:
     log_T = d_T if settings.rollout_is == "token" else segments.broadcast(segments.sum(d_T))
     raw_T = log_T.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     limit = math.inf if settings.rollout_is_threshold is None else settings.rollout_is_threshold
     weights_T = raw_T.clamp(max=limit)
-    metrics["rollout_is_truncated_fraction"] = _mean((raw_T > limit).double()[keep_T])
+    metrics["rollout_is_truncated_fraction"] = _mean((raw_T > limit).double()[trained_T])
     if settings.rollout_is_batch_normalize:
         if settings.rollout_is == "token":
-            mean = _mean(weights_T[keep_T])
+            mean = _mean(weights_T[trained_T])
         else:
-            kept_N = kept_lengths(keep_T, segments.lengths_N)
+            kept_N = kept_lengths(trained_T, segments.lengths_N)
             # All kept tokens of a response have its weight, so their mean is it.
-            sums_N = segments.sum(torch.where(keep_T, weights_T, 0.0))
+            sums_N = segments.sum(torch.where(trained_T, weights_T, 0.0))
             mean = _mean((sums_N / kept_N.clamp(min=1))[kept_N > 0])
         metrics["rollout_is_batch_norm_factor"] = mean
         weights_T = weights_T / mean if mean > 0 else weights_T
-    kept = weights_T[keep_T]
+    kept = weights_T[trained_T]
     squares = float(kept.square().sum())
     metrics |= {
         "rollout_is_mean": _mean(kept),
@@ -252,7 +254,7 @@ def _weights(settings: RolloutCorrection, d_T: Tensor, keep_T: Tensor, segments:
 
 
 def _inside(rejection: Rejection, d_T: Tensor, segments: Segments) -> Tensor:
-    """Which tokens the rejection lets pass."""
+    """Return the mask of the tokens which the rejection lets pass."""
     level, _, measure = rejection.mode.rpartition("_")
     if measure == "k1":
         x_T = d_T

@@ -31,7 +31,7 @@ class Groups:
         return self._extreme_G(x_N, "amax")[self.index_N]
 
     def constant(self, x_N: Tensor) -> Tensor:
-        """Whether all values of the member's group are equal."""
+        """Return for each member whether all values of its group are equal."""
         return (self._extreme_G(x_N, "amax") == self._extreme_G(x_N, "amin"))[self.index_N]
 
     def deviation(self, x_N: Tensor) -> Tensor:

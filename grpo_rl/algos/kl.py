@@ -139,7 +139,7 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 
 
 class KlController(Protocol):
-    """Weight of the KL penalty in the reward, from step to step."""
+    """A rule for the weight of the KL penalty in the reward, from step to step."""
 
     value: float
 
@@ -147,7 +147,7 @@ class KlController(Protocol):
         """Take in the KL measured on `num_rollouts` rollouts."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint contains."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
@@ -160,7 +160,7 @@ class FixedKlController:
         self.value = kl_coef
 
     def update(self, current_kl: float, num_rollouts: int) -> None:
-        """Nothing: the measurement has no effect here."""
+        """Change nothing: the measurement has no effect here."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

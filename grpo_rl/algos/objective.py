@@ -24,7 +24,7 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What one optimizer step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
+    """The function that a step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
 
     A plain value: it can be pickled, compared and printed. Built directly it has no entropy and no KL term
     unless they are asked for. Unknown names and options raise ConfigError.
@@ -86,32 +86,32 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the caller has to supply `entropy_T`."""
+        """Return whether the caller has to supply `entropy_T`."""
         return self._has_entropy or "entropy" in self._loss_needs
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the reference policy has to run."""
+        """Return whether the reference policy has to run."""
         return self.kl_loss_type is not None or "ref_logprobs" in self._loss_needs
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
+        """Return whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
         return self.kl_loss_type == "full"
 
     @property
     def needs_selection(self) -> bool:
-        """Whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
+        """Return whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
         return selection_of(POLICY_LOSSES.get(self.loss_mode)) is not None
 
     @property
     def needs_group_tokens(self) -> bool:
-        """Whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts in a whole mini-batch."""
+        """Return whether the caller has to supply `group_tokens_N`, which `aggregate.group_tokens` counts."""
         return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether the rollouts come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
+        """Return whether the rollouts have to come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
         return "pairs" in self._loss_needs
 
     @property

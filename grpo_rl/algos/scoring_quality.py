@@ -1,4 +1,4 @@
-"""How good the scores of a reward model are: its accuracy on pairs, its ranking of good and bad, and its calibration."""
+"""Measures of the scores of a reward model: accuracy on pairs, ranking of good and bad, and calibration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shapes and selects around the update: overlong responses, groups without signal, entropy, prompts that are learnt."""
+"""Terms and choices around the update: overlong responses, groups without signal, entropy, prompts that are learnt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from grpo_rl.algos.group_statistics import Groups
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
-    """What to add to the reward of each response, in float32: 0 up to `max_length - buffer` tokens, then down to -penalty_factor.
+    """Return the term that is added to each response's reward, in float32: 0 up to `max_length - buffer` tokens,
+    then falling to -penalty_factor.
 
     Formula: penalty_factor · clip(((max_length - buffer) - length) / buffer, -1, 0)
 
@@ -69,7 +70,7 @@ class AdaptiveEntropy:
 
 
 class PassRates:
-    """Which prompts are learnt: those whose latest pass rate reached the bound. They stay retired.
+    """A record of the prompts that are learnt: those whose latest pass rate reached the bound. They stay retired.
 
     No-Positive-Resampling: ScaleRL (arXiv 2510.13786), section 3 (bound 0.9). Prompts are named by their row in the
     data, not by an occurrence in the run.

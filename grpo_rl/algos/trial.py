@@ -1,13 +1,18 @@
-"""Functions of the algorithm run once on a small batch: whether they keep to their interface, and whether an option matters.
+"""Functions of the algorithm run once on a small batch, to see that they keep to their interface and that options
+matter.
 
-So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns are
-there in the small batch; recorders note which of them a function reads, and what it reads has to be what it said it needs.
+So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns
+are there in the small batch; recorders note which of them a function reads, and it may read only what it declared with
+`@needs`.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import os
+import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +39,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function made of the small batch."""
+    """The results of a function on the small batch, and the columns that it read."""
 
     values: tuple[Tensor, ...]
     """Its results, and their gradient with respect to the policy's log-probs where it has one."""
@@ -145,6 +150,36 @@ def recorder(inputs: T, read: set[str]) -> T:
     return Recorder(**{name: getattr(inputs, name) for name in names})
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
+
+    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
+    workers do.
+    """
+    streams = (sys.stdout, sys.stderr)
+    kept = []
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # closed: nothing can be printed to it
+                kept.append((descriptor, os.dup(descriptor)))
+        for stream in streams:
+            if stream is not None:
+                stream.flush()
+        sys.stdout = sys.stderr = nowhere
+        for descriptor, _ in kept:
+            os.dup2(nowhere.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            for descriptor, copy in kept:
+                os.dup2(copy, descriptor)
+                os.close(copy)
+
+
+@unheard()
 def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> Outcome:
     """Return the advantages and returns of the small batch."""
     read: set[str] = set()
@@ -159,6 +194,7 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
     return Outcome((out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T), frozenset(read))
 
 
+@unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> Outcome:
     """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
 
@@ -180,6 +216,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
+@unheard()
 def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the average of the small batch's log-probs."""
     inputs = loss_input()
@@ -191,6 +228,7 @@ def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     return Outcome((share.detach(),), frozenset())
 
 
+@unheard()
 def run_kl(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the KL of each token of the small batch and, as the last value, its gradient."""
     inputs = loss_input()
@@ -224,8 +262,8 @@ KINDS: dict[str, Kind] = {
 def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options], Outcome]) -> None:
     """Raise ConfigError, with all problems, when a function does not keep to its interface with these options.
 
-    That is: it cannot be called as it will be, needs what nothing supplies, has an option that it never reads, fails, returns
-    something else, or reads a column that it does not say it needs.
+    That is: it cannot be called as it will be, needs what nothing supplies, has an option that it never reads, fails,
+    returns something else, or reads a column that it does not declare.
     """
     function = kind.registry.get(name)
     wanted = needs_of(function)
@@ -311,7 +349,7 @@ def _never_read(function: Callable[..., Any]) -> list[str]:
     except (OSError, TypeError, SyntaxError):
         return []
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    # A function that passes all of its local names on, by locals() or eval, says nothing about single ones.
+    # A function that passes all of its local names on, by locals() or eval, shows nothing about single ones.
     return (
         []
         if read & {"locals", "vars", "eval", "exec"}

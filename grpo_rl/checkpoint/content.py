@@ -1,4 +1,4 @@
-"""Checks that a checkpoint's files hold what their names promise, whatever their digests say.
+"""Checks that a checkpoint's files contain what their names promise, whatever their digests are.
 
 The manifest's digests find damage after the commit. They cannot find a file that was wrong when it was written, or one
 that was changed together with the manifest. So before a run goes on from a checkpoint, each JSON file must be an object

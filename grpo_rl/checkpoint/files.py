@@ -1,4 +1,4 @@
-"""Every change that a save makes to the disk: few calls, each a fault point, so that a test can break off at any of them."""
+"""Changes that a save makes to the disk: few calls, each a fault point, so that a test can break off at any of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _READ_BYTES = 4 << 20
 
 
 def make_folder(path: Path) -> None:
-    """A new folder; OSError when it is there already."""
+    """Make a new folder; OSError when it is there already."""
     _point("mkdir", path)
     os.mkdir(path)
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
-    """A new file, on the disk when this returns; its entry is worked out from what was to be written, not from the file."""
+    """Write a new file, on the disk when this returns; its entry is that of what was to be written, not of the file."""
     _point("open", path)
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -46,7 +46,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Put a file, or the names in a folder, on the disk."""
     _point("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Host memory that save after save copies a rank's tensors into."""
+"""Host memory into which every save copies a rank's tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_rl.checkpoint.tensors import Part, in_order
 
 
 class HostMemory:
-    """Blocks that are kept: the kernel takes several times as long to give new memory as a copy into it takes."""
+    """Blocks that are kept: new memory from the kernel takes several times as long as a copy into kept memory."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: which files it has, with size and SHA-256, and whether they are still the ones written."""
+"""A checkpoint's manifest: its files with size and SHA-256, and the check that they are still the ones written."""
 
 from __future__ import annotations
 

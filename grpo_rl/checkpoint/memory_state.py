@@ -1,4 +1,4 @@
-"""One rank's share of a policy's state as plain host tensors: what a new process in its place needs to go on bit by bit."""
+"""One rank's share of a policy's state as plain host tensors, from which a new process goes on bit by bit."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def share_bytes(share: Share) -> int:
 
 
 def state_bytes(policy: nn.Module) -> int:
-    """About what this rank writes: its rows of the weights and of AdamW's two moments of each."""
+    """Return about how many bytes this rank writes: its rows of the weights and of AdamW's two moments of each."""
     return sum(3 * _local(p).numel() * p.element_size() for p in policy.parameters())
 
 

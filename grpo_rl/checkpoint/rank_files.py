@@ -20,7 +20,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
 GIVEN_UP_S = 60.0
-"""How long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
+"""Seconds that a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
 NICER = 4
 """The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread
 needs the interpreter's lock for moments, and a thread with less right to a busy core gives the lock back late."""
@@ -86,7 +86,7 @@ class RankFiles:
         return outcome or {}
 
     def num_bytes(self) -> int:
-        """About how much `save` writes."""
+        """Return about how many bytes `save` writes."""
         return policy_state.state_bytes(self.policy)
 
     def load(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class RankFiles:
         policy_state.load(folder, self.policy, self.optimizer, self.scheduler, self.rank)
 
     def _wait_for_copy(self, *_: Any) -> None:
-        """Called before anything changes what is being copied."""
+        """Wait for a running copy; called before anything changes what is being copied."""
         if not self._copied.wait(GIVEN_UP_S):
             raise CheckpointError(f"the state of rank {self.rank} was not copied for its checkpoint within {GIVEN_UP_S:.0f} s")
 
@@ -146,7 +146,7 @@ class _Moment:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies made inside wait for that point, and for nothing that the training starts after it."""
+        """Make copies inside wait for that point, and for nothing that the training starts after it."""
         if self.event is None:
             yield
             return

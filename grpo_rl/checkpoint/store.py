@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or not there, verified before use, the newest good one first. Format: docs/checkpoints.md."""
+"""Checkpoints on disk (docs/checkpoints.md): complete or not there, verified before use, the newest good one first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
 _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
-"""Names of what is being made or removed. Anything else with a dot in front is not ours."""
+"""Names of folders that are being made or removed. Anything else with a dot in front is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class CheckpointStore:
 
     The order of the calls is what makes a checkpoint complete or absent after a power cut. The files are flushed before
     the manifest is written, the manifest before the rename, the parent folder after it: a name on the disk without its
-    content cannot occur. An earlier checkpoint of the same name moves aside first and is removed last, so that one of the
-    two is always there under a name that `_tidy` knows how to bring back.
+    content cannot occur. An earlier checkpoint of the same name moves aside first and is removed last, so that one of
+    the two is always there under a name from which `_tidy` brings it back.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         self.folder = folder
         self.keep = keep
         self.warn = warn
-        """Called with each thing that was left alone, and the reason."""
+        """A function called with each thing that was left alone, and the reason."""
 
     # ---- writing -------------------------------------------------------------------------------------------
 

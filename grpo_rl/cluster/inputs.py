@@ -1,4 +1,4 @@
-"""What a run reads before any worker starts: tokenizer, data, rewards."""
+"""The inputs of a run that are read before any worker starts: tokenizer, data, rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_rl.telemetry.rundir import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Everything that a user gave, read and found usable."""
+    """All that a user gave, read and found usable."""
 
     plan: Plan
     """The plan, with the number of rows that the training data turned out to have."""
@@ -32,10 +32,10 @@ class Inputs:
     """The policy's folder; for an embedded model the one with its tokenizer and initial weights, before its warm start."""
     tokenizer: Any
     train_data: PromptDataset | None
-    """None where nothing is trained."""
+    """The training data; None where nothing is trained."""
     val_data: PromptDataset | None
     rules: RewardRunner | None
-    """None where only models score."""
+    """The runner of the reward functions; None where only models score."""
     models: ModelRewards
 
 

@@ -1,4 +1,4 @@
-"""A run from its folder to its report: what earlier ones left, Ray, the workers, the training, and how it ended."""
+"""The course of a run from its folder to its report: what earlier ones left, Ray, workers, training, end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
 TAKEN_DOWN_S = 20.0
-"""How long a run that has ended may take to leave a cluster that is gone."""
+"""Seconds that a run which has ended may take to leave a cluster that is gone."""
 MOST_CHANGES = 20
 """Changed keys that a resumed run shows; its folder has both configurations."""
 
@@ -44,7 +44,7 @@ class Launch:
     run_dir: RunDir
     console: Console
     checkpoint: Checkpoint | None
-    """What to go on from; None for a run from the start."""
+    """The state from which the run goes on; None for a run from the start."""
     status: Status
     stop: Stop
 
@@ -160,7 +160,7 @@ def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
 
 
 def await_ray(connection: Connection, console: Console) -> None:
-    """Wait for Ray, which has been starting beside everything else. Where it is there already, nothing more is said."""
+    """Wait for Ray, which has been starting beside everything else. Nothing is printed where it is there already."""
     if connection.has_tried:
         connection.connected()
         return

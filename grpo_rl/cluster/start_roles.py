@@ -1,4 +1,4 @@
-"""Starts the worker sets of a run in their places, all at the same time, and connects them: what the plan says, nothing else."""
+"""Starts the worker sets of a run in their places, all at the same time, and connects them as the plan decided."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
 def _make_pool(
     cluster: Cluster, engines: SupervisedSet | None, actors: SupervisedSet | None, spec: EngineSpec | None
 ) -> ReplicaPool | None:
-    """The rollout role over its engines, which take their weights from the actors, where there are some; None without engines."""
+    """Return the rollout role over its engines; None without engines. Their weights come from the actors, if any."""
     if engines is None or spec is None:
         return None
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)

@@ -1,4 +1,4 @@
-"""From the command line to a checked Config: Hydra composes, `convert.py` enforces the schema's rules.
+"""Composition of a checked Config from the command line: Hydra composes, `convert.py` enforces the schema's rules.
 
 Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on),
 the command line.
@@ -28,7 +28,7 @@ _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A run's configuration and where it came from."""
+    """A run's configuration and its sources."""
 
     config: Config
     resolved: dict[str, Any]
@@ -39,7 +39,7 @@ class Composed:
     overrides: tuple[str, ...]
     """The words of the command line, secrets hidden."""
     notes: tuple[str, ...] = ()
-    """What was given and has no meaning here: one line each, for the plan."""
+    """Keys that were given and have no meaning here: one line each, for the plan."""
 
     def yaml(self) -> str:
         """`resolved` as a YAML file that can be given again as `recipe=FILE`."""
@@ -206,7 +206,7 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
-    """Yield a line where a recipe, somebody else's text, allows the code of a model folder to run: only the user may."""
+    """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
     for key in security_rules.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

@@ -1,4 +1,4 @@
-"""A composed mapping becomes the frozen Config, or the list of everything that is wrong with it.
+"""Conversion of a composed mapping to the frozen Config, or to the list of everything that is wrong with it.
 
 Hydra and OmegaConf accept any value for any key (`n=8.5`, `lr=1e400`, a misspelt key in a file), so the
 rules are enforced here, for all keys at once.
@@ -19,7 +19,7 @@ from grpo_rl.errors import ConfigError
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _LARGEST_INT = 2**63 - 1
-"""What torch, numpy and files hold as one number."""
+"""The largest integer that torch, numpy and files store as one number."""
 
 
 class _Wrong(Exception):
@@ -99,7 +99,7 @@ def _problem(key: str, value: Any, kind: Kind, wrong: str) -> str:
 
 
 def _value(kind: Kind, value: Any) -> Any:
-    """`value` as the key's type. Only conversions that lose nothing are made."""
+    """Convert `value` to the key's type. Only conversions that lose nothing are made."""
     if value is None:
         if kind.optional:
             return None

@@ -1,4 +1,5 @@
-"""What follows from a configuration and a machine without any heavy import; the rules between keys and the plan use it.
+"""Values that follow from a configuration and a machine without any heavy import; the rules between keys and the plan
+use them.
 
 The decisions of a run are made in plan/decisions.py, and only from these functions where one of them says it already.
 """
@@ -20,9 +21,9 @@ class Machine:
     num_cpus: int
     """Cores that the run's processes share."""
     device: Literal["cuda", "cpu"]
-    """Where the models compute; trainer.device=auto is decided already."""
+    """The device on which the models compute; trainer.device=auto is decided already."""
     cluster: bool = False
-    """The workers run in a Ray cluster that this machine need not be part of."""
+    """True where the workers run in a Ray cluster that this machine need not be part of."""
 
     def world_size(self, config: Config) -> int:
         """Return the number of actor ranks over all nodes."""
@@ -31,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRule:
-    """How the rollouts of one rank are cut into forward passes: by tokens or by rollouts; the other one is None."""
+    """The rule that cuts the rollouts of one rank into forward passes, by tokens or by rollouts; the other is None."""
 
     max_tokens: int | None
     max_rollouts: int | None

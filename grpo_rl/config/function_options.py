@@ -1,4 +1,4 @@
-"""Which keys name a function of the algorithm, and which keys set its options: one table for all kinds.
+"""A table of the keys that name a function of the algorithm and of those that set its options, for all kinds.
 
 Every kind has one key with a mapping of options, such as `algorithm.adv_options={std: batch}`. verl's fixed keys, such
 as `clip_ratio_c`, are further ways to set one. A fixed key whose option the chosen function does not have is refused,
@@ -32,7 +32,7 @@ class Choice:
     """A place where the configuration names a function. All keys are relative to `section`."""
 
     kind: str
-    """What the registry calls the function."""
+    """The registry's name for this kind of function."""
     section: str
     key: str
     """The function's name."""

@@ -1,7 +1,7 @@
 """Recipes: YAML files with verl's keys, only what differs from the defaults.
 
-A recipe may be any file that a user names, also a link to one that is no recipe and whose lines nobody should read in
-a log. So a message says where a file is wrong and quotes nothing of a file that is no YAML mapping.
+A recipe may be any file that a user names, also a link to a file with secrets that is no recipe and whose lines must
+not appear in a log. So a message names the wrong line and quotes nothing of a file that is no YAML mapping.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 OWN_FILE = "own_file"
-"""The name under which Hydra knows a recipe that lies outside recipes/."""
+"""The name that Hydra has for a recipe which lies outside recipes/."""
 
 _PARENT = "/recipe/"
 _LARGEST = 100_000
@@ -44,7 +44,7 @@ class Recipe:
     content: dict[str, Any]
     parents: tuple[str, ...] = ()
     folder: Path | None = None
-    """Where relative paths in a file of the user's start; None for recipes of the package, whose paths are the user's to fill."""
+    """The folder in which a user's recipe's relative paths start; None for the package's recipes."""
 
     def node(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the node for Hydra: `content` with the list of parents before it."""
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def folder(name: str) -> Path:
-    """`conf` or `recipes`: inside an installed package, beside it in a checkout."""
+    """Return the folder `conf` or `recipes`: inside an installed package, beside it in a checkout."""
     package = Path(grpo_rl.__file__).parent
     for candidate in (package / name, package.parent / name):
         if candidate.is_dir():
@@ -184,7 +184,7 @@ def _parents(entries: Any, name: str) -> tuple[str, ...]:
 
 
 def _without_empty_sections(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`actor:` with nothing below it (all lines commented out) is left out: Hydra would take it for null."""
+    """Leave out `actor:` with nothing below it (all lines commented out): Hydra would take it for null."""
     kept: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"

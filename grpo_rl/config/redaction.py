@@ -1,4 +1,4 @@
-"""Secrets are kept out of what other programs write: the output of processes, and log files that are already there."""
+"""Keeps secrets out of what other programs write: the output of processes, and log files that are already there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relative paths: a recipe file's start at its own folder, those of the command line at the current one.
+"""Rules of relative paths: a recipe file's start at its own folder, those of the command line at the current one.
 
 Recipes of the package are not touched: their paths (`data/gsm8k/train.parquet`) stand for files that a user puts there.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 _A = "actor_rollout_ref"
 _ELSEWHERE = re.compile(r"(task|reasoning_gym|hf|builtin):|[/~]|.*\$\{", re.DOTALL)
-"""What no folder changes: generated or fetched data, embedded models, absolute paths, expressions."""
+"""Values that no folder changes: generated or fetched data, embedded models, absolute paths, expressions."""
 _FUNCTION = re.compile(r"(?P<factor>[^:*]*\*\s*)?(?P<file>[^:*]+\.py)(?P<rest>:\w+)?")
 
 FILES = (

@@ -16,9 +16,9 @@ _NAME = re.compile(
     r"(^|[_\-.])(token|secret|secrets|password|passwd|passphrase|credential|credentials|apikey|key|auth)($|[_\-.])"
 )
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-# Credentials inside an address, parameters of a query, and tokens that can be told by their beginning. Before each, what
-# a text must hold for a match: hardly any does, and a search for a word takes a hundredth of the pattern's time. Lengths
-# are bounded where a long word would be read again from each of its letters.
+# Credentials inside an address, parameters of a query, and tokens that are recognised by their beginning. Before each
+# pattern are the words of which a text must contain one for a match: hardly any text does, and a search for a word takes
+# a hundredth of the pattern's time. Lengths are bounded where a long word would be read again from each of its letters.
 _IN_TEXT = (
     (("://",), re.compile(r"(\b\w{1,32}://)[^\s/@:]*:[^\s/@]+@"), rf"\1{HIDDEN}@"),
     (
@@ -47,7 +47,7 @@ def remember(values: Iterable[object]) -> None:
 
 
 def remember_environment(environment: Mapping[str, str] | None = None) -> None:
-    """Hide the values of all environment variables whose names say that they are secrets."""
+    """Hide the values of all environment variables whose names look like those of secrets."""
     remember(value for name, value in (os.environ if environment is None else environment).items() if is_secret_name(name))
 
 
@@ -66,7 +66,7 @@ def hide_known(line: str) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` without remembered values, credentials in addresses, and tokens that can be told by their look."""
+    """Return `text` without remembered values, credentials in addresses, and tokens recognised by their look."""
     for value in known():
         text = text.replace(value, HIDDEN)
     for needles, pattern, replacement in _IN_TEXT:

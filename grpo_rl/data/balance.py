@@ -1,4 +1,4 @@
-"""Which rollouts go to which rank and micro-batch: even work, and the same number of passes on every rank.
+"""Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
 
 Rollouts that have to be trained together (the two sides of a pair, a group whose loss compares them) form a *unit*: all
 of its rollouts land in one micro-batch on one rank. Where no units are given, every rollout is one by itself.
@@ -26,8 +26,8 @@ def split_over_ranks(
 
     `mini_batches` are lists of indices, each of which is to be even over the ranks by itself: the optimizer waits for
     the slowest rank after every one of them. A sequence may be in several (one per epoch), or in none. The longest
-    unit comes first, and goes where its mini-batches have the least work so far; equal ranks are told apart by all
-    their work, by their number of sequences, and by rank.
+    unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
+    their work, then by their number of sequences, then by rank.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):

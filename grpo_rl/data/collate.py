@@ -80,7 +80,9 @@ def _supports(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None
         return None, None
     # A response without tokens was not sampled from anything.
     if any(rollout.support is None and len(rollout.response_ids) for rollout in rollouts):
-        raise ValueError("some rollouts say what they were sampled from and some do not: their log-probs cannot be compared")
+        raise ValueError(
+            "some rollouts contain the tokens they were sampled from and some do not: their log-probs cannot be compared"
+        )
     for rollout in given:
         _check_support(rollout)
     supports = [rollout.support for rollout in given if rollout.support is not None]

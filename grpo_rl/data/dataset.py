@@ -29,7 +29,7 @@ KEPT_PROMPTS = 4096
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of the rows, of those checked at the start and of those drawn since."""
+    """Counts of the rows that were checked at the start and of those drawn since."""
 
     num_rows: int
     """Rows in the files, after max_samples."""
@@ -72,8 +72,8 @@ class _Read:
 class PromptDataset:
     """The prompts of one or several sources, by their row.
 
-    A data set that was checked whole has rows that are all usable, numbered without those left out. Of a larger one some
-    rows turn out to be unusable when their turn comes: `usable` says so, and always the same.
+    A data set that was checked whole has rows that are all usable, numbered without those left out. Of a larger one
+    some rows turn out to be unusable when their turn comes: `usable` reports it, the same at any time.
     """
 
     def __init__(self, parts: Sequence[Source], config: DataConfig, renderer: Renderer, bad_rows: BadRows, limit: int) -> None:
@@ -95,7 +95,7 @@ class PromptDataset:
 
     @property
     def data_sources(self) -> list[str]:
-        """The different values of data_source in the rows that were checked, sorted: what an `auto` reward must know."""
+        """The values of data_source in the rows that were checked, sorted: an `auto` reward needs a rule for each."""
         return sorted(self._data_sources)
 
     @property
@@ -292,9 +292,9 @@ def load_dataset(
 ) -> PromptDataset:
     """The rows of all `files`, in order, as prompts; of these the first `max_samples` (-1: all).
 
-    What a name may be: `files.open_source`. Up to `data.check_rows` rows, or any number that is wanted `whole`, are
-    checked here; of more, a sample. Prompts longer than `max_prompt_length` are dropped, cut or refused, as
-    `filter_overlong_prompts` and `truncation` say. Raises DataError with file, row and column, and ConfigError for a
+    `locate.open_source` describes what a name may be. Up to `data.check_rows` rows, or any number that is wanted
+    `whole`, are checked here; of more, a sample. Prompts longer than `max_prompt_length` are dropped, cut or refused,
+    as `filter_overlong_prompts` and `truncation` say. Raises DataError with file, row and column, and ConfigError for a
     task or template option.
     """
     if not files:

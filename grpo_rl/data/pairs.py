@@ -171,7 +171,7 @@ class PairDataset:
     ) -> None:
         self.pairs = pairs
         self.fingerprint = fingerprint
-        """Of the sources, as a checkpoint has it."""
+        """The fingerprint of the sources, as a checkpoint contains it."""
         self.num_bad = num_bad
         self.num_dropped = num_dropped
         """Rows left out because a prompt or an answer is too long."""

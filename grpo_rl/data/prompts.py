@@ -123,7 +123,7 @@ class Renderer:
 
 
 class _OutOfTime(BaseException):
-    """The time of a block is over. No Exception, so that nothing inside the block takes it for a failure of its own."""
+    """The time of a block is over. It is no Exception, so that no handler inside the block catches it."""
 
 
 @contextlib.contextmanager

@@ -40,9 +40,9 @@ class Packing:
     max_length: int
     groups: tuple[PaddedGroup, ...]
     restore_S: Tensor
-    """For each flat position its row in the groups' outputs laid end to end."""
+    """The row of each flat position in the groups' outputs laid end to end."""
     uniform: bool
-    """All sequences are equally long: the rectangle is a plain view."""
+    """True where all sequences are equally long: the rectangle is a plain view."""
 
     @staticmethod
     def of(lengths_N: Tensor, device: torch.device | str = "cpu") -> Packing:

@@ -30,9 +30,9 @@ class Sequences:
     target_T: Tensor
     """The trained tokens' ids."""
     support_counts_T: Tensor | None = None
-    """On the CPU: how many tokens each trained one was sampled from; None: from all."""
+    """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
     support_ids_M: Tensor | None = None
-    """Their ids, one trained token's after the other's."""
+    """The ids of those tokens, one trained token's after the other's."""
 
     @staticmethod
     def of(

@@ -18,7 +18,7 @@ from grpo_rl.models.load import decoder_layers
 
 
 def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Have the policy's parameters sharded over `mesh`, gradients summed over ranks.
+    """Shard the policy's parameters over `mesh`, with gradients summed over ranks.
 
     Layers compute in `compute_dtype`. Embedding, final norm and LM head stay in float32: the root unit
     has no lower precision, and the layers cast what they are given.

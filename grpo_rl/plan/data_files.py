@@ -1,4 +1,4 @@
-"""A first look into the data files, before anything starts: whether they can be used, and how many rows they have.
+"""A first look into the data files, before anything starts: can they be used, and how many rows have they?
 
 Reading all the data takes as long as there is data, and happens while Ray starts. An empty, cut or broken file and a
 wrong column show in a few rows, which cost milliseconds.
@@ -33,9 +33,10 @@ def unusable(config: Config) -> list[str]:
 
 
 def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:
-    """Return the number of training rows, after train_max_samples; None where only reading all the data tells it.
+    """Return the number of training rows, after train_max_samples; None where only reading all the data would show it.
 
-    `bind` collects the ConfigErrors of tasks; files are counted `with_files` only. A user's own class reads its files itself.
+    `bind` collects the ConfigErrors of tasks; files are counted `with_files` only. A user's own class reads its files
+    itself.
     """
     data = config.data
     if data.custom_cls.path is not None:

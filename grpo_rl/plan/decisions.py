@@ -24,7 +24,7 @@ from grpo_rl.trainer.schedules import schedule_of
 
 RoleName = Literal["rollout", "actor", "reference", "critic", "reward_model"]
 OldLogprobs = Literal["actor", "engine", "none"]
-"""Which process computes old log-probs: the actor before the first update, the engine while it samples, or none."""
+"""The process that computes old log-probs: the actor before the first update, the engine while it samples, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class RolePlan:
     threads: int
     """OpenMP threads of each process on a CPU."""
     reason: str
-    """What the role is for in this run, as the plan's page says it."""
+    """The purpose of the role in this run, in the words of the plan's page."""
     devices_per_worker: int = 1
     calls_at_once: int = 1
     """Calls that one process answers side by side."""
     stateful: bool = False
-    """Its state is part of a checkpoint, and is restored when a process fails."""
+    """True where its state is part of a checkpoint, and is restored when a process fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Passes:
 
     old_logprobs: OldLogprobs
     old_readers: tuple[str, ...]
-    """What reads old log-probs beside the ratio, as the plan's page says it."""
+    """The readers of old log-probs beside the ratio, in the words of the plan's page."""
     update: MicroBatchRule
     old: MicroBatchRule
     """The actor's pass for old log-probs."""
     reference: MicroBatchRule
     critic: MicroBatchRule
     splits: bool
-    """A pass that runs out of memory is cut smaller and repeated."""
+    """True where a pass that runs out of memory is cut smaller and repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,24 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
-    """What the reward is made of beside a reward model, which is a role."""
+    """The parts of the reward beside a reward model, which is a role."""
 
     rules: bool
-    """Reward functions run, in processes of their own."""
+    """True where reward functions run, in processes of their own."""
     judge: bool
-    """A language model behind an endpoint judges the responses."""
+    """True where a language model behind an endpoint judges the responses."""
     steps_from: Literal["rules", "model", "none"]
-    """Which part gives the rewards of reasoning steps to an estimator that reads them."""
+    """The part that gives the rewards of reasoning steps to an estimator that reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What one role needs on one device (in one process on a CPU), in bytes."""
+    """The memory that one role needs on one device (in one process on a CPU), in bytes."""
 
     role: str
     num_bytes: int
     parts: str
-    """What it consists of, for people."""
+    """The parts of that memory, in words for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Plan:
     passes: Passes
     sizes: Sizes
     schedule: type[Schedule]
-    """What one training step does; it names the roles that it can drive."""
+    """The class whose `step` is one training step; it names the roles that it can drive."""
     reward: RewardPlan
     engine: EngineSpec | None
     """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
@@ -145,9 +145,9 @@ class Plan:
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
     resumes: bool = False
-    """A checkpoint of the run is there, and its weights are those that the run starts with."""
+    """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
     model: ModelSize | None = None
-    """Sizes of the policy; None where its folder does not say them."""
+    """Sizes of the policy; None where its folder does not contain them."""
     memory: tuple[RoleMemory, ...] = ()
     """Estimates by role; empty where the model's sizes are unknown."""
     text: str = ""
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether the run changes weights: trainer.val_only measures them only."""
+        """Return whether the run changes weights: trainer.val_only measures them only."""
         return not self.config.trainer.val_only
 
     @property
@@ -186,13 +186,13 @@ class Plan:
 
     @property
     def colocated(self) -> bool:
-        """Whether the engines share the actor's devices."""
+        """Return whether the engines share the actor's devices."""
         roles = {role.name: role.pool for role in self.roles}
         return roles.get("rollout") == roles.get("actor")
 
     @property
     def recomputes_old_logprobs(self) -> bool:
-        """Whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
+        """Return whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
         return self.passes.old_logprobs == "actor"
 
     def _num_workers(self, name: RoleName) -> int:
@@ -203,7 +203,7 @@ class Plan:
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
     """Return the plan of a run on `machine`, without what its page and its memory estimate say.
 
-    `resumes`: a checkpoint of the run is there. Raises ConfigError for what a registry does not know.
+    `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has.
     """
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
@@ -231,7 +231,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
 def _roles(
     config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, needs_ref: bool, resumes: bool
 ) -> list[RolePlan]:
-    """Which of the roles that the schedule drives start, and why.
+    """Return the roles that start, of those that the schedule drives, with the reasons.
 
     A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
     """
@@ -294,10 +294,10 @@ def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan
 
 
 def _passes(config: Config, objective: Objective) -> Passes:
-    """Which passes a step makes.
+    """Return the passes that a step makes.
 
-    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old log-probs
-    are computed only where something else reads their values.
+    With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
+    log-probs are computed only where something else reads their values.
     """
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {

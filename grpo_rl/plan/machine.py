@@ -1,4 +1,4 @@
-"""The machine of a run: what it has, and what no run may ask of it."""
+"""The machine of a run: its devices, and what no run may ask of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8
 """Processes of one role on a CPU, per core. Beyond that they only wait for each other in every collective operation."""
 CORES_PER_CORE = 8
-"""How many cores a run may pretend to have for each that is there: their number decides the threads of every process."""
+"""The number of cores a run may pretend to have for each that is there: it decides the threads of every process."""
 
 
 def probe_machine(config: Config) -> Machine:
@@ -41,7 +41,7 @@ def available_cores() -> int:
 
 
 def _may_have_gpu() -> bool:
-    """Whether a driver is there: a device file of the common ones, or the library that torch would load."""
+    """Return whether a driver is there: a device file of the common ones, or the library that torch would load."""
     if any(Path(driver).exists() for driver in _GPU_DRIVERS):
         return True
     try:
@@ -74,7 +74,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _too_many_processes(config: Config, machine: Machine) -> Iterator[str]:
-    """Worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes."""
+    """Refuse worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes."""
     trainer, rollout, own = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
     most = RANKS_PER_CORE * machine.num_cpus
     worlds = [("trainer", trainer.nnodes, trainer.n_gpus_per_node, machine.world_size(config))]

@@ -1,4 +1,4 @@
-"""From a configuration to its plan: everything that can be refused is refused here, before any process starts."""
+"""The way from a configuration to its plan: all that can be refused is refused here, before any process starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
 
 
 def _finds_checkpoint(config: Config) -> bool:
-    """Whether the run goes on from a checkpoint: one that is named, or one that its folder holds."""
+    """Return whether the run goes on from a checkpoint: one that is named, or one in its folder."""
     from grpo_rl.checkpoint.store import CheckpointStore
     from grpo_rl.telemetry.rundir import RunDir
 

@@ -1,4 +1,4 @@
-"""How much memory each role will need, estimated from the model's sizes; nothing is loaded."""
+"""Estimates of the memory that each role will need, from the model's sizes; nothing is loaded."""
 
 from __future__ import annotations
 

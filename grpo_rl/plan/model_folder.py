@@ -1,4 +1,4 @@
-"""What a model's folder says before anything is loaded: its sizes, and whether this run can use it at all."""
+"""Facts from a model's folder before anything is loaded: its sizes, and whether this run can use it at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length")
 """Names under which vLLM finds the number of positions of a model; the smallest one counts."""
 _PLAIN_ROPE = (None, "default", "llama3")
-"""Rotary embeddings whose number of positions is what the config says; others scale it, each in its own way."""
+"""Rotary embeddings whose config contains the number of positions; others scale it, each in its own way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
         if "auto_map" in settings and model.trust_remote_code:
             # The model's own code decides; it runs when the run starts, and not for a plan.
             return settings | dict(model.override_config)
-    # transformers takes a second to import: only where what it knows is asked for.
+    # transformers takes a second to import: only where its own checks are needed.
     from grpo_rl.models.load import load_config
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
@@ -117,7 +117,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_plain(settings: dict[str, Any]) -> bool:
-    """Whether it is a causal language model of a family that transformers has, without asking transformers itself."""
+    """Return whether it is a causal language model of a family in transformers, without loading transformers."""
     family, names = settings.get("model_type"), settings.get("architectures")
     transformers = importlib.util.find_spec("transformers")
     if transformers is None or transformers.origin is None or "auto_map" in settings or not isinstance(family, str):
@@ -152,7 +152,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
-    """What vLLM would refuse after it has started, which takes most of a minute."""
+    """Yield what vLLM would refuse after it has started, which takes most of a minute."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
@@ -178,7 +178,7 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
 
 
 def _too_long(config: Config, text: dict[str, Any]) -> Iterator[str]:
-    """Sequences of more tokens than the model has positions."""
+    """Yield a problem for sequences of more tokens than the model has positions."""
     known = positions_of(text)
     asked = config.actor_rollout_ref.rollout.max_model_len
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -211,7 +211,7 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model at `path`; None where only loading it tells them (hub names, other families)."""
+    """Return the sizes of the model at `path`; None where only loading it shows them (hub names, other families)."""
     if path.startswith(PREFIX):
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()

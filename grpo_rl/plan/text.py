@@ -124,7 +124,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
 
 
 def _engines(plan: Plan, engine: EngineSpec) -> str:
-    """How many replicas there are, where, and how they get their weights."""
+    """Describe how many replicas there are, where they run, and how they get their weights."""
     parallel = engine.tensor_parallel_size
     per_replica = f" of {parallel} devices" if parallel > 1 else ""
     if plan.role("actor") is None:
@@ -166,7 +166,7 @@ def _step(config: Config, plan: Plan) -> Rows:
 
 
 def _selection(config: Config) -> Rows:
-    """Which of the groups are trained, and how prompts are drawn and retire."""
+    """Yield the lines on the groups that are trained, and on how prompts are drawn and retire."""
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable and groups.refill:
         yield (
@@ -193,7 +193,7 @@ def _selection(config: Config) -> Rows:
 
 
 def _ratio(plan: Plan) -> str:
-    """What the ratio compares the policy with, and which process computes that."""
+    """Describe the policy with which the ratio compares, and the process which computes its log-probs."""
     passes, updates = plan.passes, plan.sizes.updates_per_step
     if passes.old_logprobs == "engine":
         return "against the engine's log-probs; the actor computes no old ones"
@@ -204,7 +204,7 @@ def _ratio(plan: Plan) -> str:
 
 
 def _micro_batches(plan: Plan) -> list[str]:
-    """How each pass over the rollouts is cut, passes of the same rule together."""
+    """Describe how each pass over the rollouts is cut, passes of the same rule together."""
     passes = plan.passes
     uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
     if passes.old_logprobs == "actor":

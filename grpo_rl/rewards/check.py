@@ -46,7 +46,7 @@ MAX_NUMBERS = 5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: what a reward function is called with. `response` is None where none could be made."""
+    """The arguments of a reward function for one row. `response` is None where none could be made."""
 
     place: int
     data_source: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one call gave."""
+    """The result of one call."""
 
     row: Row
     seconds: float = 0.0
@@ -166,7 +166,7 @@ def _row(place: int, where: str, row: dict[str, Any], name: str | None) -> Row:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """Return a response with the right answer, in all the forms that the rules know; None where it cannot be made.
+    """Return a response with the right answer, in all the forms that the rules read; None where it cannot be made.
 
     GSM8K's own solution, the sum itself for arithmetic, a solved countdown, the ground truth in a box and after `####`.
     """

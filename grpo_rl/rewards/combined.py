@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from grpo_rl.protocols import Rewarder
 
 REWARD_MODEL, JUDGE = "reward_model", "judge"
-"""What the scores of models are called among the parts of the reward."""
+"""The names of the scores of models among the parts of the reward."""
 
 
 class ModelScore(NamedTuple):
-    """What a model says of a rollout, before its factor."""
+    """A model's score of a rollout, before its factor."""
 
     score: float
     steps: tuple[Step, ...] | None = None
@@ -33,7 +33,7 @@ class ModelScore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a model gave no score."""
+    """The reason why a model gave no score."""
 
     kind: str
     """One word that ends in _timeout, _error or _invalid, such as judge_timeout."""
@@ -50,16 +50,16 @@ class ModelReward(Protocol):
         """Start scoring; returns at once. A rollout given again while it is pending is scored once."""
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
-        """The score of each rollout, or why there is none. Submits those that were not."""
+        """Return the score of each rollout, or why there is none. Submits those that were not."""
 
     def close(self) -> None:
         """Stop working."""
 
 
 class CombinedRewarder:
-    """Rules and models together; implements `roles.Rewarder`.
+    """Rules and models together; implements `protocols.Rewarder`.
 
-    reward = what the rules give + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
+    reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
     model that scores steps gives `steps`, times its weight.
     """
 
@@ -77,10 +77,11 @@ class CombinedRewarder:
             model.submit(rollout)
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that were not.
+        """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that
+        were not.
 
-        What a failed one has for a reward says `reward.on_failure`, of models as of rules. Raises RewardError, with counts by
-        kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        The reward of a failed one is chosen by `reward.on_failure`, for models as for rules. Raises RewardError, with
+        counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
         """
         for rollout in rollouts:
             for model in self.models:
@@ -114,7 +115,7 @@ class CombinedRewarder:
             raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
 
     def close(self) -> None:
-        """Stop the models; the rules are closed by whoever made them."""
+        """Stop the models; the rules are closed by the code that made them."""
         for model in self.models:
             model.close()
 

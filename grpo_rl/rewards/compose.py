@@ -28,16 +28,16 @@ LIFTED = ("acc", "answer")
 
 
 class Scored(NamedTuple):
-    """What a rollout is worth."""
+    """A rollout's reward with its parts."""
 
     reward: float
     parts: dict[str, float]
     steps: tuple[Step, ...] | None
-    """None where no steps are read."""
+    """The rewards of reasoning steps; None where no steps are read."""
 
 
 class RewardFunction:
-    """Scores a rollout: `sum of factor * score` over its components."""
+    """A reward function of a whole rollout: `sum of factor * score` over its components."""
 
     def __init__(self, components: list[Component], decode: Decode | None = None) -> None:
         if not components:
@@ -81,7 +81,7 @@ class RewardFunction:
 
     @property
     def may_score_steps(self) -> bool:
-        """Return whether some component may give the rewards of reasoning steps; of a user's own only a result can tell."""
+        """Return whether some component may give the rewards of reasoning steps, as a user's own always may."""
         return any(component.function not in WITHOUT_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
@@ -215,7 +215,7 @@ def _check_signature(name: str, function: Any, given: Sequence[str], options: di
 
 
 def _unknown_names(config: RewardConfig, specs: list[str]) -> list[str]:
-    """Names of functions that are not in the sum, in the keys that speak of single ones."""
+    """Return the names of functions that are not in the sum, in the keys that name single ones."""
     try:
         names = [_parse(spec)[1] for spec in specs]
     except ConfigError:

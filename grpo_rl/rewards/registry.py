@@ -60,4 +60,4 @@ WITHOUT_STEPS += (
     code,
     reasoning_gym,
 )
-"""The ones of these that score whole responses only."""
+"""The functions that score whole responses only."""

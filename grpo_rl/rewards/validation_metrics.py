@@ -1,4 +1,4 @@
-"""What validation reports about scored rollouts."""
+"""Metrics of validation from scored rollouts."""
 
 from __future__ import annotations
 

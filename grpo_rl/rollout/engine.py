@@ -49,7 +49,7 @@ class EngineSpec:
     fp32_lm_head: bool = False
     """vLLM: compute the logits in float32 whatever `dtype` is."""
     seed: int = 0
-    """For requests that bring no seed of their own."""
+    """The seed of requests that bring none of their own."""
     threads: int = 1
     """CPU: OpenMP threads."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
 
 @dataclass(frozen=True, slots=True)
 class NcclRendezvous:
-    """Where the trainer's sending rank (rank 0) and all engine processes meet, and which ranks a replica has."""
+    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and a replica's ranks."""
 
     master_address: str
     master_port: int
@@ -146,7 +146,7 @@ class RolloutEngine(Protocol):
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether weights may be updated while requests are unfinished, which then go on with the new ones."""
+        """Return whether weights may be updated while requests are unfinished, which then go on with the new ones."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of the requests, or none of them and raise.
@@ -156,7 +156,7 @@ class RolloutEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advance every running request by one token and return those that ended; nothing during a weight update."""
+        """Advance every running request by one token and return those that ended; do nothing during a weight update."""
 
     def abort_all(self) -> None:
         """Forget every unfinished request; no Completion comes for them."""

@@ -60,7 +60,7 @@ def own_folder(pid: int) -> Path | None:
 
 @contextmanager
 def temporary_files() -> Iterator[None]:
-    """Have this process's temporary files made where the run, at its end, removes them."""
+    """Set where this process's temporary files are made: in the folder that the run removes at its end."""
     folder, before = own_folder(os.getpid()), tempfile.tempdir
     if folder is not None:
         folder.mkdir(exist_ok=True)

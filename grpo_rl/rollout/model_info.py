@@ -1,4 +1,4 @@
-"""What an engine needs of a model folder: its tensors, its stop tokens, its tokenizer, its size in the cache."""
+"""Facts of a model folder that an engine needs: its tensors, its stop tokens, its tokenizer, its size in the cache."""
 
 from __future__ import annotations
 

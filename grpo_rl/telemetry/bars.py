@@ -1,26 +1,15 @@
-"""Progress bars: a handle for the work that moves on, and how live bars look on a terminal."""
+"""The handle on a progress bar, for the work that moves on. It loads nothing that draws: see `console.live_bars`."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
-
-from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.telemetry.text import duration, safe_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class Bar:
@@ -46,13 +35,13 @@ class Bar:
             self._show(advance=k, note=self.note)
 
     def set_total(self, total: float) -> None:
-        """Say how long the work is, once that is known."""
+        """Set how long the work is, once that is known."""
         with self._lock:
             self.total = total
             self._show(total=total)
 
     def left(self, seconds: float | None) -> None:
-        """Say how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
+        """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
         with self._lock:
             self._ends_at = None if seconds is None else time.monotonic() + seconds
             self._show(ends_at=self._ends_at)
@@ -74,30 +63,3 @@ class Bar:
     def _show(self, **fields: Any) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, **fields)
-
-
-class TimeLeftColumn(ProgressColumn):
-    """The time that is left: as given to `Bar.left`, or estimated from the bar's own speed."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Return the text beside one bar; empty where there is no estimate yet."""
-        ends_at = task.fields.get("ends_at")
-        seconds = task.time_remaining if ends_at is None else max(0.0, ends_at - time.monotonic())
-        return Text("" if seconds is None or task.finished else f"{duration(round(seconds))} left", style="dim")
-
-
-def live_bars(console: RichConsole) -> Progress:
-    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped."""
-    return Progress(
-        SpinnerColumn("line" if console.options.ascii_only else "dots"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeLeftColumn(),
-        TextColumn("{task.fields[note]}", style="dim", markup=False),
-        console=console,
-        transient=True,
-    )

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {encodable(str(error), sys.stderr.encoding or 'utf-8')}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wanted.
+        # The reader, such as `head`, has read enough and closed the pipe.
         sys.stdout = io.StringIO()
     return 0
 

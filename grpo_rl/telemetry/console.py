@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: messages, progress bars, one line per step."""
+"""The screen of a run that goes on: messages, progress bars, one line per step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.telemetry import step_line
-from grpo_rl.telemetry.bars import Bar, live_bars
+from grpo_rl.telemetry.bars import Bar
 from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
 SILENT_STEPS = 3
-"""So many steps in a row without any advantage are worth a warning, once."""
+"""The number of steps in a row without any advantage that is worth a warning, once."""
 QUIET_S = 30.0
-"""Where there are no live bars, a line says where the work is after so long without one."""
+"""Seconds without a printed line after which one shows where the work is, where there are no live bars."""
 
 
 class LastingRichConsole(RichConsole):
@@ -106,8 +115,9 @@ class Console:
         """Show a bar for work of `total` units (None: unknown) that takes longer than a second.
 
         On a terminal the bar is live and gives way to one line with the seconds; elsewhere there is one
-        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the phases of a step, whose
-        seconds are on the step's own line. `since`, a monotonic time: work that began before anybody waited for it.
+        line at the start, one at the end, and one for every `quiet_s` without any. `keep=False` leaves no line: for the
+        phases of a step, whose seconds are on the step's own line. `since`, a monotonic time: the start of work that
+        began before this call.
         """
         start = time.monotonic() if since is None else since
         if keep and not self.interactive:
@@ -151,7 +161,7 @@ class Console:
             self._pulse.start()
 
     def _say_where(self) -> None:
-        """Where there are no live bars, print where the work is whenever nothing was printed for a while."""
+        """Print where the work is whenever nothing was printed for a while, where there are no live bars."""
         while not self._closed.wait(self._quiet_s / 10):
             with self._lock:
                 places = [bar.text() for bar in self._bars]
@@ -195,7 +205,7 @@ class Console:
             )
 
     def _warn_untrained(self, metrics: Mapping[str, float]) -> None:
-        """Say that the step trained no token, at the first of several such steps, and which key leaves the tokens out."""
+        """Warn, at the first of several steps that trained no token, and name the key which leaves the tokens out."""
         before, self._untrained = self._untrained, metrics.get("rollout/trained_token_fraction") == 0.0
         if self._untrained and not before:
             masked = metrics.get("rollout/masked_fraction", 0.0)
@@ -215,7 +225,7 @@ class Console:
     # ---- underneath --------------------------------------------------------------------------------
 
     def log_to(self, path: Path) -> None:
-        """From now on also append every line, with the time, to `path`."""
+        """Append every line from now on also to `path`, with the time."""
         self._log = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
@@ -250,3 +260,30 @@ def _range_of_rewards(metrics: Mapping[str, float]) -> str:
     if lowest is None or highest is None:
         return ""
     return f" ({lowest:g} in all of them)" if lowest == highest else f" (from {lowest:g} to {highest:g})"
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The time that is left: as given to `Bar.left`, or estimated from the bar's own speed."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Return the text beside one bar; empty where there is no estimate yet."""
+        ends_at = task.fields.get("ends_at")
+        seconds = task.time_remaining if ends_at is None else max(0.0, ends_at - time.monotonic())
+        return Text("" if seconds is None or task.finished else f"{duration(round(seconds))} left", style="dim")
+
+
+def live_bars(console: RichConsole) -> Progress:
+    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped."""
+    return Progress(
+        SpinnerColumn("line" if console.options.ascii_only else "dots"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeLeftColumn(),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
+        console=console,
+        transient=True,
+    )

@@ -1,4 +1,4 @@
-"""What a run achieved, in words: before and after, samples, and where everything lies."""
+"""A report of what a run achieved: before and after, samples, and where everything lies."""
 
 from __future__ import annotations
 

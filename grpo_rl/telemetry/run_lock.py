@@ -18,7 +18,7 @@ from grpo_rl.errors import ConfigError
 LOCK_FILE = ".lock"
 SIGN_OF_LIFE_S = 10.0
 DEAD_S = 60.0
-"""A process on another machine that has been silent for so long is taken for dead, where there are no locks."""
+"""Seconds of silence after which a process on another machine is taken for dead, where there are no locks."""
 _STARTED = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 

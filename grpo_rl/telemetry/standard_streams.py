@@ -24,7 +24,7 @@ class LastingFile(io.FileIO):
         super().__init__(descriptor, "wb", closefd=False)
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """Write, or drop what nobody can read; return the number of bytes taken."""
+        """Write, or drop what can no longer be read; return the number of bytes taken."""
         try:
             written = super().write(data)
             # None: the other end made the pipe non-blocking, and it is full.
@@ -37,14 +37,14 @@ class LastingFile(io.FileIO):
 
 
 def discard(descriptor: int) -> None:
-    """Let what is written to this descriptor from now on go nowhere."""
+    """Redirect what is written to this descriptor from now on to nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def make_lasting() -> None:
-    """Let `sys.stdout` and `sys.stderr` outlive whatever reads them, also where the process was started without them."""
+    """Make `sys.stdout` and `sys.stderr` outlive their readers, also where the process was started without them."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
 
 

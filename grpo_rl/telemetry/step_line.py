@@ -1,4 +1,4 @@
-"""One training step as one line of a table, and the header above it: which metrics a person sees, and under which names."""
+"""One training step as one line of a table, and the header above it: the metrics that a person sees."""
 
 from __future__ import annotations
 

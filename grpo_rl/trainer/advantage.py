@@ -142,8 +142,8 @@ def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:
 def with_baselines(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the sampled rollouts, each with the reward of its prompt's greedy response as `baseline`.
 
-    A prompt is identified by its uid. The greedy responses themselves end here: they are compared with and not
-    trained on. Where the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
+    A prompt is identified by its uid. The greedy responses themselves end here: they are compared with and not trained
+    on. Where the greedy one's reward failed, so have all that would be compared with it. Without any the rollouts are
     returned as they are. Raises ValueError for a prompt that alone has none.
     """
     greedy = {rollout.prompt.uid: rollout for rollout in rollouts if rollout.sample_index == GREEDY}

@@ -27,7 +27,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
             parts[name].append(value)
-    # A part called `answer` is there for majority votes; its mean says nothing.
+    # A part called `answer` is there for majority votes; its mean has no meaning.
     for name, values in parts.items():
         if name.rpartition("/")[2] != "answer":
             metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": statistics.pstdev(values)}

@@ -1,4 +1,4 @@
-"""What a person sees of the step that is going on: its phase, how many responses there are already, and the time left."""
+"""The display of the step that is going on: its phase, how many responses there are already, and the time left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASES = {
     "save": "saving",
 }
 RECENT_STEPS = 20
-"""The time left is estimated from so many steps."""
+"""The number of steps from which the time left is estimated."""
 
 
 class StepProgress:
@@ -35,10 +35,10 @@ class StepProgress:
     def __init__(self, bar: Bar | None = None, on_phase: Callable[[str], None] = lambda _: None) -> None:
         self.bar = bar or Bar()
         self.on_phase = on_phase
-        """Called with the name of each phase before it begins."""
+        """A function called with the name of each phase before it begins."""
 
     def phase(self, name: str) -> None:
-        """Say that this phase of the step has begun."""
+        """Show that this phase of the step has begun."""
         self.on_phase(name)
         fault_point("driver.phase", phase=name)
         self.bar.advance(0, PHASES.get(name, name))

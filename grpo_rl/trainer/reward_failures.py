@@ -1,4 +1,4 @@
-"""Rollouts whose reward failed: which of them are trained all the same, and what is counted and reported."""
+"""Rollouts whose reward failed: which of them are trained all the same, and the counts and reports of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from grpo_rl.rewards.contract.failures import summary
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"
-"""The reward of the greedy response that the rollout is compared with failed."""
+"""The failure of a rollout of which the greedy response it is compared with has no reward."""
 _NAMES = {"timeouts": "_timeout", "errors": "_error", "invalid": "_invalid"}
-"""How failures end, of rules (reward_timeout) as of models (judge_timeout)."""
+"""The endings of the names of failures, of rules (reward_timeout) as of models (judge_timeout)."""
 
 
 def is_trained(rollout: Rollout) -> bool:

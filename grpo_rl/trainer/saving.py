@@ -1,4 +1,4 @@
-"""When a run's state is written and committed: begun at a save point, committed once every rank has written its part."""
+"""The saves of a run's state: begun at a save point, committed once every rank has written its part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_rl.types import Metrics
 Result = TypeVar("Result")
 _WAIT_S = 1.0
 RESCUE_S = 10.0
-"""How long a run that fails waits for a save that is nearly done."""
+"""Seconds that a run which fails waits for a save that is nearly done."""
 
 
 class Saving:
@@ -76,7 +76,7 @@ class Saving:
                 self.output.console.warn(f"{error}: step {step} is saved once more")
 
     def rescue(self) -> None:
-        """Commit what is going on, if it is nearly done: the run is about to end with an error, which is not to be hidden."""
+        """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -24,12 +23,13 @@ from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Metrics, Rollout, Sampling
 
 if TYPE_CHECKING:
-    # The plan looks up the schedule, and need not wait for TensorBoard.
+    # The plan looks up the schedule, and need not wait for what draws: TensorBoard, rich.
+    from grpo_rl.telemetry.console import Console
     from grpo_rl.telemetry.metrics.sinks import Sinks
 
 Role = TypeVar("Role")
 VALIDATION = -1
-"""Stands for a step's number where sampling is seeded for validation."""
+"""The number that stands for a step's where sampling is seeded for validation."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,7 +42,7 @@ class Roles:
     reference: Reference | None = None
     critic: Critic | None = None
     recoveries: Callable[[], Metrics] = dict
-    """Returns how many workers failed and came back since the last call."""
+    """A function that returns how many workers failed and came back since the last call."""
 
     def with_state(self) -> list[Trained]:
         """Return the roles that a checkpoint holds."""
@@ -56,7 +56,7 @@ class Roles:
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """Where a run shows and keeps what it does."""
+    """The receivers of what a run shows and keeps."""
 
     run_dir: RunDir
     console: Console
@@ -68,17 +68,17 @@ class Output:
 
 @dataclasses.dataclass(slots=True)
 class Context:
-    """What a run gives to its schedule."""
+    """The things that a run gives to its schedule."""
 
     config: Config
     roles: Roles
     train_data: PromptDataset | None
-    """None where nothing is trained, or where the schedule reads its own data."""
+    """The training data; None where nothing is trained, or where the schedule reads its own."""
     val_data: PromptDataset | None
     output: Output
     total_steps: int
     progress: StepProgress = dataclasses.field(default_factory=StepProgress)
-    """Takes the phases of a step, which are shown, timed, and points at which a signal is answered."""
+    """The phases of a step, which are shown, timed, and points at which a signal is answered."""
     step: int = 0
     """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
 

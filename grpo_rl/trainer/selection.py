@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: drawn from the data, sampled and scored, and kept where there is something to learn."""
+"""The prompts that a step trains on: drawn, sampled and scored, and kept where their groups have signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Selected:
     """The rollouts of one step."""
 
     trained: list[Rollout]
-    """Those that are trained on, groups in the order in which they were drawn, without members whose reward failed. May be none without refilling."""
+    """The rollouts that are trained on, groups in the order in which they were drawn, without members whose reward
+    failed. May be none without refilling."""
     sampled: list[Rollout]
     """All that were sampled for the step, which show how good the policy is."""
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: when it may, what it must finish first, and how long it has."""
+"""Signals that ask a run to stop: when it may stop, what it must finish first, and how long it has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.standard_streams import write_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""A batch system's, Ctrl-C's, a closed terminal's, and a scheduler's early warning."""
+"""The signals of a batch system, of Ctrl-C, of a closed terminal, and a scheduler's early warning."""
 INTERRUPTIBLE = frozenset({"start", "gen", "reward", "testing"})
-"""Phases that nothing is lost by leaving: no rank is in the middle of something that others wait for, no weight has changed."""
+"""Phases that nothing is lost by leaving: no rank is in a call that others wait for, no weight has changed."""
 NOT_INSIDE = ("rich.", "grpo_rl.telemetry.")
 """Modules whose functions are not left half-way: they hold the locks with which everything else is printed and logged."""
 SLACK = 1.5
@@ -24,7 +24,8 @@ LEAVE_AGAIN_S = 2.0
 LOOK_S = 0.2
 NOTICE_S = 1.0
 ONE_PRESS_S = 0.5
-"""One Ctrl-C arrives several times below `timeout` and srun: from the terminal, and passed on by the parent."""
+"""Seconds in which signals count as one Ctrl-C, which arrives several times below `timeout` and srun: from the
+terminal, and passed on by the parent."""
 INTERRUPTED_CODE, PREEMPTED_CODE = 130, 75
 
 
@@ -49,11 +50,11 @@ class Stop:
     ) -> None:
         self.grace_s = grace_s
         self.on_deadline = on_deadline
-        """Called by another thread just before the grace period ends the process."""
+        """A function called by another thread just before the grace period ends the process."""
         self.notice = notice
-        """Shows a line to a person; called by another thread."""
+        """A function that shows a line to a person; called by another thread."""
         self.give_back_terminal = give_back_terminal
-        """Called before the process ends without another word; takes no lock."""
+        """A function called before the process ends without another word; it takes no lock."""
         self.signal: str | None = None
         self._deadline = float("inf")
         self._interruptible = True

@@ -63,8 +63,8 @@ class TrainedTokens:
             found = correct(self.correction, batch.old_logprobs_T, batch.rollout_logprobs_T, segments)
             metrics |= {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
             batch = batch.replace(weights_T=found.weights_T)
-            if found.keep_T is not None:
-                batch = batch.keep(found.keep_T)
+            if found.trained_T is not None:
+                batch = batch.keep(found.trained_T)
         if self.mask_truncated or self.correction.rollout_rs:
             metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, before)
         return batch, metrics

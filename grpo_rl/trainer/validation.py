@@ -1,4 +1,4 @@
-"""How good the policy is on the validation data: during a training, and as all that a run does."""
+"""The measurement of the policy on the validation data: during a training, and as all that a run does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 
 class Validation:
-    """Samples responses to the validation prompts and scores them; for every schedule that has a rollout role."""
+    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -48,7 +48,7 @@ class RolloutWorker:
         self._failure: BaseException | None = None
         self._closed = False
         self._updating = False
-        """Whether a weight update is under way; read and written in the engine's thread."""
+        """True while a weight update is under way; read and written in the engine's thread."""
         self._decode = response_decoder(spec)
         self._num_tokens = self._num_responses = self._num_steps = 0
         self._busy_s = 0.0
@@ -149,7 +149,7 @@ class RolloutWorker:
         return None if at is None else (at[0], time.monotonic() - at[1], self._longest.get(at[0]))
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Stop the thread and free the engine; ClusterError when it does not stop in time. Twice is once."""
+        """Stop the thread and free the engine; ClusterError when it does not stop in time. May be called twice."""
         self._closed = True
         self._commands.put(None)
         self._thread.join(timeout_s)

@@ -40,9 +40,10 @@ def join_set(rank: Rank) -> torch.device:
 
 
 def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return the store in which the ranks find each other. Rank 0 serves it, at the address where they meet and no other.
+    """Return the store in which the ranks find each other. Rank 0 serves it, at the address where they meet and no
+    other.
 
-    Left to itself, torch listens on all interfaces of the machine, and answers everybody.
+    Without this, torch listens on all interfaces of the machine, and answers any client.
     """
     place = rank.master_address, rank.master_port
     if rank.rank != 0:

@@ -63,7 +63,7 @@ class ActorSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
     old_from_engine: bool = False
-    """Old log-probs are the engine's, so they cannot be compared with the engine's."""
+    """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
 
 
 Rows = tuple[int, ...]
@@ -84,17 +84,17 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a rank does not have yet of an update on its share of the batch."""
+    """The parts of an update on its share of the batch that a rank does not have yet."""
 
     columns: dict[str, Tensor]
     """Columns of the share that were made after it was stored, by their names in `Batch`."""
-    keep_T: Tensor | None
-    """Which of the share's trained tokens the update trains; None: all. The columns cover these only."""
+    trained_T: Tensor | None
+    """The mask of the share's trained tokens that the update trains; None: all. The columns cover these only."""
     steps: tuple[OptimizerStep, ...]
 
     def complete(self, share: Batch) -> Batch:
         """Return the batch that the steps train on."""
-        return (share if self.keep_T is None else share.keep(self.keep_T)).replace(**self.columns)
+        return (share if self.trained_T is None else share.keep(self.trained_T)).replace(**self.columns)
 
 
 @dataclass(frozen=True, slots=True)

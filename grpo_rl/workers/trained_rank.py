@@ -33,7 +33,7 @@ from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
 
 
 class TrainedSpec(Protocol):
-    """What every kind of trained rank is configured with."""
+    """The configuration that every kind of trained rank has."""
 
     @property
     def optim(self) -> OptimConfig: ...
@@ -61,7 +61,7 @@ class TrainedRank(ABC, Generic[S, M]):
     role: ClassVar[str]
     """The name of the kind in fault points."""
     keeps_gpu: ClassVar[bool] = False
-    """The model stays on the GPU after an update, because a call that follows reads it there."""
+    """True where the model stays on the GPU after an update, because a call that follows reads it there."""
 
     def __init__(self, spec: S, rank: Rank) -> None:
         self.spec = spec

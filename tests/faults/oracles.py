@@ -1,4 +1,4 @@
-"""What must be true after a run, whatever happened to it: bounded time, exit code, status, state, ledger, nothing left.
+"""The conditions that hold after every run, whatever happened to it: bounded time, exit code, status, state, ledger.
 
 A library for tests that break running trainings. Victims are picked by ids that the run itself recorded.
 """

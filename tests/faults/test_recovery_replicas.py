@@ -239,5 +239,5 @@ def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
     with pytest.raises(ClusterError) as caught:
         pool.generate(prompts, 1, sampling)
     message = str(caught.value)
-    assert "rollout0 failed and is not started again: it was 1 times (trainer.max_restarts=1" in message
+    assert "rollout0 failed and is not started again: restarts so far: 1 (trainer.max_restarts=1" in message
     assert message.count("s ago, rollout0: ") == 2

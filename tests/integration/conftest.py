@@ -1,4 +1,4 @@
-"""Who runs what where the integration tests run in several processes at a time (pytest-xdist, --dist loadgroup)."""
+"""The distribution of the integration tests over several processes (pytest-xdist, --dist loadgroup)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_rl.algos.losses.reward_model import bradley_terry
+from grpo_rl.algos.losses.reward_scores import bradley_terry
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 from grpo_rl.models import forward, fsdp

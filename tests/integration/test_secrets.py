@@ -20,6 +20,8 @@ TYPED = "typed-canary-for-the-engine"
 CODE = """\
 import os, subprocess, sys
 
+from grpo_rl.algos.losses.registered import TokenLoss
+
 
 def leak(data_source, solution_str, ground_truth, extra_info):
     print(dict(os.environ))
@@ -30,13 +32,13 @@ def leak(data_source, solution_str, ground_truth, extra_info):
     return len(set(solution_str)) / 10
 
 
-def loud(policy_logprobs_T, old_logprobs_T, advantages_T, segments, **clip):
+def loud(inputs):
     print(dict(os.environ))
     subprocess.run(["env"])
-    loud.calls = getattr(loud, "calls", 0) + 1
+    loud.calls = getattr(loud, "calls", 0) + (len(inputs.advantages_T) > 64)  # not the small batch of the plan
     if loud.calls > 2:
         raise RuntimeError("401 for " + os.environ["AWS_SECRET_ACCESS_KEY"])
-    return -(advantages_T * policy_logprobs_T).double(), {}
+    return TokenLoss(-(inputs.advantages_T * inputs.policy_logprobs_T).double())
 """
 
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S)
@@ -85,7 +87,7 @@ def test_a_run_whose_rewards_and_loss_print_their_environment_and_fail_with_it_w
             process.kill()
         assert process.stdout is not None
         screen = process.stdout.read()
-    assert process.returncode == 6, screen
+    assert process.returncode == 5, screen
     assert "401 for <hidden>" in screen
     assert not [value for value in CANARIES.values() if value in screen]
     assert seen_by_ray == set()

@@ -22,7 +22,8 @@ from grpo_rl.config.verl.verl_answers import answer_for
 from grpo_rl.plan.make import make_plan
 
 ROOT = Path(grpo_rl.__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").rglob("README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").rglob("README.md"))]
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
 CLUSTER = Machine(num_gpus=8, num_cpus=64, device="cuda", cluster=True)
@@ -63,6 +64,15 @@ def settings() -> list[tuple[str, str, str]]:
     return list(dict.fromkeys(found))
 
 
+def examples() -> dict[str, str]:
+    """Return the Python files that the pages show whole, by the name in their first line; one name's functions together."""
+    files: dict[str, str] = {}
+    for page in PAGES:
+        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
+            files[name] = files.get(name, "") + code
+    return files
+
+
 COMMANDS, SETTINGS = commands(), settings()
 
 
@@ -84,9 +94,8 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
     (tmp_path / "my.yaml").write_text("defaults: [/recipe/arithmetic/grpo, _self_]\n")
-    (tmp_path / "my_reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-    )
+    for name, code in examples().items():
+        (tmp_path / name).write_text(code)
     scorer = tmp_path / "scorer"
     scorer.mkdir()
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}

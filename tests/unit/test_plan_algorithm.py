@@ -1,4 +1,4 @@
-"""What the plan says of the algorithm: what fits together, and what is refused before anything starts."""
+"""The algorithm in the plan: what fits together, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -103,6 +103,15 @@ def test_what_an_estimator_does_not_read_is_refused(words: list[str], said: str)
 )
 def test_the_formula_is_the_one_that_the_options_make(words: list[str], formula: str) -> None:
     assert formula in page_of(*words)
+
+
+def test_the_formula_of_gae_has_a_whitening_where_there_is_one() -> None:
+    words = [f"{E}=gae", "algorithm.lam=0.5"]
+    parts = "δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0; γ = 1, λ = 0.5"  # noqa: RUF001
+    total = "Σ_l (γ λ)^l δ_(t+l)"  # noqa: RUF001
+    with_it = f"A = whiten({total}); {parts}; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch [gae]"
+    assert with_it in page_of(*words)
+    assert f"A = {total}; {parts} [gae]" in page_of(*words, "algorithm.adv_options={whiten: false}")
 
 
 def test_ones_own_estimator_is_taken_with_its_needs_and_options(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model's folder rules out is found by the plan, in less than two seconds and before any process starts."""
+"""Refusals by a model's folder: found by the plan, in less than two seconds and before any process starts."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.errors import ConfigError
+import grpo_rl
+from grpo_rl.errors import ConfigError, users_line
 from grpo_rl.registry import Registry, load_function
 
 
@@ -115,6 +116,28 @@ def test_an_error_in_a_users_file_is_named_and_the_file_is_read_again_after_mend
     assert not {name for name in set(sys.modules) - before if name.startswith("grpo_rl_user_")}
     write(tmp_path, "def f():\n    return 1\n")
     assert load_function(f"{path}:f", "reward")() == 1
+
+
+def test_an_import_that_fails_names_the_line_of_the_users_file(tmp_path):
+    file = write(tmp_path, "def made():\n    return [][3]\n\nTABLE = made()\n")
+    with pytest.raises(ConfigError, match=rf"failed: IndexError: list index out of range \({file}, line 2, in made\)"):
+        load_function(f"{file}:f")
+
+
+def test_the_users_line_is_found_below_libraries_and_in_folders_whose_name_begins_as_ours():
+    ours = str(Path(grpo_rl.__file__).parent)
+
+    def line_of(path: str) -> tuple[str, int, str] | None:
+        names: dict[str, Callable[[], None]] = {}
+        exec(compile("import json\ndef own():\n    json.loads('{')\n", path, "exec"), names)
+        with pytest.raises(ValueError) as caught:
+            names["own"]()
+        frames = caught.value.__traceback__
+        assert frames is not None
+        return users_line(caught.value.with_traceback(frames.tb_next))
+
+    assert line_of(f"{ours}_mine/reward.py") == (f"{ours}_mine/reward.py", 3, "own")
+    assert line_of(f"{ours}/reward.py") is None
 
 
 def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_path):

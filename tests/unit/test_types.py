@@ -143,9 +143,9 @@ def test_keeping_tokens_makes_a_smaller_batch_with_right_counts():
 @given(rollout_lengths, st.randoms(use_true_random=False))
 def test_every_kept_token_still_names_itself_in_every_column(lengths, random):
     batch = make_batch(lengths)
-    keep_T = torch.tensor([random.random() < 0.5 for _ in range(batch.num_trained_tokens)], dtype=torch.bool)
+    trained_T = torch.tensor([random.random() < 0.5 for _ in range(batch.num_trained_tokens)], dtype=torch.bool)
     order = random.sample(range(len(lengths)), len(lengths))
-    kept = batch.keep(keep_T).select(order)
+    kept = batch.keep(trained_T).select(order)
     # A token's id is 1000 * rollout + place in the sequence, its columns 1000 * rollout + place in the response.
     owner_T = torch.tensor(order).repeat_interleave(kept.trained_lengths_N)
     prompt_T = torch.tensor([p for p, _ in lengths])[owner_T]
@@ -153,7 +153,7 @@ def test_every_kept_token_still_names_itself_in_every_column(lengths, random):
     assert torch.equal(kept.old_logprobs_T, kept.rollout_logprobs_T + 0.25)
     assert torch.equal(kept.support_ids_M, kept.rollout_logprobs_T.int().repeat_interleave(kept.support_counts_T))
     # Choosing tokens and choosing rollouts may change places.
-    other = batch.select(order).keep(keep_T[batch.token_index(order)])
+    other = batch.select(order).keep(trained_T[batch.token_index(order)])
     assert torch.equal(other.positions_T, kept.positions_T)
     assert torch.equal(other.trained_lengths_N, kept.trained_lengths_N)
 

@@ -1,4 +1,4 @@
-"""What the installed vLLM says in its sources, read without importing it, which takes half a minute."""
+"""Facts from the sources of the installed vLLM, read without importing it, which takes half a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float64 arithmetic along a long flat axis on the CPU, piece by piece: what the controller computes advantages with.
+"""Float64 arithmetic along a long flat axis on the CPU, piece by piece, with which the controller computes advantages.
 
 A batch has tens of millions of trained tokens, so a float64 copy of a column costs more than the arithmetic
 on it. These functions take columns of any float type and keep only pieces of them in float64.

@@ -1,4 +1,4 @@
-"""What advantage estimators take and return, what they can need, and the table they are registered in."""
+"""The interface of advantage estimators: their input and output, what they can need, and their registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_rl.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
-    """What estimators see of a batch, on the CPU. Groups may differ in size and be interleaved.
+    """The batch as estimators see it, on the CPU. Groups may differ in size and be interleaved.
 
     The optional columns are there when the estimator needs them: see `NEEDS`. K counts the steps of all
     rollouts, P the parts of a reward.
@@ -25,9 +25,9 @@ class AdvantageInput:
     """The outcome at each response's last token, minus any KL penalty per token: see `token_rewards`."""
     lengths_N: Tensor
     group_N: Tensor
-    """Equal numbers belong to one prompt."""
+    """The group of each rollout: equal numbers belong to one prompt."""
     rewards_N: Tensor
-    """The outcomes once more: a response without a token has no place for its own in `token_rewards_T`."""
+    """The outcomes once more: an empty response has no place for its own in `token_rewards_T`."""
     values_T: Tensor | None = None
     """The critic's value of the state before each token."""
     baselines_N: Tensor | None = None
@@ -46,17 +46,17 @@ class AdvantageInput:
     def column(self, name: str) -> Tensor:
         """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"there is no {name}: the estimator needs it, and has to say so with @needs"
+        assert value is not None, f"there is no {name}: the estimator needs it, and has to declare that with @needs"
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """What estimators return, both in float32."""
+    """An estimator's result, both columns in float32."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
-    """What a critic learns; only from estimators that discount rewards token by token."""
+    """The targets of a critic; only from estimators that discount rewards token by token."""
 
 
 AdvantageEstimator = Callable[..., AdvantageOutput]
@@ -69,8 +69,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "steps": ("step_ends_K", "step_rewards_K"),
     "parts": ("reward_parts_NP",),
 }
-"""What an estimator can need of the run (`@needs`), with the columns that it reads then: several responses per prompt (with
-rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, a reward in parts."""
+"""The things an estimator can need of the run (`@needs`), with the columns that it reads then: several responses per
+prompt (with rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, a reward
+in parts."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "advantage estimator", "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput"

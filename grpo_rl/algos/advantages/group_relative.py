@@ -15,7 +15,7 @@ from grpo_rl.algos.group_statistics import Groups
 from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
-"""What deviations are divided by: the standard deviation of the rewards in the group, of the deviations in the whole
+"""The divisor of deviations: the standard deviation of the rewards in the group, of the deviations in the whole
 batch (ScaleRL, arXiv 2510.13786), of the rewards in the whole batch (Lite PPO, arXiv 2508.08221), or nothing.
 All are the sample's (n - 1)."""
 
@@ -117,7 +117,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: float = 1e-6) -> Adv
 @needs("group")
 @formula_by(divided)
 def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> AdvantageOutput:
-    """For the best response of the group its lead over the second best, for all others 0.
+    """Give the best response of the group its lead over the second best, and all others 0.
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
 
@@ -193,7 +193,7 @@ def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, eps
 
 
 def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
-    """What `std` names, plus epsilon. Raises ValueError for another name."""
+    """Return the divisor that `std` names, plus epsilon. Raises ValueError for another name."""
     if std == "group":
         return groups.std(deviation_N) + epsilon
     if std == "batch":

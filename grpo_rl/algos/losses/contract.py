@@ -1,4 +1,4 @@
-"""What a policy loss takes and returns, the table they are registered in, and what several of them share."""
+"""The interface of policy losses: their input and output, their registry, and the parts that several of them share."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class LossInput:
     advantages_T: Tensor
     segments: Segments
     old_logprobs_T: Tensor | None = None
-    """Those under the policy before the first update of the batch; None means that it is the present one: see `old_T`."""
+    """Log-probs before the first update of the batch; None means those of the present policy: see `old_T`."""
     ref_logprobs_T: Tensor | None = None
-    """Those under the frozen reference."""
+    """Log-probs under the frozen reference."""
     rollout_logprobs_T: Tensor | None = None
-    """Those that the engine reported when it sampled."""
+    """Log-probs that the engine reported when it sampled."""
     entropy_T: Tensor | None = None
     """Entropy of the policy's distribution at each token, in nats, with gradient."""
     full_kl_T: Tensor | None = None
@@ -48,11 +48,11 @@ class LossInput:
     selected_T: Tensor | None = None
     """The tokens that the loss treats otherwise, chosen once for a whole mini-batch: see `selected_by`."""
     group_N: Tensor | None = None
-    """Equal numbers belong to one prompt."""
+    """The group of each response: equal numbers belong to one prompt."""
     chosen_N: Tensor | None = None
-    """Which response of a pair is the preferred one, a bool; a pair is two responses of one group."""
+    """The side of each response in its pair: True is the preferred one; a pair is two responses of one group."""
     group_tokens_N: Tensor | None = None
-    """For each response, the trained tokens of its whole group in the mini-batch."""
+    """The number of trained tokens of each response's whole group in the mini-batch."""
 
     def old_T(self) -> Tensor:
         """Return the old log-probs; without any the policy's own without gradient, so that the ratio is exactly 1."""
@@ -70,12 +70,12 @@ class LossInput:
     def column(self, name: str) -> Tensor:
         """Return the optional column `name`, which has to be there."""
         value = getattr(self, name)
-        assert value is not None, f"there is no {name}: the objective needs it, and a loss has to say so with @needs"
+        assert value is not None, f"there is no {name}: the objective needs it, and a loss has to declare that with @needs"
         return value
 
 
 class TokenLoss(NamedTuple):
-    """What a policy loss returns: the loss of each token, with gradient, and statistics of each token without.
+    """A policy loss's result: the loss of each token, with gradient, and statistics of each token without.
 
     A statistic whose name ends in `_max` is reported as the largest value, all others as the mean over trained tokens.
     """
@@ -96,9 +96,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "group_tokens": ("group_tokens_N",),
     "pairs": ("chosen_N",),
 }
-"""What a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy, the entropy of
-every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see `preference.py`). The
-other columns are always there."""
+"""The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy,
+the entropy of every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see
+`preference.py`). The other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"

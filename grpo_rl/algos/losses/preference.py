@@ -105,7 +105,7 @@ def dpo(
     reference_free: bool = False,
     length_normalised: bool = False,
 ) -> TokenLoss:
-    """Direct preference optimisation: the log-loss of a classifier whose logit is beta times the margin.
+    """Return the log-loss of a classifier whose logit is beta times the margin: direct preference optimisation.
 
     Formula: -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h); h = l(chosen) - l(rejected),
     l = log π(y|x) - log π_ref(y|x)
@@ -128,7 +128,7 @@ def dpo(
 @needs("pairs")
 @needs("ref_logprobs", unless="reference_free")
 def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False) -> TokenLoss:
-    """Identity preference optimisation: a regression of the margin to 1/(2 beta), which certain labels cannot push further.
+    """Return the squared distance of the margin from 1/(2 beta), beyond which nothing pushes: identity preference optimisation.
 
     Formula: (h - 1/(2·beta))²; h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
@@ -147,7 +147,7 @@ def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, l
 def dpo_hinge(
     inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False
 ) -> TokenLoss:
-    """The hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient any more.
+    """Return the hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient any more.
 
     Formula: max(0, 1 - h·beta); h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
@@ -162,7 +162,7 @@ def dpo_hinge(
 @POLICY_LOSSES.register("simpo")
 @needs("pairs")
 def simpo(inputs: LossInput, *, beta: float = 2.0, gamma: float = 1.0) -> TokenLoss:
-    """DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
+    """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
 
     Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|
 

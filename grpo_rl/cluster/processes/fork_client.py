@@ -1,9 +1,10 @@
-"""What Ray runs in place of Python where workers are copies of one process: it asks the fork server for one.
+"""The program that Ray runs in place of Python where workers are copies of one process, made by the fork server.
 
-Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT ...`, which
-sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at SOCKET and ends
-once a copy has taken its place. When no server answers, says no, or is not the one that the controller (PID) made, this
-process becomes the Python that Ray wanted. It needs nothing but Python's own library, since it runs for every worker.
+Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT
+...`, which sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at
+SOCKET and ends once a copy has taken its place. When no server answers, the server refuses, or it is not the one that
+the controller (PID) made, this process becomes the Python that Ray asked for. It needs nothing but Python's own
+library, since it runs for every worker.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ANSWER_S = 40.0
 
 
 class NotOurs(Exception):
-    """A folder, or a process at the other end of a socket, that another user made or could have replaced."""
+    """An error: a folder, or a process at the other end of a socket, that another user made or could have replaced."""
 
 
 def refuse_shared(folder: str | Path) -> None:
@@ -41,9 +42,10 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def granted(address: str, controller: int, words: Sequence[str]) -> bool:
-    """Whether there is a copy now that runs these words with all that this process has.
+    """Return whether a copy now exists which runs these words with all that this process has.
 
-    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without one.
+    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without
+    one.
     """
     umask = os.umask(0)
     os.umask(umask)
@@ -73,7 +75,7 @@ def granted(address: str, controller: int, words: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`SOCKET PID SCRIPT ARGUMENT ...`"""
+    """Run with the words `SOCKET PID SCRIPT ARGUMENT ...`."""
     address, controller, *words = arguments
     try:
         if granted(address, int(controller), words):

@@ -1,12 +1,14 @@
-"""Imports what workers need, once, and makes every worker a copy of itself: run beside a controller, as its own process.
+"""The server that imports what workers need, once, and makes every worker a copy of itself: run beside a controller, as
+its own process.
 
 A worker spends most of its start on importing torch and transformers: four seconds of a processor for each. A copy (a
 fork) of a process that has done that starts in less than one, and shares the memory of what was imported.
 
-How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's socket,
-sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy answers
-READY, and when the client says TAKEN it puts on what was sent and runs Ray's worker script (`become`). Both ends check
-first that the other is a process of the same user and run. `forks.py` starts the server and says which workers are copied.
+How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's
+socket, sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy
+answers READY, and when the client answers TAKEN it takes over what was sent and runs Ray's worker script (`become`).
+Both ends check first that the other is a process of the same user and run. `forks.py` starts the server and says which
+workers are copied.
 
 Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray has, so
 that `later` modules are imported when the first worker is asked for, with its variables.
@@ -33,13 +35,13 @@ from typing import Any
 LOOK_S = 60.0
 REQUEST_S = 10.0
 READY, TAKEN = b"ready", b"taken"
-"""What a copy says to the client, and the client's answer. A client that hears nothing starts a process from nothing."""
+"""A copy's message to the client, and the answer. A client that receives nothing starts a process from nothing."""
 PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """The process that Ray wanted: what it would have inherited, and what it would have run."""
+    """The process that Ray asked for: what it would have inherited, and what it would have run."""
 
     words: list[str]
     environment: dict[str, str]
@@ -114,7 +116,7 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
 
 
 def is_of_this_run(pid: int, user: int) -> bool:
-    """Whether a client is a process of this user and, where this server belongs to a session, of that session.
+    """Return whether a client is a process of this user and, where this server belongs to a session, of that session.
 
     Every process of a session has its token in the environment that it was started with (`run_watcher.py`).
     """
@@ -125,7 +127,7 @@ def is_of_this_run(pid: int, user: int) -> bool:
 
 
 def is_wanted(connection: socket.socket) -> bool:
-    """In a copy: whether its client still waits and will start no process itself. There must never be two of one worker."""
+    """Return, in a copy, whether its client still waits. There must never be two processes of one worker."""
     with contextlib.suppress(OSError):
         connection.settimeout(REQUEST_S)
         connection.sendall(READY)
@@ -150,7 +152,7 @@ def receive(connection: socket.socket) -> Request:
 
 
 def become(request: Request) -> None:
-    """Turn this copy into the process that Ray wanted: what a process inherits is set to what the client has sent."""
+    """Turn this copy into the process that Ray asked for: what a process inherits becomes what the client sent."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, number)
@@ -173,7 +175,7 @@ def become(request: Request) -> None:
 
 
 def may_fork() -> bool:
-    """Whether a copy would work: a fork has one thread only, and a GPU's driver does not survive in it."""
+    """Return whether a copy would work: a fork has one thread only, and a GPU's driver does not survive in it."""
     if len(os.listdir("/proc/self/task")) > 1:
         return False
     for descriptor in os.listdir("/proc/self/fd"):

@@ -46,11 +46,11 @@ WITH_RAY = (
     "grpo_rl.cluster.roles.actor_role",
     "grpo_rl.cluster.roles.critic_role",
 )
-"""Modules that can be imported when Ray has said with what variables."""
+"""Modules that can be imported once Ray's request has arrived with its variables."""
 
 
 def modules_for(model_path: str) -> tuple[str, ...]:
-    """What the workers of a run with this model import."""
+    """Return the modules which the workers of a run with this model import."""
     kind = builtin.MODEL_TYPE
     if not model_path.startswith(builtin.PREFIX):
         try:
@@ -68,7 +68,7 @@ class ForkServer:
         try:
             fork_client.refuse_shared(folder)
         except fork_client.NotOurs as error:
-            raise ClusterError(f"no workers are started there: {error}") from None
+            raise ClusterError(f"workers are not started from a folder that is not private: {error}") from None
         with shielded(), socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
             listener.bind(str(folder / SOCKET))
             (folder / SOCKET).chmod(0o600)

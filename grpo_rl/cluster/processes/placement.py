@@ -32,7 +32,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs and with what environment."""
+    """The slot, the environment and the number of threads of a process."""
 
     slot: Slot
     environment: Mapping[str, str]
@@ -48,7 +48,7 @@ class Place:
         copied = forks.runtime_env(environment)
         if copied:
             options["runtime_env"] = copied
-        remote: Any = ray.remote  # whose types do not know concurrency groups
+        remote: Any = ray.remote  # Ray's types have no concurrency groups
         return (
             remote(concurrency_groups={BEATS: 1})(WorkerHost)
             .options(**options)
@@ -131,7 +131,7 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:
-    """Whether the cluster would have room for the pool if nothing else used it."""
+    """Return whether the cluster would have room for the pool if nothing else used it."""
     places = [
         min(int(node["Resources"].get(name, 0.0) / amount + 1e-6) // per_node for name, amount in bundle.items())
         for node in ray.nodes()

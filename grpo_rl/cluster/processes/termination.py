@@ -1,4 +1,4 @@
-"""Ending worker processes: as Ray expects it where they let themselves be ended so, and for certain where they do not."""
+"""Ends worker processes: as Ray expects it where they let themselves be ended so, and for certain where they do not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_sets import Worker
 
 TITLE = b"ray::"
-"""What the command lines of Ray's workers begin with: a process of another name has only inherited a worker's id."""
+"""The beginning of the command lines of Ray's workers: a process of another name has only inherited a worker's id."""
 LEAVE_S = 2.0
-"""How long workers that were asked to end may take; a copy ends within milliseconds, an engine has children to end."""
+"""Seconds that workers may take to end; a copy ends within milliseconds, an engine has children to end."""
 
 
 def end_workers(workers: Sequence[Worker]) -> None:

@@ -23,7 +23,7 @@ from grpo_rl.config.secrets import redact, remember, remember_environment
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
 FETCH_S = 3600.0
-"""How long a process waits for a stored value, in seconds."""
+"""Seconds that a process waits for a stored value."""
 
 
 class RemoteError(Exception):
@@ -35,7 +35,7 @@ class RemoteError(Exception):
         self.message = message
         self.trace = trace
         self.user_error = user_error
-        """The worker raised one of this package's own errors, whose message is complete."""
+        """True where the worker raised one of this package's own errors, whose message is complete."""
 
     def __str__(self) -> str:
         return self.message if self.user_error else f"{self.kind}: {self.message}"
@@ -51,11 +51,11 @@ class Stored:
 
     ref: Any
     key: str
-    """Different for every value."""
+    """The value's key, different for every value."""
 
 
 class WorkerHost:
-    """Runs in a process of its own; `build` makes the worker there, `call` calls it.
+    """A host that runs in a process of its own; `build` makes the worker there, `call` calls it.
 
     The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
     where everything is imported already (`forks`), it has nothing that would come too late.
@@ -86,9 +86,10 @@ class WorkerHost:
         return address, os.getpid(), port
 
     def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
-        """After `wait_s`, what the worker is doing: what, for how many seconds, and the longest it ever took; None: nothing.
+        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None:
+        nothing.
 
-        That it answers shows that the process runs Python; a worker that cannot tell what it does only shows that.
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
         """
         time.sleep(wait_s)
         activity = getattr(self._worker, "activity", None)
@@ -121,12 +122,12 @@ class WorkerHost:
         return self._fetched[1]
 
     def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
-        """`call`, with what the controller tells the fault points (see `faults`)."""
+        """Call a method as `call` does, with the controller's context of the fault points (see `faults`)."""
         faults.tell(**{**told, "worker": self.name})
         return self.call(method, *args, **kwargs)
 
     def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
-        """Whether the result is something, and the result: two objects, so that a caller can pass the second on unread."""
+        """Return whether the result is not None, and the result: two objects, the second to be passed on unread."""
         value = self.call(method, *args)
         return value is not None, value
 
@@ -151,14 +152,14 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _settle_threads() -> None:
-    """Have torch use OMP_NUM_THREADS threads: it has not read the variable in a copied process (`forks`)."""
+    """Set torch to OMP_NUM_THREADS threads: it has not read the variable in a copied process (`forks`)."""
     number = os.environ.get("OMP_NUM_THREADS")
     if number and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(number))
 
 
 def _redirect_output(log_file: Path) -> None:
-    """Everything this process and its children print goes to its log, libraries written in C included.
+    """Redirect to its log everything that this process and its children print, libraries written in C included.
 
     Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
     """

@@ -42,7 +42,7 @@ _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset 
 
 
 class WorkerFailed(ClusterError):
-    """A worker cannot go on, and a new process in its place could."""
+    """An error: a worker cannot go on, and a new process in its place could."""
 
     def __init__(self, message: str, workers: Sequence[Worker] = ()) -> None:
         super().__init__(message)
@@ -50,11 +50,11 @@ class WorkerFailed(ClusterError):
 
 
 class WorkerDied(WorkerFailed):
-    """A worker's process has ended."""
+    """An error: a worker's process has ended."""
 
 
 class WorkerBroken(WorkerFailed):
-    """A worker's process reports that what it hosts has ended, or that it has lost its neighbours."""
+    """An error: a worker's process reports that what it hosts has ended, or that it has lost its neighbours."""
 
 
 class NoAnswer(WorkerFailed):
@@ -73,7 +73,7 @@ class Worker:
         self.verdict: str | None = None
         """The reason for which the controller ended the process, if it did."""
         self.excused = False
-        """The worker is busy with something that may keep it from answering: a missing heartbeat means nothing."""
+        """True while the worker's work may keep it from answering: a missing heartbeat means nothing then."""
         self.actor: Any = place.start(name, log_file)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
@@ -279,7 +279,7 @@ def settle(
 
 
 def _is_broken(error: RemoteError) -> bool:
-    """Whether the worker reports that it cannot go on, and not that it was asked for something wrong."""
+    """Return whether the worker reports that it cannot go on, and not that the request was wrong."""
     return error.kind == ClusterError.__name__ or (
         not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
     )

@@ -1,4 +1,4 @@
-"""Notices workers that died or froze: a thread of the controller that listens to the heartbeats of all of them."""
+"""Notices workers that died or froze, in a thread of the controller that collects the heartbeats of all of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Monitor:
         self._thread.start()
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
-        """Call this worker from now on; `on_end` is called in the monitor's thread, and has to be quick."""
+        """Watch this worker from now on; `on_end` is called in the monitor's thread, and has to be quick."""
         with self._lock:
             self._watched[worker] = _Watched(worker, on_end, worker.beat(0.0))
 
@@ -109,7 +109,7 @@ class Monitor:
             self._ended(entry, entry.worker.verdict or f"the process died ({first_line})")
             return
         except ray.exceptions.RayError:
-            activity = None  # a worker that is not built yet, or cannot say: it lives
+            activity = None  # a worker that is not built yet, or whose report failed: its process lives
         entry.last = time.monotonic()
         self._judge(entry, activity)
         entry.ref = entry.worker.beat(self.heartbeat_s)

@@ -1,4 +1,4 @@
-"""Memory that ran out: what asked for how much and what is free, which keys to turn, and micro-batches of half the size."""
+"""Errors of memory that ran out (the request, what is free, which keys to turn), and micro-batches of half the size."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ SAVES = frozenset({"save", "begin_save"})
 
 
 class SetRestarted(ClusterError):
-    """The set was made anew in the middle of several calls that belong together: make them again, from the first."""
+    """An error: the set was made anew amid several calls that belong together. Make them again, from the first."""
 
 
 class Keeper:
-    """What brings a stateful set of ranks back: a state it had, and the updates made since, to be made again.
+    """A keeper brings a stateful set of ranks back: a state it had, and the updates made since, which are made again.
 
-    The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per rank)
-    or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
+    The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per
+    rank) or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
     """
 
     def __init__(self, worker_set: SupervisedSet) -> None:
@@ -64,7 +64,7 @@ class Keeper:
                 self.worker_set.recover(error, f"{self.worker_set.role}.snapshot")
 
     def committed(self, folder: Path) -> None:
-        """What the last `save` wrote is complete and stays in `folder`."""
+        """Note that the files of the last `save` are complete and stay in `folder`."""
         if not self.in_memory and self._num_saved is not None:
             self._folder, self._updates = folder, self._updates[self._num_saved :]
         self._num_saved = None
@@ -136,7 +136,7 @@ class SupervisedSet(WorkerSet):
         return results
 
     def call_once(self, method: str, arguments: Arguments) -> list[Any]:
-        """The call, without a second try."""
+        """Make the call, without a second try."""
         silent = method in LONG_AND_SILENT
         for worker in self.workers:
             worker.excused = silent
@@ -168,7 +168,7 @@ class SupervisedSet(WorkerSet):
         self.supervisor.log.recovered(self.role, self.role, time.monotonic() - began, self._how(what))
 
     def committed(self, folder: Path) -> None:
-        """What the last `save` wrote is complete, and stays in `folder`."""
+        """Note that the files of the last `save` are complete and stay in `folder`."""
         if self.keeper is not None:
             self.keeper.committed(folder)
 

@@ -1,4 +1,4 @@
-"""What all recoveries share: the monitor that notices failures, the budget of restarts, and the log of what happened."""
+"""The parts of all recoveries: the monitor that notices failures, the budget of restarts, and the log of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_rl.types import Metrics
 
 
 class Budget:
-    """At most `max_restarts` of one worker or worker set within `window_s`; then an error with every cause of all of them."""
+    """A limit of `max_restarts` of one worker or worker set within `window_s`; beyond it, an error with every cause."""
 
     def __init__(self, max_restarts: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_restarts = max_restarts
@@ -36,14 +36,14 @@ class Budget:
 
     def _message(self, name: str, restarts: int, now: float) -> str:
         allowed = f"trainer.max_restarts={self.max_restarts} within trainer.restart_window_s={self.window_s:.0f}"
-        head = f"{name} failed and is not started again: it was {restarts} times ({allowed}). Every failure in that time:"
-        causes = [f"  {now - when:.0f} s ago, {who}: {cause}" for when, who, cause in self._spent]
+        head = f"{name} failed and is not started again: restarts so far: {restarts} ({allowed}). Every failure in that time:"
+        causes = [f"  {now - when:.0f} s ago, {failed}: {cause}" for when, failed, cause in self._spent]
         return "\n".join([head, *causes])
 
 
 @dataclass(slots=True)
 class RecoveryLog:
-    """One loud line for each thing that happened, and the numbers of it for the next step's metrics."""
+    """A log with one loud line for each event, and its numbers for the next step's metrics."""
 
     warn: Callable[[str], None]
     on_restart: Callable[[str, int | None], None] = lambda worker, pid: None
@@ -70,7 +70,7 @@ class RecoveryLog:
             self._add(f"recovery/{name}", number)
 
     def metrics(self) -> Metrics:
-        """What was noted since the last call; nothing where nothing happened."""
+        """Return the counts noted since the last call; nothing where nothing happened."""
         with self._lock:
             since, self._since = self._since, {}
             return since | {"recovery/restarts_total": float(self._total)} if since else {}
@@ -90,7 +90,7 @@ class Supervisor:
     ) -> None:
         self.mode = trainer.recover
         self.closed = False
-        """The run is over: nothing is started again."""
+        """True once the run is over: nothing is started again."""
         self.writes_checkpoints = trainer.save_freq > 0
         self.memory_bytes = trainer.recover_memory_gib * 2**30
         self.start_timeout_s = trainer.start_timeout_s
@@ -100,7 +100,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> bool:
-        """Whether what failed is started again."""
+        """Return whether a worker that failed is started again."""
         return self.mode != "off"
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import OldLogprobs
 
 _OWN = "actor.json"
-"""Where a checkpoint has what the actor's controller remembers."""
+"""The file of a checkpoint that contains the state of the actor's controller."""
 _READ = (
     "advantages_T",
     "old_logprobs_T",
@@ -60,12 +60,12 @@ class ActorRole:
         self.train_cut = Cut(worker_set, train_rule, splits)
         self.forward_cut = Cut(worker_set, forward_rule, splits)
         self.old_from: OldLogprobs = old_logprobs
-        """Which process computes old log-probs, as the plan decided."""
+        """The process that computes old log-probs, as the plan decided."""
         self.tokenizer = tokenizer
-        """Written beside every exported model, if there is one."""
+        """The tokenizer that is written beside every exported model, if there is one."""
         settings = config.adaptive_entropy
         self.entropy = AdaptiveEntropy(settings.target, settings.delta, config.entropy_coeff) if settings.enable else None
-        """Steers the weight of the entropy bonus from one batch to the next."""
+        """The controller of the weight of the entropy bonus from one batch to the next."""
         self.num_shuffles = 0
         self.version = 0
         """The version of the weights: the number of batches they were trained on."""

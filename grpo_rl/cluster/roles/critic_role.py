@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
 
 FOLDER = "critic"
-"""Where a checkpoint has the critic's part."""
+"""The folder of a checkpoint that contains the critic's part."""
 
 
 class CriticRole:

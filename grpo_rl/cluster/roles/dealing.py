@@ -35,7 +35,7 @@ FORWARD_COLUMNS = (
     "support_counts_T",
     "support_ids_M",
 )
-"""What a share is stored with: the columns that exist before any pass over the batch."""
+"""The columns a share is stored with: those that exist before any pass over the batch."""
 
 
 class Ranks(Protocol):
@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """A batch as it was dealt: which rollouts each rank has, and where they are stored."""
+    """A batch as it was dealt: the rollouts of each rank, and where they are stored."""
 
     batch: Batch
     shares: list[list[int]]
@@ -87,17 +87,17 @@ class Dealt:
 
     def updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
         """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
-        keep_T = None
+        trained_T = None
         if batch.positions_T is not self.batch.positions_T:
             trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
             trained_S[batch.positions_T] = True
-            keep_T = trained_S[self.batch.positions_T]
+            trained_T = trained_S[self.batch.positions_T]
         columns = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
         updates = []
         for share, rank_steps in zip(self.shares, steps, strict=True):
             rows, tokens = torch.tensor(share, dtype=torch.long), batch.token_index(share)
             own = {name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items()}
-            kept = None if keep_T is None else keep_T[self.batch.token_index(share)]
+            kept = None if trained_T is None else trained_T[self.batch.token_index(share)]
             updates.append(Update(own, kept, tuple(rank_steps)))
         return updates
 

@@ -1,4 +1,4 @@
-"""Which replica answers which request: each request is answered once, whatever becomes of the replicas."""
+"""A record of requests and their replicas: each request is answered once, whatever becomes of the replicas."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Ledger(Generic[W]):
 
     @property
     def open(self) -> bool:
-        """Whether an answer is still missing."""
+        """Return whether an answer is still missing."""
         return bool(self.waiting) or self.begun
 
     @property
     def begun(self) -> bool:
-        """Whether a replica has a request that it has not answered."""
+        """Return whether a replica has a request that it has not answered."""
         return any(self.in_flight.values())
 
     def add(self, requests: Iterable[Request]) -> None:

@@ -30,13 +30,13 @@ class PoolOptions:
 
     max_num_seqs: int
     sleeps: bool
-    """Engines give their memory back between generation and the next weight transfer."""
+    """True where engines give their memory back between generation and the next weight transfer."""
     verify_checksum: bool
     step_timeout_s: float
     max_staleness: int = 0
-    """How many versions older than the engines' weights a token of a rollout may be when the rollout is handed over."""
+    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over."""
     keep_cache: bool = False
-    """Requests that live through a weight update keep the keys and values of the old weights (see RolloutEngine)."""
+    """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
 
 
 class ReplicaPool:
@@ -67,7 +67,7 @@ class ReplicaPool:
         self._ended: dict[str, Completion] = {}
         """Completions that were not handed over yet, in the order in which they ended."""
         self._quiet_s = 0.0
-        """For how long the pool has waited since a response ended."""
+        """Seconds that the pool has waited since a response ended."""
 
     # ---- weights -------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class ReplicaPool:
     def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
 
-        Each replica hears three things: that an update begins (it samples no further, for it will hold tensors of two
+        Each replica gets three messages: that an update begins (it samples no further, for it will hold tensors of two
         versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
         cache, and samples on under the new version). A replica that fails at any point is left out of what follows.
         """

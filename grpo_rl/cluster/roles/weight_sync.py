@@ -1,4 +1,4 @@
-"""Weights from the actor's ranks to the engines, bucket by bucket, never through a file."""
+"""Transfer of weights from the actor's ranks to the engines, bucket by bucket, never through a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnLoss = Callable[[Worker, WorkerFailed], None]
 
 
 class Transfer:
-    """Moves the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
+    """A transfer of the actor's weights to the engines, in the way that `checkpoint_engine.backend` names.
 
     The actor's ranks walk through the model together, because a whole tensor is gathered from all of them, and pack one
     bucket after the other. The controller asks all ranks for the next bucket and all engines to load it; only a
@@ -24,8 +24,8 @@ class Transfer:
     this one is loaded. With CUDA IPC and NCCL a bucket's memory is in use until every engine has answered, so that one
     follows the other.
 
-    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again, its
-    weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
+    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again,
+    its weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Transfer:
 
     @property
     def can_lose_engines(self) -> bool:
-        """Whether engines can come and go: the NCCL group is made once, of all of them."""
+        """Return whether engines can come and go: the NCCL group is made once, of all of them."""
         return self.backend != "nccl"
 
     def run(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> int:
@@ -105,7 +105,7 @@ class Transfer:
         return there[0], [pair[1] for pair in pairs]
 
     def _connect(self, engines: WorkerSet, devices_per_engine: int) -> None:
-        """Have rank 0 of the actor and every engine process meet in one NCCL group."""
+        """Connect rank 0 of the actor and every engine process in one NCCL group."""
         address, _, port = self.actors.where(self.actors.call_timeout_s)[0]
         world_size = 1 + devices_per_engine * len(engines)
         workers = [self.actors.workers[0], *engines.workers]

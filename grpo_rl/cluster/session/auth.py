@@ -12,7 +12,7 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def answers_without_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) answers without a token: any process that reaches the port can run code there."""
+    """Return whether the cluster at `address` (host:port) answers without a token, and so runs any process's code."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -26,7 +26,7 @@ def answers_without_token(address: str) -> bool:
 
 
 def refuses_our_token(address: str) -> bool:
-    """Whether the cluster at `address` (host:port) answers that this process's token, or its lack of one, is wrong."""
+    """Return whether the cluster at `address` (host:port) refuses this process's token, or its lack of one."""
     import grpc
     import ray._raylet
 
@@ -45,6 +45,6 @@ def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     """Raise ClusterError for a cluster without authentication, unless it is allowed."""
     if not allowed and answers_without_token(address):
         raise ClusterError(
-            f"the Ray cluster at {address} takes commands from anybody who reaches it: start it with RAY_AUTH_MODE=token, or set "
+            f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token, or set "
             f"{ALLOW_KEY}=true where the network itself keeps others out"
         )

@@ -1,7 +1,8 @@
-"""Whether the Ray cluster is there: tried before Ray connects, and all the time while a run uses it.
+"""The check that the Ray cluster is there: made before Ray connects, and all the time while a run uses it.
 
 Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
-thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is lost.
+thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
+lost.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from grpo_rl.errors import ClusterError
 CONNECT_S = 3.0
 LOOK_S = 0.7
 LOCAL_PATIENCE_S = 2.0
-"""A local cluster that has gone does not come back."""
+"""Seconds of patience with a local cluster, which does not come back once it has gone."""
 REMOTE_PATIENCE_S = 60.0
-"""As long as Ray's own processes wait for a head that is started again, or a network that is."""
+"""Seconds that Ray's own processes wait for a head that is started again, or for a network that comes back."""
 NODE_PATIENCE_S = 6.0
-"""A node whose raylet has ended is gone with all that ran on it."""
+"""Seconds of patience with a node: where its raylet has ended, all that ran on it is gone."""
 NAMED_S = 5.0
 """Silence of a remote cluster that is worth a warning."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")

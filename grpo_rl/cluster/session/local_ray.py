@@ -23,10 +23,11 @@ TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @contextmanager
 def own_token() -> Iterator[None]:
-    """Give this process and those below it a token for a local Ray, unless the user has named one or wants none.
+    """Give this process and those below it a token for a local Ray, unless the user has named one or switched it off.
 
-    Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all who may enter that folder:
-    with it, another user of the machine could have Ray run code. A variable can be read by this user's processes only.
+    Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all users that may enter
+    that folder: with it, another user of the machine could make Ray run code. A variable can be read by this user's
+    processes only.
     """
     if any(name in os.environ for name in TOKEN_VARIABLES) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         yield
@@ -43,7 +44,7 @@ def own_token() -> Iterator[None]:
 
 
 def forget_token() -> None:
-    """Have Ray look its token up again: its C++ part remembers the first that it found."""
+    """Make Ray look its token up again: its C++ part remembers the first that it found."""
     import ray._raylet
 
     raylet: Any = ray._raylet  # which has no types
@@ -52,10 +53,11 @@ def forget_token() -> None:
 
 @contextmanager
 def started_apart() -> Iterator[None]:
-    """Have `ray.init` start its processes in sessions of their own, shielded from signals, and listening on loopback only.
+    """Make `ray.init` start its processes in sessions of their own, shielded from signals, and listening on loopback
+    only.
 
-    Ray blocks SIGINT for its processes, but leaves them in the controller's process group: a SIGTERM or SIGHUP to the group
-    ended Ray's head, and with it the run that was about to save its state.
+    Ray blocks SIGINT for its processes, but leaves them in the controller's process group: a SIGTERM or SIGHUP to the
+    group ended Ray's head, and with it the run that was about to save its state.
     """
     from ray._private import ray_constants, services
 
@@ -84,10 +86,11 @@ def started_apart() -> Iterator[None]:
 
 @contextmanager
 def errors_logged(log: Path) -> Iterator[None]:
-    """Have what Ray's own processes report written to `log`, in place of the screen.
+    """Redirect what Ray's own processes report to `log`, in place of the screen.
 
-    A raylet calls every worker that did not announce its end a victim of the OOM killer or of an error of the application,
-    also one that this package has ended on purpose. What matters of it is in the errors that calls to workers raise.
+    A raylet calls every worker that did not announce its end a victim of the OOM killer or of an error of the
+    application, also one that this package has ended on purpose. What matters of it is in the errors that calls to
+    workers raise.
     """
     from ray._private import worker
 

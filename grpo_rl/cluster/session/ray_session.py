@@ -49,7 +49,7 @@ def ray_session(
     copied: Sequence[str] = (),
     log: Path | None = None,
 ) -> Iterator[None]:
-    """`connecting`, and connected from the first line on."""
+    """Connect as `connecting` does, and be connected from the first line on."""
     with connecting(config, num_cpus, record, on_lost, warn, copied, log) as connection:
         connection.connected()
         yield
@@ -69,9 +69,10 @@ def connecting(
 
     `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
-    however this process ends. `record`, a file, says what belongs to the session while it lasts. `on_lost` is called by
-    another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that has
-    imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file `log`.
+    however this process ends. `record`, a file, lists what belongs to the session while it lasts. `on_lost` is called
+    by another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that
+    has imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file
+    `log`.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -90,7 +91,7 @@ def connecting(
 
 
 class Connection(threading.Thread):
-    """Starts or finds Ray: seconds in which this process mostly waits for others."""
+    """The connection to Ray, started or found: seconds in which this process mostly waits for others."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Connection(threading.Thread):
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray lets everybody write into this folder (mode 1777); the one around it is this user's alone.
+                # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
         self._log = log
@@ -121,16 +122,16 @@ class Connection(threading.Thread):
         self._error: BaseException | None = None
         self._patched = ExitStack()
         self._is_ours = False
-        """Ray was started or connected here: one that was there before in this process is left as it is."""
+        """True where Ray was started or connected here: one that was there before in this process is left as it is."""
         self._tried, self._closed = threading.Event(), threading.Event()
 
     @property
     def is_local(self) -> bool:
-        """Ray is started here, for this run alone."""
+        """True where Ray is started here, for this run alone."""
         return not self._address
 
     def wait_for_copies(self) -> None:
-        """Have Ray start none of the usual workers before it is asked to, and wait for those that wait for imports."""
+        """Make Ray start none of the usual workers before it is asked to, and wait for those that wait for imports."""
         patience = {"worker_register_timeout_seconds": int(START_S)}
         self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
 
@@ -147,7 +148,7 @@ class Connection(threading.Thread):
 
     @property
     def has_tried(self) -> bool:
-        """Whether Ray is there, or will not come: `connected` returns at once."""
+        """Return whether Ray is there, or will not come: then `connected` returns at once."""
         return self._tried.is_set()
 
     def connected(self) -> None:
@@ -197,7 +198,10 @@ class Connection(threading.Thread):
 
 @contextmanager
 def _our_own_answer_to(number: int) -> Iterator[None]:
-    """Ray's C++ part answers SIGTERM by aborting; only a main thread could tell Python to take the signal back."""
+    """Restore the present answer to a signal after the block, in which Ray's C++ part sets one that aborts.
+
+    By sigaction and not by Python's `signal`, which works in a main thread only.
+    """
     libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
     libc.sigaction(number, None, answer)
     try:

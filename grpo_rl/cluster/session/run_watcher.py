@@ -70,7 +70,7 @@ def remove_segments(folder: Path) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether this is one of Python's trackers: it removes the shared memory of a process that was killed, and then ends."""
+    """Return whether this is one of Python's trackers, which remove the shared memory of a process that was killed."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -78,7 +78,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """`TOKEN FOLDER PID`: wait until the pipe on standard input closes or process PID is gone, then clean."""
+    """Run with `TOKEN FOLDER PID`: wait until standard input's pipe closes or process PID is gone, then clean."""
     token, folder, controller = arguments[0], Path(arguments[1]), int(arguments[2])
     while os.getppid() == controller:
         readable, _, _ = select.select([0], [], [], 1.0)

@@ -18,7 +18,7 @@ _A = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What is known of a function of the algorithm without calling it."""
+    """The facts about a function of the algorithm that are there without calling it."""
 
     name: str
     needs: tuple[str, ...]
@@ -129,7 +129,7 @@ def _short(value: object) -> str:
 
 
 def _value_alone(function: Function) -> Iterator[str]:
-    """A KL estimator for the reward whose name promises a gradient, or that corrects for older samples."""
+    """Refuse a KL estimator for the reward whose name promises a gradient, or that corrects for older samples."""
     if function.name.endswith("+"):
         yield (
             f"algorithm.kl_penalty={function.name}: differs from {function.name[:-1]} by its gradient, and a reward has none; "
@@ -145,8 +145,10 @@ def _value_alone(function: Function) -> Iterator[str]:
 def _pairs(config: Config, loss: Function) -> Iterator[str]:
     """A loss over pairs where no pairs are made, or with an average that is no mean over pairs, or a budget of tokens that holds none."""
     chosen = f"{function_options.LOSS.section}.{function_options.LOSS.key}={loss.name}"
-    if config.trainer.schedule == "sync":
-        yield f"{chosen}: compares the two sides of a pair, and trainer.schedule=sync trains single responses"
+    if ":" not in config.trainer.schedule:  # a user's own schedule may make pairs
+        yield (
+            f"{chosen}: compares the two sides of a pair, and trainer.schedule={config.trainer.schedule} trains single responses"
+        )
     average = function_options.AVERAGE.name(config)
     if average in table.AGGREGATIONS and average not in function_options.PAIR_AVERAGES:
         yield (

@@ -1,4 +1,4 @@
-"""Files, folders, models and packages that a configuration names: are they there?"""
+"""Checks that the files, folders, models and packages which a configuration names are there."""
 
 from __future__ import annotations
 

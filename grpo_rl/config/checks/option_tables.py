@@ -1,4 +1,4 @@
-"""The options of tasks, data sets and rewards by name, as plain data: a misspelt one is told at once, with all other mistakes.
+"""The options of tasks, data sets and rewards by name, as plain data, so that a misspelt one is reported at once.
 
 Written by scripts/write_option_tables.py; a test compares it with the functions themselves.
 """
@@ -32,7 +32,7 @@ REWARD_OPTIONS: dict[str, str] = {
     "tags": "names",
 }
 GYM_VERSION = "0.1.25"
-"""Of the package reasoning-gym; of another one its own words are what counts."""
+"""The version of reasoning-gym that the tables are of; another version is asked for its own names."""
 GYM_REFUSED = {"composite": "it only mixes other data sets; list these in data.train_files instead"}
 GYM_OWN_OPTIONS = "num_rows seed split answer_tags"
 GYM_OPTIONS: dict[str, str] = {

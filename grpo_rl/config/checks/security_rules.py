@@ -1,4 +1,4 @@
-"""What a configuration must not be able to do: run code that nobody asked for, leave the run's folder, talk to an open cluster."""
+"""Rules against harm by a configuration: code not asked for, files outside the run's folder, an open cluster."""
 
 from __future__ import annotations
 

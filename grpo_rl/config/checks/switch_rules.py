@@ -47,11 +47,11 @@ def _sampling(config: Config) -> Iterator[str]:
     ]
     if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
         yield (
-            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer has to know which tokens could be sampled, and vllm tells it "
-            "of the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
+            "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
         )
     if rollout.fp32_lm_head and rollout.name != "vllm":
-        yield f"{key}.fp32_lm_head=true: is of rollout.name=vllm, and it is {rollout.name}; leave it out"
+        yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -78,8 +78,8 @@ def _selection(config: Config) -> Iterator[str]:
         )
     if actor.adaptive_entropy.enable and actor.entropy_coeff < 0:
         yield (
-            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: where adaptive_entropy starts from, "
-            "and that is never negative; 0 or more"
+            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: adaptive_entropy starts from it, "
+            "and its coefficient is never negative; 0 or more"
         )
 
 
@@ -166,8 +166,11 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
         "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
-        f"{r}.hf.batched": (rollout.name == "hf", f"is of the transformers engine, and {r}.name={rollout.name}"),
-        f"{r}.engine_kwargs": (set(rollout.engine_kwargs) <= {rollout.name}, f"is by engine, and {r}.name={rollout.name}"),
+        f"{r}.hf.batched": (rollout.name == "hf", f"needs {r}.name=hf, and it is {rollout.name}"),
+        f"{r}.engine_kwargs": (
+            set(rollout.engine_kwargs) <= {rollout.name},
+            f"names engines other than {r}.name={rollout.name}",
+        ),
     }
 
 
@@ -177,7 +180,7 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
     return {
-        **{f"{r}.{name}": (rollout.name != "hf", f"is of {r}.name=vllm, and it is hf") for name in of_vllm},
+        **{f"{r}.{name}": (rollout.name != "hf", f"needs {r}.name=vllm, and it is hf") for name in of_vllm},
         **{key: (bool(config.data.val_files), "needs data.val_files: only validation reads it") for key in of_validation},
     }
 
@@ -200,14 +203,14 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
             "needs reward.overlong_buffer.len",
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
-        "trainer.recover_memory_gib": (trainer.recover == "auto", "is the limit of trainer.recover=auto"),
+        "trainer.recover_memory_gib": (trainer.recover == "auto", "has a meaning with trainer.recover=auto only"),
         "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,
-            "is of a local cluster, not of ray_init.address",
+            "is for a local cluster, not for ray_init.address",
         ),
         "ray_kwargs.ray_init.wait_for_nodes_s": (
             has_address,

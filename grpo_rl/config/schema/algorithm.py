@@ -17,7 +17,7 @@ class KlControlConfig:
     horizon: Count = 10000
     """Rollouts over which the adaptive controller works."""
     target_kl: Positive = 0.1
-    """KL that it steers to: the mean over responses of their tokens' mean."""
+    """The KL that the adaptive controller steers to: the mean over responses of their tokens' mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RolloutCorrectionConfig:
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean."""
     rollout_rs: list[RejectionMode] = field(default_factory=list)
-    """What is compared with the bounds below; outside, the token (token_*) or the whole response (seq_*) is not trained."""
+    """Values compared with the bounds below; outside, the token (token_*) or the response (seq_*) is not trained."""
     rollout_rs_threshold: list[Ratio] = field(default_factory=list)
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
     rollout_rs_threshold_lower: list[Ratio] = field(default_factory=list)
@@ -55,7 +55,7 @@ class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
     norm_adv_by_std_in_grpo: bool = True
-    """false: adv_options.std=none, which with adv_estimator=grpo are Dr. GRPO's advantages."""
+    """Divide by the group's standard deviation; false: adv_options.std=none (with grpo: Dr. GRPO's advantages)."""
     gamma: Fraction | None = None
     """Discount of rewards from token to token, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
     lam: Fraction | None = None
@@ -65,7 +65,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
     kl_penalty: str = "kl"
-    """Estimator of that penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own as file.py:function."""
+    """Estimator of the KL penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own as file.py:function."""
     kl_penalty_options: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)

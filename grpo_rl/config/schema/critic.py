@@ -25,7 +25,7 @@ class CriticOptimConfig(OptimConfig):
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
     enable: bool | None = None
-    """Whether there is a critic; null: where algorithm.adv_estimator needs one. Any other answer than that is refused."""
+    """True for a critic, false for none (refused where it contradicts the estimator); null: as adv_estimator needs."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

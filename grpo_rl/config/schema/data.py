@@ -13,7 +13,7 @@ class CustomClsConfig:
     path: str | None = None
     """Python file (or module) with your own data set class, which gets the names in train_files or val_files; docs/data.md."""
     name: str | None = None
-    """Name of the class."""
+    """Name of your data set class in that file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class DataConfig:
     reward_fn_key: str = "data_source"
     """Column whose value chooses the rule-based reward."""
     data_source: str | None = None
-    """The value of it for all rows, where the data have no such column; null: take the column."""
+    """The data source of all rows, where the data have no column for it; null: take the column."""
     ground_truth_key: str = "reward_model.ground_truth"
     """Column with what the reward compares with, a path with dots where it lies in another column."""
     extra_info_key: str = "extra_info"
@@ -56,9 +56,9 @@ class DataConfig:
     retire_above: PositiveFraction | None = None
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
     retire_metric: str = "score"
-    """What a response passes by: named as algorithm.filter_groups.metric is."""
+    """The metric by which a response passes: named as algorithm.filter_groups.metric is."""
     retire_score: Factor = 1.0
-    """The least value of it with which a response passes."""
+    """The least value of retire_metric with which a response passes."""
     max_prompt_length: Length = 512
     """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
     max_response_length: Length = 512
@@ -66,7 +66,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """For longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
+    """The treatment of longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
     shuffle: bool = True
     """Draw the training rows of every epoch in a new seeded order."""
     curriculum: Literal["none", "difficulty", "pass_rate"] = "none"
@@ -76,7 +76,7 @@ class DataConfig:
     curriculum_floor: PositiveFraction = 0.1
     """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
     seed: Seed = 1
-    """Seed of that order."""
+    """Seed of the order of the training rows."""
     train_max_samples: CountOrOff = -1
     """Use only the first so many training rows; -1: all."""
     val_max_samples: CountOrOff = -1

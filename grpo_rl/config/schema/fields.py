@@ -18,7 +18,7 @@ _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a key takes: a plain type with its range or choices, or a list of such."""
+    """The values that a key takes: a plain type with its range or choices, or a list of such."""
 
     base: type
     optional: bool = False
@@ -131,7 +131,7 @@ _LONGEST_GUESS = 200
 
 @lru_cache(maxsize=1024)
 def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
-    """Return the keys that somebody who typed `key` may have meant, the likeliest first."""
+    """Return the keys that may have been meant by `key`, the likeliest first."""
     key = key[:_LONGEST_GUESS]
     last = key.rpartition(".")[2]
     same_name = [name for name in leaves() if name.rpartition(".")[2] == last]

@@ -1,7 +1,7 @@
 """Kinds of values: numbers with bounds and the reason for them, and names of which one is chosen.
 
 Each number has two bounds. They refuse what is a slip of the keyboard (`rollout.n=1e12`) or what the arithmetic cannot
-hold (`temperature=1e-320`) before anything starts; they lie far outside of what somebody may want.
+hold (`temperature=1e-320`) before anything starts; they lie far outside of what a run may need.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Range:
     zero: bool = False
     """0 is allowed too, though it lies below the lower bound."""
     reason: str = ""
-    """Why there is nothing to gain outside: part of the message of a refusal, and of docs/configuration.md."""
+    """The reason for the bounds: part of the message of a refusal, and of docs/configuration.md."""
 
 
 _A_COUNT = "counts of steps, rows and tries stay below 10^12"
 Count = Annotated[int, Range(ge=1, le=10**12, reason=_A_COUNT)]
 CountOrZero = Annotated[int, Range(ge=0, le=10**12, reason=_A_COUNT)]
 CountOrOff = Annotated[int, Range(ge=-1, le=10**12, reason=_A_COUNT)]
-"""-1 switches it off, as in verl."""
+"""A count, or -1, which switches it off, as in verl."""
 
 Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files hold a seed in 64 bits")]
 Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]

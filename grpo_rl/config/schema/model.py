@@ -69,9 +69,9 @@ class OptimConfig:
     lr_warmup_steps_ratio: Fraction = 0.0
     """Warm-up as a share of all optimizer steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up."""
+    """The course of the learning rate after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of lr."""
+    """The end of the linear and the cosine course, as a share of lr."""
     clip_grad: GradientNorm = 1.0
     """Largest global gradient norm; larger gradients are scaled down."""
 
@@ -109,13 +109,13 @@ class PolicyLossConfig:
     clip_cov_ratio: Fraction | None = None
     """clip_cov: share of the tokens that are left out."""
     clip_cov_lb: Factor | None = None
-    """clip_cov: they have a covariance above this."""
+    """clip_cov: lower bound of the covariance of the tokens that are left out."""
     clip_cov_ub: Factor | None = None
-    """clip_cov: and below this."""
+    """clip_cov: upper bound of that covariance."""
     kl_cov_ratio: Fraction | None = None
     """kl_cov: share of the tokens that are held back."""
     ppo_kl_coef: Coefficient | None = None
-    """kl_cov: weight of the penalty on these."""
+    """kl_cov: weight of the penalty on the tokens that are held back."""
     dro_beta: Coefficient | None = None
     """dro: weight of the pull towards the policy that sampled."""
     max_ratio: Ratio | None = None
@@ -127,9 +127,9 @@ class AdaptiveEntropyConfig:
     enable: bool = False
     """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
     target: Nats = 0.2
-    """Entropy per trained token, in nats, that it holds; above it there is no bonus."""
+    """Entropy per trained token, in nats, below which the bonus grows; above it there is no bonus."""
     delta: Nats = 0.005
-    """By how much the weight rises after a step below the target, and falls after one above."""
+    """The amount by which the weight rises after a step below the target, and falls after one above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class CheckpointConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
-    """What a checkpoint holds. Resuming needs the first three; hf_model adds a Hugging Face folder."""
+    """The contents of a checkpoint. Resuming needs the first three; hf_model adds a Hugging Face folder."""
     async_save: bool = True
     """Write checkpoints while training goes on, from a copy in host memory (12 bytes per parameter, shared by the ranks); a checkpoint counts once it is whole. false: training waits for the disk."""
 
@@ -159,18 +159,18 @@ class ActorConfig:
     shuffle: bool = False
     """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
     data_loader_seed: Seed = 42
-    """Seed of that order."""
+    """Seed of the order in which prompts are dealt to mini-batches."""
     clip_ratio: Ratio | None = None
     """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]; null: the loss's own default, 0.2 for all of ours."""
     clip_ratio_low: Ratio | None = None
-    """Lower side, if it differs from clip_ratio."""
+    """Lower side of the clip range, if it differs from clip_ratio."""
     clip_ratio_high: Ratio | None = None
-    """Upper side, if it differs from clip_ratio (DAPO: 0.28)."""
+    """Upper side of the clip range, if it differs from clip_ratio (DAPO: 0.28)."""
     clip_ratio_c: RatioAboveOne | None = None
     """vanilla: dual clip, the bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020); null: 3."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
-    """How token losses become one number; the denominators are those of the whole mini-batch."""
+    """The way in which token losses become one number; the denominators are those of the whole mini-batch."""
     loss_agg_options: dict[str, Any] = field(default_factory=dict)
     """Options of an average of your own."""
     loss_scale_factor: Positive | None = None
@@ -181,9 +181,10 @@ class ActorConfig:
     use_kl_loss: bool = True
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
     kl_loss_coef: Coefficient = 0.001
-    """Weight of that term (beta)."""
+    """Weight of the KL term in the loss (beta)."""
     kl_loss_type: str = "low_var_kl"
-    """Its estimator (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a + it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
+    """Estimator of the KL term (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a +
+    it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     kl_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -196,7 +197,7 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass on one rank."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Cut by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
+    """Cut passes by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
@@ -205,7 +206,7 @@ class RefConfig:
 @dataclass(frozen=True, slots=True)
 class ValSamplingConfig:
     temperature: TemperatureOrGreedy = 0.0
-    """0 is greedy."""
+    """Temperature of sampling for validation; 0 is greedy."""
     top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: TopK = -1
@@ -213,15 +214,15 @@ class ValSamplingConfig:
     n: Responses = 1
     """Responses per validation prompt."""
     do_sample: bool = False
-    """false is greedy, and then temperature must be 0 and n 1."""
+    """Sample for validation; false is greedy, and then temperature must be 0 and n 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncConfig:
     backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
-    """How weights reach the engines: auto takes CUDA IPC when colocated, NCCL when apart, Ray's shared memory on CPU."""
+    """Transport of weights to the engines: auto is CUDA IPC when colocated, NCCL when apart, shared memory on CPU."""
     update_weights_bucket_megabytes: Megabytes = 512
-    """Size of the pieces they travel in."""
+    """Size of the pieces in which weights travel."""
     verify_checksum: bool = False
     """After every transfer compare a digest of each tensor on both sides."""
 
@@ -242,11 +243,11 @@ class RolloutConfig:
     temperature: Temperature = 1.0
     """Temperature of sampling; the trainer's log-probs are taken at the same one."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability; the trainer's log-probs are of the same set."""
+    """Sample from the smallest set of tokens with this probability or more; the trainer's log-probs are of that set."""
     top_k: TopK = -1
-    """Sample from the so many likeliest tokens; -1: all. Likewise. vllm: also bounds the sets of top_p and min_p."""
+    """Sample from the so many likeliest tokens; -1: all. As with top_p. vllm: bounds the sets of top_p and min_p."""
     min_p: Fraction = 0.0
-    """Sample only tokens with at least this share of the likeliest one's probability. Likewise."""
+    """Sample only tokens with at least this share of the likeliest one's probability. As with top_p."""
     fp32_lm_head: bool = False
     """vllm: logits in float32 though `dtype` is less, as the trainer's always are."""
     seed: Seed = 0
@@ -282,9 +283,9 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: Rollouts | None = None
     """Rollouts per forward pass when the actor recomputes old log-probs."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Cut these by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
+    """Cut passes for old log-probs by tokens; null: as actor.use_dynamic_bsz, unless the size before is given."""
     log_prob_max_token_len_per_gpu: Tokens | None = None
-    """Most tokens per such pass; null: as actor.ppo_max_token_len_per_gpu."""
+    """Most tokens per pass for old log-probs; null: as actor.ppo_max_token_len_per_gpu."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     hf: HfEngineConfig = field(default_factory=HfEngineConfig)

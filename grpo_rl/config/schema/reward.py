@@ -27,9 +27,9 @@ class CustomRewardConfig:
     path: str | None = None
     """A Python file with your own reward function; short for reward.functions=[path:name]."""
     name: str = "compute_score"
-    """The function in it: (data_source, solution_str, ground_truth, extra_info) -> float or {score: float, ...}."""
+    """Its function: (data_source, solution_str, ground_truth, extra_info) -> float or {score: float, ...}."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments for it."""
+    """Further keyword arguments for the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class RewardModelConfig:
     enable: bool = False
     """Add the score of a reward model to the reward; it runs in a worker set of its own. See docs/model_rewards.md."""
     model_path: str | None = None
-    """Its Hugging Face folder: a decoder with a sequence- or token-classification head of one label."""
+    """The reward model's folder: a decoder with a sequence- or token-classification head of one label."""
     tokenizer_path: str | None = None
-    """Folder of its tokenizer; null: model_path."""
+    """Folder of the reward model's tokenizer; null: model_path."""
     trust_remote_code: bool = False
     """Run Python code that lies in its folder."""
     weight: Factor = 1.0
-    """Factor of its score in the reward."""
+    """Factor of the model's score in the reward."""
     step_separator: str | None = None
     """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
     rerender: Literal["auto", "always", "never"] = "auto"
@@ -61,13 +61,13 @@ class RewardModelConfig:
     enable_resource_pool: bool = False
     """Give it devices of its own; false: it shares the actor's."""
     nnodes: NodesOrNone = 0
-    """Nodes of its own pool."""
+    """Nodes of the reward model's own pool."""
     n_gpus_per_node: Devices | None = None
-    """Ranks per node of its own pool; null: as trainer.n_gpus_per_node."""
+    """Ranks per node of the reward model's own pool; null: as trainer.n_gpus_per_node."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """What its layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
+    """The number type the layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
     param_offload: bool = False
-    """Keep its weights on the host between scorings."""
+    """Keep the reward model's weights on the host between scorings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,25 @@ class JudgeConfig:
     base_url: str | None = None
     """An OpenAI-compatible endpoint (.../v1) whose model judges each response; null: no judge. See docs/model_rewards.md."""
     model: str | None = None
-    """The model's name there."""
+    """The judge model's name at base_url."""
     template: str | None = None
-    """What it is asked: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in one that asks for 0 to 10."""
+    """The judge's prompt: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in
+    one that asks for 0 to 10."""
     system: str | None = None
-    """System message before it."""
+    """System message before the judge's prompt."""
     parser: str = "score"
-    """How its answer becomes a number: score (the last `score: x`), last_number, json:KEY, or path.py:function(text) -> float."""
+    """The rule that turns the judge's answer into a number: score (the last `score: x`), last_number, json:KEY, or
+    path.py:function(text) -> float."""
     min_score: Factor | None = None
     """A lower score is invalid; null: any is valid."""
     max_score: Factor | None = None
     """A higher score is invalid; null: any is valid."""
     weight: Factor = 1.0
-    """Factor of its score in the reward."""
+    """Factor of the judge's score in the reward."""
     max_tokens: Length = 512
-    """Longest answer."""
+    """Longest answer of the judge, in tokens."""
     temperature: TemperatureOrGreedy = 0.0
-    """Sampling temperature of its answers; 0 is greedy."""
+    """Sampling temperature of the judge's answers; 0 is greedy."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, e.g. {response_format: {type: json_object}}."""
     max_concurrency: Requests = 16
@@ -127,7 +129,8 @@ class RewardConfig:
     memory_limit_gb: ProcessGib | None = 2.0
     """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
     on_failure: Literal["drop", "value", "stop"] = "drop"
-    """When a reward fails (too slow, an error, no number): drop leaves the rollout out of its group, value gives failure_value, stop ends the run."""
+    """The reaction to a failed reward (too slow, an error, no number): drop leaves the rollout out of its group,
+    value gives failure_value, stop ends the run."""
     failure_value: Factor | None = None
     """The reward of a failed one with on_failure=value."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

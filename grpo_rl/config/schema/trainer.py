@@ -15,13 +15,13 @@ class TrainerConfig:
     experiment_name: str | None = None
     """Name of this run; null: a new one with the date. A named run resumes where it stopped (resume_mode)."""
     default_local_dir: str = "runs/${trainer.project_name}"
-    """Where the run's folder is made."""
+    """The folder in which the run's folder is made."""
     logger: list[Literal["console", "tensorboard", "wandb", "mlflow"]] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )
-    """Where metrics go, beside metrics.jsonl in the run's folder, which is always written."""
+    """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
     schedule: str = "sync"
-    """What one training step does. sync: sample with the current policy, score, train on it; or your own,
+    """The course of one training step. sync: sample with the current policy, score, train on it; or your own,
     `path/to/file.py:Class`."""
     total_epochs: Count = 30
     """Passes over the training data."""
@@ -32,7 +32,7 @@ class TrainerConfig:
     n_gpus_per_node: Devices | None = None
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda where there is a GPU."""
+    """The device of the models; auto: cuda where there is a GPU."""
     seed: Seed = 1
     """Seed of everything in the trainer that is not data order or sampling (dropout, new weights)."""
     critic_warmup: CountOrZero = 0
@@ -46,9 +46,10 @@ class TrainerConfig:
     save_freq: CountOrOff = -1
     """Write a checkpoint every so many steps, and at the end; -1: none."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written (disk full, read-only, failing): stop, or train on and try again at the next save point. Earlier checkpoints are untouched either way."""
+    """The reaction to a checkpoint that cannot be written (disk full, read-only, failing): stop, or train on and try
+    again at the next save point. Earlier checkpoints are untouched either way."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto: go on from the newest checkpoint in the run's folder; resume_path: from resume_from_path."""
+    """The start of a named run. auto: go on from its newest checkpoint; resume_path: from resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint folder (.../checkpoints/step_N)."""
     max_actor_ckpt_to_keep: Count | None = None
@@ -64,27 +65,29 @@ class TrainerConfig:
     step_timeout_s: Seconds = 3600.0
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
     recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
-    """When worker processes die or freeze: off ends the run; else they are started again. The actor's and the critic's
-    state comes from a copy made in host memory after every update (memory) or from the newest checkpoint and the
-    updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else checkpoint."""
+    """The reaction to worker processes that die or freeze: off ends the run; else they are started again. The
+    actor's and the critic's state comes from a copy made in host memory after every update (memory) or from the newest
+    checkpoint and the updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else
+    checkpoint."""
     recover_memory_gib: Gib = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
     on_out_of_memory: Literal["stop", "split"] = "stop"
-    """When memory runs out in an update or a pass for log-probs or values: stop, or start the role's ranks again with the
-    state they had and go on with micro-batches of half the size, until the end of the run. The gradient is the same up
-    to rounding."""
+    """The reaction to too little memory in an update or a pass for log-probs or values: stop, or start the role's
+    ranks again with the state they had and go on with micro-batches of half the size, until the end of the run. The
+    gradient is the same up to rounding."""
     heartbeat_s: Seconds = 5.0
-    """How often a worker process shows that it lives; one that misses three beats is ended and started again."""
+    """Time between two signs of life of a worker process; one that misses three of them is ended and started again."""
     max_restarts: CountOrZero = 5
     """Restarts of one worker within restart_window_s; then the run stops and names all causes."""
     restart_window_s: Seconds = 3600.0
-    """How long a restart counts for max_restarts."""
+    """The time after which a restart no longer counts for max_restarts."""
     collective_timeout_s: Seconds = 600.0
-    """How long ranks of one role wait for each other in a collective operation; then their group counts as failed."""
+    """The longest time that ranks wait for each other in a collective operation; then their worker set has failed."""
     grace_s: Seconds = 30.0
     """Seconds that SIGTERM, SIGINT, SIGHUP or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """When loss or gradient are not finite: leave that update out on every rank and go on, or stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
+    """The reaction to a loss or a gradient that is not finite: leave that update out on every rank and go on, or
+    stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
     max_nonfinite_steps: CountOrZero = 3
     """skip: so many training steps in a row may leave an update out, then the run stops."""
 
@@ -96,9 +99,9 @@ class RayInitConfig:
     num_cpus: Cores | None = None
     """CPUs of a local cluster; null: all."""
     wait_for_nodes_s: Seconds = 5.0
-    """How long a cluster that is too small has to grow, by nodes that join late or an autoscaler; then the run ends."""
+    """The time that too small a cluster has to grow, by late nodes or an autoscaler; then the run ends."""
     allow_insecure: bool = False
-    """Use the cluster at `address` though it asks nobody for a token; whoever reaches its ports can run code there."""
+    """Use the cluster at `address` though it asks for no token: any process that reaches its ports can run code."""
 
 
 @dataclass(frozen=True, slots=True)

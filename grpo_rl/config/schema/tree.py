@@ -1,7 +1,7 @@
 """Every option of the program: key, type, range, default, meaning. The only place where any of them is defined.
 
 Keys and meanings are verl's wherever verl has one that is right. `docs/configuration.md` is generated
-from these files; `compose.py` builds these frozen classes from what Hydra composed, `checks.py` holds the
+from these files; `compose.py` builds these frozen classes from what Hydra composed, `checks/` has the
 rules between keys. A key that nothing reads does not exist.
 """
 

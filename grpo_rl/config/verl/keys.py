@@ -1,4 +1,4 @@
-"""Every key of verl that is not in the schema, with the values that are right here or what to use instead."""
+"""The keys of verl that are not in the schema, each with the values that are right here or what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the samplers a configuration asks for."""
+"""Choice of the sampler that a configuration asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are neither always nor never solved are drawn more often."""
+"""The sampler that draws prompts more often which are neither always nor never solved."""
 
 from __future__ import annotations
 

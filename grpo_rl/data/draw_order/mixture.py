@@ -12,7 +12,7 @@ from grpo_rl.data.draw_order.sampler import Usable, check_identity, check_size, 
 from grpo_rl.errors import DataError
 
 RATE_MEMORY = 0.9
-"""How much of a source's pass rate stays when one more group is scored."""
+"""The share of a source's pass rate that stays when one more group is scored."""
 
 
 class MixedSampler:

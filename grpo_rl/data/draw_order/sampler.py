@@ -10,15 +10,15 @@ import numpy as np
 from grpo_rl.errors import ConfigError, DataError
 
 Usable = Callable[[int], bool]
-"""Whether a row may be drawn: neither retired nor found unusable."""
+"""A function that returns whether a row may be drawn: neither retired nor found unusable."""
 
 
 class Sampler(Protocol):
-    """Draws rows, batch after batch. Where drawing fails, nothing has moved on."""
+    """A sampler draws rows, batch after batch. Where drawing fails, nothing has moved on."""
 
     batch_size: int
     wants_rates: bool
-    """Whether it draws by pass rates, and so has to get them."""
+    """True where the sampler draws by pass rates, and so has to get them."""
     least_rows: int
     """Fewest rows that must not be retired for another batch."""
 
@@ -127,7 +127,7 @@ class PromptSampler:
         return None
 
     def record(self, row: int, rate: float) -> None:
-        """The order does not depend on pass rates."""
+        """Record nothing: the order does not depend on pass rates."""
 
     def metrics(self) -> dict[str, float]:
         return {}

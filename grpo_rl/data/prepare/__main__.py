@@ -18,7 +18,7 @@ SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when the file is written, 2 for wrong options, 3 for rows that cannot be read; then nothing is written."""
+    """Return exit code 0 when the file is written, else 2 for wrong options or 3 for rows that cannot be read."""
     arguments = _parser().parse_args(argv)
     try:
         print(prepare(arguments))

@@ -1,4 +1,4 @@
-"""What happens to bad rows: the run stops at them, or goes on without them; either way the first ones are shown."""
+"""Treatment of bad rows: the run stops at them, or goes on without them; either way the first ones are shown."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BadRows:
         return f"{self.num_rows} bad row{'s' if self.num_rows > 1 else ''} of the {num_checked} checked"
 
     def _list(self, title: str) -> str:
-        """The first rows, one a line. The first line has one of them, for it may be all that is shown."""
+        """Return the first rows, one a line. The first line has one of them, for it may be all that is shown."""
         first, *others = self._messages
         place = f"see {self.file}" if self.file is not None else ""
         if self.num_rows > LISTED:

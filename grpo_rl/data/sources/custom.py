@@ -8,15 +8,15 @@ from typing import Any, Protocol
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.sources.source import BadRow, Rows, Source
 from grpo_rl.errors import ConfigError, DataError, raised_in
-from grpo_rl.registry import load_function
+from grpo_rl.registry import calling_user_function, load_function
 
 
 class CustomDataset(Protocol):
-    """What a data set class has: its length, and each row as a dict in the row format.
+    """The interface of a data set class: its length, and each row as a dict in the row format.
 
-    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation; `config`
-    is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when they are
-    drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
+    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
+    `config` is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when
+    they are drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
     """
 
     def __init__(self, data_files: list[str], tokenizer: Any, config: DataConfig) -> None: ...
@@ -43,14 +43,10 @@ def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> S
     missing = [part for part in ("__len__", "__getitem__") if not hasattr(kind, part)]
     if missing:
         raise ConfigError(f"data.custom_cls: {name} has no {' and no '.join(missing)}; it must be a class that has both")
-    try:
+    called = f"{config.custom_cls.name}(data_files=[...], tokenizer=..., config=...), then len() is taken of it"
+    with calling_user_function(f"data.custom_cls: {name}", called, DataError):
         rows = kind(data_files=list(files), tokenizer=tokenizer, config=config)
         length = len(rows)
-    except Exception as error:
-        raise DataError(
-            f"data.custom_cls: {name} failed: {type(error).__name__}: {error}{raised_in(error)}; it is made as "
-            f"{config.custom_cls.name}(data_files=[...], tokenizer=..., config=...), then len() is taken of it"
-        ) from error
     if length == 0:
         raise DataError(f"data.custom_cls: {name} has no rows")
     return UserRows(name, rows)

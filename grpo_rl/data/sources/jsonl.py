@@ -216,7 +216,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                # Told where the whole row is checked: there the place is known.
+                # Reported where the whole row is checked: there the place is known.
                 row[key] = NotJson(f"the key {key!r} is there twice", "keep one")
             seen.add(key)
     return row
@@ -231,5 +231,5 @@ def _broken(text: str, error: json.JSONDecodeError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what the error says."""
+    """Return the first line of an error's text."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

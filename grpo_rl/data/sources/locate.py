@@ -1,4 +1,4 @@
-"""What a name in `data.train_files` stands for: a file, a folder, a task, a data set of a hub."""
+"""The meaning of a name in `data.train_files`: a file, a folder, a task, a data set of a hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
 from grpo_rl.data.sources.custom import UserRows
 from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import HubRows, Joined, Rows, Source
-from grpo_rl.data.sources.tables import Table
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
@@ -70,6 +69,8 @@ def _check_file(name: str, path: Path) -> None:
 def _file(name: str, path: Path, cache_dir: str | None) -> Source:
     try:
         if path.name.endswith(TABLE_SUFFIXES):
+            from grpo_rl.data.sources.tables import Table  # pyarrow: a tenth of a second, in runs that read such files
+
             return Table(name, path, cache_dir)
         return open_json(name, path, cache_dir)
     except OSError as error:

@@ -1,6 +1,6 @@
 """One column of numbers from all rows of a source, without making rows: what a curriculum orders by.
 
-Whatever is not surely a finite number is NaN here, and the row has to be read by itself to tell why.
+A value that is not surely a finite number is NaN here, and the row has to be read by itself for the reason.
 """
 
 from __future__ import annotations

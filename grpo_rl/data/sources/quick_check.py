@@ -1,7 +1,7 @@
-"""What is wrong with data files, as far as it shows within a second: before a model is loaded or a process started.
+"""A check of data files that takes a second: made before a model is loaded or a process started.
 
-Each file is opened, its kind and its footer are checked, and rows are read: as many of the first ones as fit into a share
-of the time, then some that are spread over the rest, and the last one, which is the one that a cut file breaks.
+Each file is opened, its kind and its footer are checked, and rows are read: as many of the first ones as fit into a
+share of the time, then some that are spread over the rest, and the last one, which is the one that a cut file breaks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from grpo_rl.data.sources.numeric_columns import READ_AT_ONCE, numbers_of_table,
 from grpo_rl.errors import DataError
 
 LARGEST_ROW = 8 * 2**20
-"""Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up everybody."""
+"""Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up the whole run."""
 DEEPEST_ROW = 64
 """Lists and objects within each other in one row."""
 
@@ -34,11 +34,11 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRow, with its place."""
+        """Return row `index`. Raises BadRow, with its place."""
         ...
 
     def where(self, index: int) -> str:
-        """`train.jsonl, line 3`: the place of row `index` as a message names it."""
+        """Return the place of row `index` as a message names it: `train.jsonl, line 3`."""
         ...
 
     def numbers(self, key: str) -> Iterator[np.ndarray]:
@@ -120,7 +120,7 @@ def read_numbers(
 ) -> np.ndarray:
     """Column `key` of the rows `chosen` (ascending places in all `parts` together), in 8 bytes a row.
 
-    `one(row)`, with the number of a row among the chosen ones, is asked where the fast reading could not tell. `note`
+    `one(row)`, with the number of a row among the chosen ones, is called where the fast reading gave no result. `note`
     is called with the number of rows that were done since its last call.
     """
     values = np.full(len(chosen), np.nan)

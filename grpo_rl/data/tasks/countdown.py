@@ -13,7 +13,7 @@ Template = Literal["tags", "short"]
 Number = int | Fraction
 
 TRIES = 10_000
-"""Problems that are drawn for one row before the options are said to leave none."""
+"""Problems that are drawn for one row before the options are reported to leave none."""
 FEWEST, MOST = 2, 6
 PROMPTS = {
     "tags": (
@@ -32,7 +32,7 @@ class Solved(NamedTuple):
     numbers: tuple[int, ...]
     target: int
     solution: str
-    """As the demonstration shows it: it may hold a slip."""
+    """The solution as the demonstration shows it: it may contain a slip."""
 
 
 class Part(NamedTuple):

@@ -20,7 +20,7 @@ from grpo_rl.errors import DataError
 
 HASH_SEED = "0"
 DEADLINE_S = 120.0
-"""For one entry, the start of the process included."""
+"""Seconds for one entry, the start of the process included."""
 
 
 def needs_own_process(name: str) -> bool:

@@ -34,6 +34,6 @@ class LazyRows(Sequence[Row]):
 
 
 def split_of_text(text: str) -> Literal["train", "val"]:
-    """The split that a problem belongs to, by the hash of the text that tells it from others."""
+    """Return the split that a problem belongs to, by the hash of the text that distinguishes it from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"

@@ -1,4 +1,4 @@
-"""`NAME?option=value&option=value`, taken apart."""
+"""The form `NAME?option=value&option=value`, taken apart."""
 
 from __future__ import annotations
 

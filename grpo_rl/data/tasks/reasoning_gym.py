@@ -15,7 +15,7 @@ from grpo_rl.errors import ConfigError, DataError
 PREFIX = "reasoning_gym:"
 ROWS = 1000
 TRIES = 64
-"""Entries that are made for one row of a split before the data set is said to have too few questions."""
+"""Entries that are made for one row of a split before the data set is reported to have too few questions."""
 INSTRUCTION = "\n\nThink step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
 OWN_OPTIONS = {
     "num_rows": "rows of the data set, 1000 if not given",
@@ -27,11 +27,11 @@ OWN_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class GymSpec:
-    """What `reasoning_gym:NAME?...` says."""
+    """The content of a name such as `reasoning_gym:NAME?...`."""
 
     name: str
     options: gym.Options
-    """The package's own, as text."""
+    """The package's own options, as text."""
     num_rows: int
     seed: int
     """The package's seed, drawn from the user's so that seeds 0 and 1 do not share all rows but one."""

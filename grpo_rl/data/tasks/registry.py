@@ -14,12 +14,12 @@ from grpo_rl.data.tasks.made_rows import Row
 from grpo_rl.data.tasks.options import split_spec
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
-from grpo_rl.errors import ConfigError, DataError, GrpoRlError, raised_in
-from grpo_rl.registry import Registry
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.registry import Registry, calling_user_function
 
 TASK_PREFIX = "task:"
 PREFIX = (TASK_PREFIX, GYM_PREFIX)
-"""What a name in data.train_files begins with when it is no file: for str.startswith."""
+"""The beginnings of a name in data.train_files that is no file: for str.startswith."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 TASKS.register("arithmetic")(arithmetic)
@@ -41,16 +41,9 @@ def task_rows(spec: str) -> Sequence[Row]:
     if name in TASKS:
         return task(**options)
     called = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
-    try:
+    with calling_user_function(spec, f"{called} and returns a sequence of rows, each a dict in the row format", DataError):
         rows = task(**options)
         len(rows)
-    except GrpoRlError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{spec}: {type(error).__name__}: {error}{raised_in(error)}; it is called as {called} and returns a sequence of "
-            "rows, each a dict in the row format"
-        ) from error
     return rows
 
 

@@ -39,7 +39,7 @@ class Test:
 
     case: Case
     judge: Callable[[Any], bool]
-    """Gets standard output where the case is a program, the returned value where it is a call."""
+    """The judgement: it gets standard output where the case is a program, the returned value where it is a call."""
 
     def holds(self, outcome: Outcome) -> bool:
         """Return whether the outcome is what the test asks for; an error or a forged value is not."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_rl.errors import raised_in
-from grpo_rl.rewards.contract.failures import ERROR, INVALID, RewardFailure
+from grpo_rl.rewards.contract.failures import CALLED, ERROR, INVALID, RewardFailure
 from grpo_rl.rewards.contract.results import Result, read_result
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+RETURNED = "a finite number or a dict with 'score'"
 
 
 class Sample(NamedTuple):
@@ -36,9 +37,17 @@ class Component:
     factor: float
     function: Callable[..., Any]
     batched: bool = False
-    """The function takes lists, one entry per response, and returns a list."""
+    """True where the function takes lists, one entry per response, and returns a list."""
     own: bool = False
-    """A user's function: it is not called but to score, as a call may cost something."""
+    """True for a user's function: it is called to score only, as a call may cost something."""
+
+    @property
+    def interface(self) -> str:
+        """Return the end of a failure's cause: how a user's function is called, and what it returns; "" for one of ours."""
+        if not self.own:
+            return ""
+        arguments, returned = (BATCH_ARGUMENTS, f"a list of {RETURNED}") if self.batched else (ARGUMENTS, RETURNED)
+        return f"{CALLED}function({', '.join(f'{name}=...' for name in arguments)}) and returns {returned}"
 
 
 def call(component: Component, sample: Sample) -> Result:
@@ -71,7 +80,8 @@ def _returned(component: Component, arguments: dict[str, Any]) -> Any:
         returned = component.function(**arguments)
         return _event_loop().run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: whatever it raises is reported with its place
-        raise RewardFailure(ERROR, f"{type(error).__name__}: {error}{raised_in(error)}") from error
+        cause = f"{type(error).__name__}: {error}{raised_in(error)}"
+        raise RewardFailure(ERROR, cause + component.interface) from error
 
 
 @functools.cache
@@ -94,7 +104,7 @@ def _read_or_failure(value: Any) -> Result | RewardFailure:
 
 
 def _read(value: Any) -> Result:
-    """As `read_result`, where even looking at the value may fail: a dict or a number may be of the user's own class."""
+    """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
     try:
         return read_result(value)
     except RewardFailure:

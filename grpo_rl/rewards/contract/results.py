@@ -1,4 +1,4 @@
-"""What a reward function returned, checked: a finite number, or a dict with `score`."""
+"""Checks of a reward function's return value: a finite number, or a dict with `score`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Result(NamedTuple):
     values: dict[str, float]
     """Further numbers of the dict, by their key."""
     steps: Any
-    """What stands under `steps`, unread; None where nothing does."""
+    """The value under `steps`, unread; None where there is none."""
 
     def plain(self) -> dict[str, Any]:
         """A dict that `read_result` reads as the same result."""

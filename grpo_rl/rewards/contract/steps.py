@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout
 
 Step = tuple[int, float]
-"""Index of the step's last token in the response, and the step's reward."""
+"""The index of a step's last token in the response, and the step's reward."""
 Decode = Callable[[Sequence[int]], str]
 
 NO_STEPS = (
@@ -31,7 +31,7 @@ NO_STEPS = (
 BLOCK = 64
 """Tokens decoded at once in the search for steps: few calls, and short texts to look through."""
 UNFINISHED = "\ufffd"
-"""What the bytes of an incomplete character decode to."""
+"""The character to which the bytes of an incomplete character decode."""
 
 
 def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0) -> tuple[Step, ...]:

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same, without an algebra system: most are settled here, either way.
+"""Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
 Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; equations up to a factor.
 """
@@ -17,7 +17,7 @@ MAX_ELEMENTS = 60
 """Elements of a set that may stand in any order; a larger one must be written alike."""
 MAX_NESTING = 6
 SIGNIFICANT = 6
-"""Digits that a decimal must have to stand for a number that no decimal is, such as 1/3 or a root."""
+"""Digits that a decimal must have to stand for a number that is no decimal, such as 1/3 or a root."""
 MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
 DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
@@ -42,7 +42,7 @@ class Answer:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Return whether `answer` is `gold`; None where it takes algebra to tell. `nan` is equal to nothing."""
+    """Return whether `answer` is `gold`; None where only algebra can decide. `nan` is equal to nothing."""
     one, other = squeezed(gold), squeezed(answer)
     if "nan" in (one.casefold(), other.casefold()):
         return False
@@ -309,7 +309,7 @@ def _same_solutions(gold: Answer, answer: Answer) -> bool | None:
 def _same_tuple_and_solution(gold: Answer, answer: Answer) -> bool | None:
     """`(3, 2)` is `(p, q) = (3, 2)`, and `p = 3, q = 2` where the variables stand in the order of the alphabet.
 
-    `q = 2, p = 3` is not `(2, 3)`: which of the two comes first in the tuple that was asked for is not said.
+    `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
     """
     whole, named = (gold, answer) if gold.kind == "tuple" else (answer, gold)
     names = [name for name, _ in _solution(named)]

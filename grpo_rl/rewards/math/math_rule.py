@@ -43,7 +43,7 @@ def math(
 
 
 def _bare(gold: str) -> str:
-    """A ground truth may be given in its box, or as a whole solution."""
+    """Return a ground truth without its box or solution, in either of which it may be given."""
     boxed = last_boxed(gold) if "\\boxed" in gold else None
     return gold.strip() if boxed is None else boxed.strip()
 

@@ -63,11 +63,11 @@ POINTS = 3
 
 
 class Unreadable(Exception):
-    """The tokens are no expression that has a value here."""
+    """An error: the tokens are no expression that has a value here."""
 
 
 class TwoNumbers(Unreadable):
-    """Two numbers stand side by side, as in `1 2`: neither 12 nor a product is meant for sure."""
+    """An error: two numbers stand side by side, as in `1 2`, where neither 12 nor a product is meant for sure."""
 
 
 class Expression:
@@ -80,7 +80,7 @@ class Expression:
         self._point, self._place, self._depth, self._bars = point, 0, 0, 0
 
     def value(self) -> Number:
-        """Raises Unreadable where the tokens are no expression, or its value is not finite or too large."""
+        """Return the value. Raises Unreadable for tokens that are no expression, and for infinite or huge values."""
         try:
             found = self._sum()
             if self._next():
@@ -243,7 +243,7 @@ def _read_number(token: str) -> Fraction:
 
 
 def _apply(operation: Callable[[Any, Any], Any], first: Number, second: Number) -> Number:
-    """Exact where both are."""
+    """Return the value of a function, exact where argument and value are."""
     both_exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     found: Number = operation(first, second) if both_exact else operation(complex(first), complex(second))
     return found

@@ -28,7 +28,7 @@ TIMEOUT, ERROR, INVALID = "judge_timeout", "judge_error", "judge_invalid"
 RETRIED = (408, 425, 429)
 """States that may be over at the next try, as may all of 5xx."""
 LARGEST_ANSWER = 4_000_000
-"""Bytes; the rest of a longer answer is not read."""
+"""The most bytes of an answer that are read."""
 SHOWN = 200
 LONGEST_BACKOFF_S = 60.0
 CLOSE_S = 5.0
@@ -52,7 +52,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JudgeSetup:
-    """What is known of the judge before anything starts."""
+    """The judge's settings, template and parser, which are there before anything starts."""
 
     config: JudgeConfig
     template: Template
@@ -144,7 +144,7 @@ class Judge:
     # ---- one judgement ---------------------------------------------------------------------------------
 
     async def judge(self, rollout: Rollout) -> ModelScore | Failure:
-        """The score, or why there is none. The deadline counts from the first try, which waits for its turn."""
+        """Return the score, or why there is none. The deadline counts from the first try, which waits for its turn."""
         try:
             body = self._body(rollout)
             async with self._at_once:
@@ -268,7 +268,7 @@ def content_of(answer: Any) -> str:
 
 
 def _retry_after(headers: httpx.Headers) -> float:
-    """Seconds that the endpoint asks to wait; 0 where it says nothing, or a date."""
+    """Return the seconds that the endpoint asks to wait; 0 where it names none, or a date."""
     try:
         seconds = float(headers.get("retry-after", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer becomes a number. No pattern here can take more than linear time."""
+"""The judge's prompts, and the parsers of its answers. No pattern here can take more than linear time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_rl.registry import load_function
 from grpo_rl.types import Prompt, Rollout
 
 Parser = Callable[[str], float]
-"""An answer's score. Raises ValueError, saying what is missing, for one without."""
+"""A function that returns an answer's score. It raises ValueError, with what is missing, for one without."""
 
 TEMPLATE_SUFFIXES = (".txt", ".md")
 DEFAULT_TEMPLATE = """\

@@ -20,7 +20,7 @@ class Scorable:
     positions: tuple[int, ...]
     """The last token, or the last token of each step."""
     step_tokens: tuple[int, ...] | None
-    """For each position, the index of the step's last token among the response's own; None for one score per response."""
+    """The last token of the step of each position, as an index into the response; None for one score per response."""
 
 
 class Renderer:

@@ -1,4 +1,4 @@
-"""Where the answer stands in a response. Every search is a scan with `find`: time linear in the text, whatever it is."""
+"""The search for the answer in a response. Every search is a scan with `find`: time linear in the text."""
 
 from __future__ import annotations
 

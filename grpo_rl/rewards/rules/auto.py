@@ -28,7 +28,7 @@ MATH_SOURCES = (
     "olympiadbench",
     "minerva",
 )
-"""As verl's scripts and the data sets that they read name mathematics."""
+"""The names of mathematics in verl's scripts and in the data sets that they read."""
 
 RULES: dict[str, Callable[..., float | dict[str, float]]] = {
     "arithmetic": arithmetic,

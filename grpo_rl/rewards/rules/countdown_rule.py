@@ -21,7 +21,7 @@ SYMBOLS = frozenset("0123456789+-*/() \t\n")
 
 
 class NoValue(Exception):
-    """The text is no arithmetic expression, or it divides by zero."""
+    """An error: the text is no arithmetic expression, or it divides by zero."""
 
 
 def countdown(

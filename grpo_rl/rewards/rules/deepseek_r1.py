@@ -31,9 +31,10 @@ def deepseek_r1(
     accuracy_weight: float = 1.0,
     format_weight: float = 1.0,
 ) -> dict[str, float]:
-    """`accuracy_weight * accuracy + format_weight * format`, both 0 or 1; each of them, unweighted, and `acc` are parts.
+    """`accuracy_weight * accuracy + format_weight * format`, both 0 or 1; each of them, unweighted, and `acc` are
+    parts.
 
-    `accuracy` names the rule that tells whether the answer is right: math, gsm8k, gsm8k_flexible, countdown,
+    `accuracy` names the rule that decides whether the answer is right: math, gsm8k, gsm8k_flexible, countdown,
     multiple_choice or exact_match. The format is `<think>...</think><answer>...</answer>`, once and in order.
     Raises ValueError for another rule, and what that rule raises.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_rl.rewards.rules.answers import after_thought, final_answer
 
 MAX_ANSWER = 10_000
-"""A longer answer is wrong: normalising it would cost more than it can tell."""
+"""Characters of an answer that may be right: normalising a longer one would cost too much."""
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 SOURCES = ("answer", "response")

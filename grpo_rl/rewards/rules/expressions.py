@@ -23,7 +23,7 @@ INTEGERS = re.compile(r"[0-9]+")
 
 
 class NotAnExpression(ValueError):
-    """The text is not an expression of the kind that is read here, or exceeds a bound."""
+    """An error: the text is not an expression of the kind that is read here, or exceeds a bound."""
 
 
 def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:

@@ -33,8 +33,9 @@ def tags(
 ) -> dict[str, float]:
     """The share of the opening and closing tags of `names` that are there exactly once; 0 where these are out of order.
 
-    `once` is that share whatever the order, `ordered` 1 where those that are there once stand in order. A softer `think_answer`,
-    for models that do not know the form yet. Takes time linear in the length. Raises ValueError without names.
+    `once` is that share whatever the order, `ordered` 1 where those that are there once stand in order. A softer
+    `think_answer`, for models that have not learnt the form yet. Takes time linear in the length. Raises ValueError
+    without names.
     """
     wanted = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
     if not wanted:

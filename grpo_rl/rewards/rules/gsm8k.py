@@ -9,7 +9,7 @@ from typing import Any
 WINDOW = 300
 """Characters at the end of a response in which the answer is looked for, as verl does."""
 MAX_LENGTH = 64
-"""A longer run of digits is no answer."""
+"""Digits of an answer; a longer run of digits is none."""
 IN_A_NUMBER = "-$0123456789,."
 
 # One pass each: no part of a pattern can match what its neighbour matches.

@@ -1,4 +1,5 @@
-"""Scorers that take the place of the package's where it runs the model's text as code, or gives full marks for nothing.
+"""Scorers that take the place of the package's where that one runs the model's text as code, or gives full marks for
+nothing.
 
 They give what the package's scorer gives for the same answer, except where it says otherwise.
 """
@@ -22,7 +23,7 @@ MAX_OPERATIONS = 400
 
 
 class Unreadable(ValueError):
-    """The answer is not of the form that the scorer reads."""
+    """An error: the answer is not of the form that the scorer reads."""
 
 
 def countdown(dataset: Any, answer: str, entry: Entry) -> float:

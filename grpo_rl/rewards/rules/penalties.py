@@ -1,4 +1,4 @@
-"""Rewards of how a response is written, to be added to one of what it says: length, repetition, language."""
+"""Rewards of a response's form, to be added to one of its content: length, repetition, language."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ LONGEST_ANSWER = 4096
 LONGEST_NUMBER = 100
 """Digits in a row; a data set whose own answer has more allows twice as many as that."""
 LONGEST_REPEAT = 2
-"""Digits of a number that says how often to do something."""
+"""Digits of a number that is a count of repetitions."""
 REPEATS = frozenset({"rubiks_cube", "rush_hour"})
-"""Data sets whose scorer makes as many moves as a number says: R99999999 is one of their moves."""
+"""Data sets whose scorer makes as many moves as a number demands: R99999999 is one of their moves."""
 SHORT_ANSWERS = {"codeio": 1000, "propositional_logic": 400}
 """Data sets whose scorer takes more than linear time; the longest answer, or three times the right one."""
 DIGITS = re.compile(r"[0-9]+")

@@ -1,4 +1,4 @@
-"""Requests to reward processes: calls of functions for responses, and what their answers say."""
+"""Requests to reward processes: calls of functions for responses, and the meaning of their answers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Job:
     rollouts: Sequence[Rollout]
     components: list[Component]
     outcomes: list[list[Outcome]] = field(default_factory=list)
-    """For each rollout, one of each component; shorter after a failure. Written once, before `done`."""
+    """One outcome of each component for each rollout; shorter after a failure. Written once, before `done`."""
     failed_as_whole: bool = False
-    """The call itself gave nothing, as opposed to single results that are none."""
+    """True where the call itself gave nothing, as opposed to single results that are none."""
     done: bool = False
 
     @property
@@ -90,10 +90,10 @@ def spared(
     alone: Callable[[Sequence[Item]], Sequence[Outcome]],
     together: Callable[[Sequence[Item]], Sequence[Outcome]],
 ) -> list[Outcome]:
-    """Return what a function of lists says of each item after a call with all of them has `failed`.
+    """Return the outcome of each item from a function of lists, after a call with all of them has `failed`.
 
-    It is called with each `alone`, and then with all that it did not fail for `together`: they get the scores that they would
-    have had if the others had never been written. Where it fails for none alone, all have failed.
+    It is called with each `alone`, and then with all that it did not fail for `together`: they get the scores that they
+    would have had if the others had never been written. Where it fails for none alone, all have failed.
     """
     single = alone(items)
     good = [place for place, outcome in enumerate(single) if not isinstance(outcome, RewardFailure)]
@@ -112,7 +112,10 @@ def _missing(reply: Reply, timeout_s: float, rollout: Rollout) -> RewardFailure:
 
 
 def read_answer(answer: Any) -> Outcome:
-    """Return what a process says of one response; it is checked like a function's, as the function itself may have written it."""
+    """Return a process's result for one response.
+
+    It is checked as a function's result is, as the function itself may have written it.
+    """
     try:
         if isinstance(answer, dict) and answer.get("failure") in KINDS:
             raise RewardFailure(answer["failure"], str(answer.get("cause")))

@@ -1,6 +1,6 @@
 """Messages between the run and its reward processes: a length of four bytes, then JSON.
 
-JSON and not pickle: reading what a process wrote that has run somebody's code must not run any.
+JSON and not pickle: reading the output of a process that has run a user's code must not run any code.
 """
 
 from __future__ import annotations

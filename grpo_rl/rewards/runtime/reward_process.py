@@ -24,22 +24,22 @@ START_TIMEOUT_S = 120.0
 """Longest start of a process: it imports the user's files."""
 PIECE = 2**16
 KILL_S = 5.0
-"""A killed process is gone within this time, or is left to the system."""
+"""Seconds within which a killed process is gone, or is left to the system."""
 STALL_S = 0.05
 """Seconds after which the calls behind a slow one are taken back and go to other processes."""
 LAST_MOMENT_S = 0.2
-"""A process that has closed its channel is about to end, which takes no longer."""
+"""Seconds within which a process that has closed its channel ends."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for a call: it is complete, or has ended, or was never begun."""
+    """The answers to a call: complete, or cut off, or never begun."""
 
     answers: list[Any] = field(default_factory=list)
     complete: bool = False
     ended: str | None = None
-    """Why no further answer came: the process had died or was killed, and this is what happened; None where all is well."""
+    """The reason why no further answer came: how the process died or was killed; None where all is well."""
     timed_out: bool = False
 
 
@@ -92,9 +92,9 @@ class Worker:
         self.num_answered = 0
         """Calls that it has answered, the start among them."""
         self.died_by_itself = False
-        """In the last request: neither killed nor asked to end."""
+        """True if the process ended in the last request, neither killed nor asked to end."""
         self._is_worn_out = False
-        """It has said that it ends after its answer."""
+        """True once it has announced that it ends after its answer."""
 
     def start_up(self) -> str | None:
         """Wait until the process can be asked: None, or why it cannot be."""
@@ -120,11 +120,12 @@ class Worker:
         timeout_s: float,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a request with one call for each of the `replies`, and fill these in their order; `told` is called after each that is complete.
+        """Send a request with one call for each of the `replies`, and fill these in their order.
 
-        A call has `num_answers`, fewer where one says `failure`, and `timeout_s` from the end of the one before it. At that deadline
-        the process is killed, and where it ends before, the call that it was at has ended too. What no call was begun for is left as
-        it was: behind such a one, and behind one that takes longer than `STALL_S`.
+        `told` is called after each reply that is complete. A call has `num_answers`, fewer where one is a failure, and
+        `timeout_s` from the end of the one before it. At that deadline the process is killed, and where it ends before,
+        the call that it was at has ended too. Replies whose call was not begun are left as they were: those behind such
+        a call, and behind one that takes longer than `STALL_S`.
         """
         waiting = list(reversed(replies))
         self._permit.write(bytes(len(replies) - 1))
@@ -152,7 +153,7 @@ class Worker:
         return self._exit_code() is None
 
     def _exit_code(self) -> int | None:
-        """As Popen's, without reaping: as long as its pid is taken, its group can be named to be killed."""
+        """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be killed."""
         if self._process.returncode is not None:
             return self._process.returncode
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -196,7 +197,7 @@ class Worker:
                     told()
 
     def _take_back(self, waiting: list[Reply]) -> None:
-        """The calls that have not begun: others shall not wait for the one that has."""
+        """Take back the calls that have not begun: others shall not wait for the one that has."""
         del waiting[: len(self._permits.read(PIECE) or b"")]
 
     def _read_answers(self, waiting: list[Reply], num_answers: int) -> bool:

@@ -1,4 +1,4 @@
-"""What reward processes print."""
+"""The log of what reward processes print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LAST_LINES = 500
 
 
 class OutputLog:
-    """What the processes in one place print, up to `LOG_LIMIT` bytes, in a file; without one it is only remembered for errors.
+    """The output of the processes in one place, up to `LOG_LIMIT` bytes, in a file; without one, its end is kept for
+    errors.
 
     Secrets are hidden in both.
     """

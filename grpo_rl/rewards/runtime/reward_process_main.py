@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     outlive_stop_signals()
     try:
         components = {component.name: component for component in _components(setup["reward"])}
-    except BaseException as error:  # a user's file may even exit: the parent has to know why
+    except BaseException as error:  # a user's file may even exit: the parent needs the cause
         channel.sendall(frame(encode({"failed": shortened(f"{type(error).__name__}: {error}")})))
         os._exit(1)
     _warm_up(list(components.values()), setup["data_sources"])
@@ -119,7 +119,7 @@ def _one(result: Result | RewardFailure) -> dict[str, Any]:
 
 
 def _warm_up(components: Sequence[Component], data_sources: Sequence[str]) -> None:
-    """Call the registered functions once with each data source; what they say does not matter."""
+    """Call the registered functions once with each data source; their results do not matter."""
     for component in components:
         for data_source in () if component.own else data_sources:
             for text, truth in WARM_UP:

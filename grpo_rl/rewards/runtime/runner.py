@@ -23,15 +23,16 @@ MOST_AT_ONCE = 64
 LARGEST_AT_ONCE = 2**20
 """Responses, and characters of them, in one message to a process."""
 SHARES = 2
-"""A process takes one of so many shares, for each process there is, of the responses that wait."""
+"""The divisor of a process's share: it takes one of so many, for each process there is, of the responses that wait."""
 
 
 class RewardRunner:
-    """Scores rollouts in `reward.num_workers` processes as they are submitted; implements `roles.Rewarder`.
+    """Scores rollouts in `reward.num_workers` processes as they are submitted; implements `protocols.Rewarder`.
 
-    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started and
-    replaced; so does one that kills it. What becomes of the rollout says `reward.on_failure`. No result depends on
-    which process answers first: functions that take lists are called in `wait`, with all its rollouts in their order.
+    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started
+    and replaced; so does one that kills it. What becomes of the rollout is set by `reward.on_failure`. No result
+    depends on which process answers first: functions that take lists are called in `wait`, with all its rollouts in
+    their order.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class RewardRunner:
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
 
-        Submits those that were not. What a failed one has for a reward says `reward.on_failure`. Raises RewardError, with
-        counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
+        Submits those that were not. The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError,
+        with counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones
+        have.
         """
         for rollout in rollouts:
             self.submit(rollout)

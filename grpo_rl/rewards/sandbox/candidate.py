@@ -13,13 +13,13 @@ SIGINT, SIGKILL = 2, 9
 STDERR_BYTES = 2048
 SOURCE = "/solution.py"
 ARMED = 4
-"""A descriptor that is written to and closed before the source runs, so that a source cannot say that its walls failed."""
+"""A descriptor written to and closed before the source runs, which so cannot pretend that its walls failed."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Failed(Exception):
-    """A wall could not be built: which one."""
+    """An error: a wall could not be built, which its text names."""
 
 
 def call(step: str, name: str, *arguments: Any) -> None:

@@ -1,7 +1,8 @@
-"""What a sandbox runs: the launcher that builds the walls, the first process behind them, and a candidate per case.
+"""The program inside a sandbox: the launcher that builds the walls, the first process behind them, and a candidate per
+case.
 
-Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes, from
-the outside in:
+Run by a bare interpreter (`-I -S`) for every sandbox, so it imports nothing that is slow to import. Three processes,
+from the outside in:
 
 - the launcher asks for the namespaces, has its ids mapped by the parent, and waits for the second;
 - the keeper, process 1 of the new pid namespace, makes the root, then takes a case at a time from its private channel;
@@ -33,7 +34,7 @@ from grpo_rl.rewards.sandbox.candidate import (
 )
 
 CLONE_FLAGS = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
-"""user, mount, pid, network, ipc, uts, cgroup."""
+"""The new namespaces: user, mount, pid, network, ipc, uts, cgroup."""
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR = 442
@@ -41,7 +42,7 @@ MOUNT_SETATTR = 442
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 NONCE_BYTES = 16
 SETUP_S = 4.0
-"""For a candidate to be ready to run; less than the asking process waits beyond a case's time."""
+"""Seconds for a candidate to be ready to run; less than the asking process waits beyond a case's time."""
 TMP = "/tmp"
 DEVICES = ("null", "zero", "urandom")
 
@@ -98,7 +99,7 @@ def launch(control: int) -> NoReturn:
 
 def _keep(control: int) -> None:
     """The keeper: builds the root, then answers cases until the channel closes."""
-    libc.signal(SIGINT, None)  # process 1 is deaf to signals it has no handler for
+    libc.signal(SIGINT, None)  # the kernel drops signals for which process 1 has no handler
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:

@@ -21,7 +21,7 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 
 
 class _Again(Exception):
-    """The service could not do it now."""
+    """An error: the service could not do it now."""
 
 
 class RemoteSandbox:

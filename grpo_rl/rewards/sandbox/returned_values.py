@@ -1,4 +1,4 @@
-"""What a function in a sandbox returned, as plain data: bytes that may be forged are read without trust."""
+"""A function's return value from a sandbox as plain data: bytes that may be forged are read without trust."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_ALIKE = 50
 
 
 def decode(value: bytes) -> Any:
-    """The value that `sandbox_candidate.encode` wrote, of exact built-in types. Raises ValueError for anything it does not write."""
+    """Return the value that `candidate.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
     try:
         return _decode(json.loads(value.decode("ascii"), parse_constant=_no_constant), 0)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

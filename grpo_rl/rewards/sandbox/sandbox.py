@@ -26,15 +26,15 @@ from grpo_rl.rewards.sandbox.syscall_filter import PIVOT_ROOT, call_filter
 
 NOBODY = 65534
 START_S = 20.0
-"""How long a sandbox may take to start: 0.03 s on an idle machine."""
+"""Seconds that a sandbox may take to start: it takes 0.03 s on an idle machine."""
 GRACE_S = 5.0
-"""What the inside may need beyond a case's time to report; then everything in it is killed."""
+"""Seconds that the inside may need beyond a case's time to report; then everything in it is killed."""
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from grpo_rl.rewards.sandbox.inside import launch; "
     "del sys.path[0]; launch(int(sys.argv[2]))"
 )
-"""As modules, because those are compiled once and a script each time."""
+"""The launcher's command. It imports modules, because those are compiled once and a script each time."""
 SETUP_FAILED = b"S"
 STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one case may use."""
+    """The resources that one case may use."""
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -82,14 +82,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a candidate did with a case."""
+    """The result of a candidate on a case."""
 
     status: str
-    """ended; timeout; output (wrote too much)."""
+    """The way in which it ended: ended; timeout; output (wrote too much)."""
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """The returned value as `sandbox_candidate.encode` writes it; to be read with `sandbox_values.decode`."""
+    """The returned value as `candidate.encode` writes it; to be read with `returned_values.decode`."""
     stderr: bytes = b""
 
     @property
@@ -225,7 +225,7 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a virtual environment's link to it, which would want the environment's files."""
+    """Return the interpreter itself; a virtual environment's link to it would need the environment's files."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
@@ -280,7 +280,7 @@ def check_available() -> None:
 
 
 class SandboxUnavailable(RewardError):
-    """This machine has no sandbox: which step failed, and what to do."""
+    """An error: this machine has no sandbox. It names the step that failed, and the remedy."""
 
 
 SWITCHES = (

@@ -29,7 +29,7 @@ SINCE_424 = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-"""From 424 on, calls have the same number everywhere."""
+"""The calls from number 424 on, which have the same number on every architecture."""
 NEWEST = 450
 CLONE3 = 435
 
@@ -66,7 +66,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, AF_UNIX, CLONE_THREAD = 1, 38, 1, 0x10000
 FIRST_ARGUMENTS = {"clone": (HAS_BITS, CLONE_THREAD), "socket": (EQUALS, AF_UNIX), "prlimit64": (EQUALS, 0)}
-"""What lets a call through: threads, local sockets, the process's own limits."""
+"""The conditions that let a call through: threads, local sockets, the process's own limits."""
 
 
 def call_filter(machine: str) -> bytes:

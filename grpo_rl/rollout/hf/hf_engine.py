@@ -150,10 +150,10 @@ class HfEngine:
         return dict(self._digests)
 
     def sleep(self) -> None:
-        """Nothing: this engine holds no memory that a phase could use better."""
+        """Do nothing: this engine holds no memory that a phase could use better."""
 
     def wake_up(self, what: Wakeable = "all") -> None:
-        """Nothing: see sleep."""
+        """Do nothing: see sleep."""
 
     def close(self) -> None:
         self.abort_all()

@@ -1,4 +1,4 @@
-"""Keys and values of several requests of different lengths, so that one forward pass can extend all of them."""
+"""The keys and values of several requests of different lengths, so that one forward pass can extend all of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NcclSender(BaseSender):
-    """The source rank broadcasts each bucket to all engine processes; what is yielded describes it only.
+    """A sender whose source rank broadcasts each bucket to all engine processes; it yields descriptions only.
 
     A broadcast meets the engines in their `load_bucket`, so it starts before the description is yielded,
     in a thread of its own: the first one sets connections up and blocks until the others come. vLLM cuts

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
 
 _TIES = 32
-"""More tokens than top_k are asked for: those as likely as the k-th are sampled too."""
+"""Tokens beyond top_k that are requested: those as likely as the k-th are sampled too."""
 _LOST = 1e-3
-"""Probability that may be missing from what was asked for, before the log-probs are no longer the trainer's."""
+"""Probability that may be missing from the requested tokens, before the log-probs are no longer the trainer's."""
 
 
 def num_logprobs(sampling: Sampling, vocab_size: int) -> int:

@@ -50,7 +50,7 @@ class VllmEngine:
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether tokens are handed over in the step that samples them, as on CPU.
+        """Return whether tokens are handed over in the step that samples them, as on CPU.
 
         With vLLM's asynchronous scheduling, its default on GPUs, the newest tokens are handed over one step later and
         would get the version of the weights that are live by then.
@@ -137,7 +137,7 @@ class VllmEngine:
         gc.collect()
 
     def _label_tokens(self) -> None:
-        """Have vLLM note the live version beside every token that it samples from now on."""
+        """Make vLLM note the live version beside every token that it samples from now on."""
         self._llm.set_weight_version(str(self._update.version))
 
     def _rpc(self, method: str, **arguments: Any) -> list[Any]:

@@ -87,7 +87,7 @@ class _Verified:
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """The object store needs no rendezvous."""
+    """The empty start information: the object store needs no rendezvous."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no memory is held between updates."""
 
 
 class VerifiedObjectStoreEngine(_Verified, ObjectStoreEngine):

@@ -1,4 +1,4 @@
-"""Buckets of named tensors: what travels from the trainer to the rollout engines.
+"""Buckets of named tensors, which travel from the trainer to the rollout engines.
 
 A bucket describes its tensors (names, dtypes, shapes) and says where their bytes are: in one flat
 buffer of host memory (`data`), in device memory of this node (`ipc_handles`), or on their way through
@@ -26,7 +26,7 @@ NamedTensor = tuple[str, Tensor]
 
 
 class WeightTransferError(ClusterError):
-    """Weights did not reach an engine as they left the trainer."""
+    """An error: weights did not reach an engine as they left the trainer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class WeightSender(Protocol):
 
 
 class BaseSender:
-    """What senders share: cast to the type on the wire, note digests, cut into groups.
+    """The part that all senders share: cast to the type on the wire, note digests, cut into groups.
 
     `dtype` is the engines' (None: send as is); only floating tensors are cast. The rank that
     `is_source` provides the bytes where one is enough; the others keep step, because gathering a full
@@ -61,13 +61,13 @@ class BaseSender:
         self._digests: dict[str, str] = {}
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Nothing: only NCCL needs a connection."""
+        """Do nothing: only NCCL needs a connection."""
 
     def sent_digests(self) -> dict[str, str]:
         return dict(self._digests)
 
     def close(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no memory is held between updates."""
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
         """Yield the tensors as they will travel, cut into groups of bucket_bytes."""

@@ -8,10 +8,11 @@ from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, f
 
 
 class WeightUpdate:
-    """Which weights are live, and what has arrived of the next ones; `expected` are the names and shapes of all tensors.
+    """The version of the live weights, and the tensors of the next one that have arrived; `expected` are the names and
+    shapes of all tensors.
 
-    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts the
-    call or raises WeightTransferError and changes nothing.
+    With `in_flight` an update may start while requests are unfinished. It moves no data. Every method either accepts
+    the call or raises WeightTransferError and changes nothing.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], in_flight: bool = False) -> None:

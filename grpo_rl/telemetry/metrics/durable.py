@@ -14,7 +14,7 @@ MOST_KEPT = 10_000
 
 
 class DurableMetrics:
-    """metrics.jsonl, behind a memory of the steps that could not be written yet. One warning says so, and one when it works again."""
+    """metrics.jsonl, with the steps that could not be written yet. Warnings report the failure and its end."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path = path

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""JSON has no such numbers; they are written as these strings."""
+"""Strings for the numbers that JSON does not have."""
 
 
 def jsonable(value: Any) -> Any:

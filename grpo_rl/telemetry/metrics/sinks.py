@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl always, TensorBoard, W&B and MLflow by `trainer.logger`."""
+"""The receivers of a run's metrics: metrics.jsonl always, TensorBoard, W&B and MLflow by `trainer.logger`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rewards of the rollouts were distributed over training, as one picture."""
+"""A picture of the distribution of the rollouts' rewards over training."""
 
 from __future__ import annotations
 

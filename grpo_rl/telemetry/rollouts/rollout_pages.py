@@ -1,4 +1,4 @@
-"""Rollouts as text for a terminal and as a page of HTML. What a model wrote is shown, never obeyed."""
+"""Rollouts as text for a terminal and as a page of HTML. A model's text is shown, never obeyed."""
 
 from __future__ import annotations
 

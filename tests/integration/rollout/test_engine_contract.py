@@ -1,4 +1,4 @@
-"""What every rollout engine must do, asked of each of them with a tied and an untied model."""
+"""The contract of every rollout engine, tried on each of them with a tied and an untied model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every registered advantage estimator: the reference, order, zero signal, shift and scale."""
+"""Properties of every registered advantage estimator: the reference, order, zero signal, shift and scale."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def corrected(**settings: Any) -> Correction:
 
 def test_without_settings_nothing_is_corrected_and_the_metrics_are_there() -> None:
     out = corrected()
-    assert out.weights_T is None and out.keep_T is None
+    assert out.weights_T is None and out.trained_T is None
     assert not RolloutCorrection().active
     assert out.metrics["chi2_token"] == pytest.approx((1.5**2 + 16 + 1 / 16 + 1) / 4 - 1)
 
@@ -47,7 +47,7 @@ def test_without_settings_nothing_is_corrected_and_the_metrics_are_there() -> No
 def test_truncated_importance_sampling_cuts_the_ratio_of_each_token() -> None:
     out = corrected(rollout_is="token", rollout_is_threshold=2.0)
     assert out.weights_T is not None and out.weights_T.tolist() == pytest.approx([1.5, 2.0, 0.25, 1.0])
-    assert out.weights_T.dtype == torch.float32 and out.keep_T is None
+    assert out.weights_T.dtype == torch.float32 and out.trained_T is None
     assert out.metrics["rollout_is_truncated_fraction"] == 0.25
     assert out.metrics["rollout_is_mean"] == pytest.approx(4.75 / 4)
     assert (out.metrics["rollout_is_min"], out.metrics["rollout_is_max"]) == pytest.approx((0.25, 2.0))
@@ -62,17 +62,17 @@ def test_the_weight_of_a_response_is_the_product_of_its_ratios() -> None:
 
 def test_icepop_weighs_what_is_inside_and_rejects_what_is_outside() -> None:
     out = corrected(rollout_is="token", rollout_rs=(Rejection("token_k1", 0.5, 2.0),))
-    assert out.keep_T is not None and out.keep_T.tolist() == [True, False, False, True]
-    assert out.weights_T is not None and out.weights_T[out.keep_T].tolist() == pytest.approx([1.5, 1.0])
+    assert out.trained_T is not None and out.trained_T.tolist() == [True, False, False, True]
+    assert out.weights_T is not None and out.weights_T[out.trained_T].tolist() == pytest.approx([1.5, 1.0])
     assert out.metrics["rollout_rs_masked_fraction"] == 0.5
     assert out.metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)  # the empty response is none
     assert out.metrics["rollout_is_max"] == pytest.approx(1.5)  # of kept tokens
-    assert kept_lengths(out.keep_T, LENGTHS).tolist() == [1, 0, 0, 1]
+    assert kept_lengths(out.trained_T, LENGTHS).tolist() == [1, 0, 0, 1]
 
 
 def test_masked_importance_sampling_rejects_whole_responses_by_their_product() -> None:
     out = corrected(rollout_is="sequence", rollout_rs=(Rejection("seq_sum_k1", 0.2, 5.0),))
-    assert out.keep_T is not None and out.keep_T.tolist() == [False, False, True, True]
+    assert out.trained_T is not None and out.trained_T.tolist() == [False, False, True, True]
     assert out.metrics["rollout_rs_seq_sum_k1_fraction"] == 0.5
 
 
@@ -94,7 +94,7 @@ REJECTIONS: list[tuple[Any, float | None, float, list[bool]]] = [
 @pytest.mark.parametrize(("mode", "lower", "upper", "keep"), REJECTIONS)
 def test_every_rejection_by_hand(mode: Any, lower: float | None, upper: float, keep: list[bool]) -> None:
     out = corrected(rollout_rs=(Rejection(mode, lower, upper),))
-    assert out.keep_T is not None and out.keep_T.tolist() == keep
+    assert out.trained_T is not None and out.trained_T.tolist() == keep
     assert out.weights_T is None
 
 
@@ -104,7 +104,7 @@ def test_every_mode_is_tried_above() -> None:
 
 def test_what_any_of_several_rejections_rejects_is_not_trained() -> None:
     out = corrected(rollout_rs=(Rejection("seq_mean_k1", 0.5, 2.5), Rejection("token_k1", None, 3.0)))
-    assert out.keep_T is not None and out.keep_T.tolist() == [True, False, False, True]
+    assert out.trained_T is not None and out.trained_T.tolist() == [True, False, False, True]
 
 
 def test_batch_normalised_weights_have_mean_one_over_kept_tokens_or_responses() -> None:
@@ -145,7 +145,7 @@ def test_equal_policies_differ_by_nothing_and_weigh_one() -> None:
         rollout_rs=tuple(Rejection(mode, upper=1.5) for mode in MODES if mode != "seq_sum_k1"),
     )
     out = correct(settings, logprobs_T, logprobs_T, Segments(LENGTHS))
-    assert out.keep_T is not None and out.keep_T.all()
+    assert out.trained_T is not None and out.trained_T.all()
     assert out.weights_T is not None and out.weights_T.tolist() == [1.0] * 4
     for name in ("kl", "k3_kl", "log_ppl_diff", "chi2_token", "chi2_seq", "logprob_diff_max"):
         assert out.metrics[name] == 0.0

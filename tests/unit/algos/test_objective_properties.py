@@ -1,4 +1,4 @@
-"""What holds for every loss with every average and every KL estimator: values, gradients, splits, zero signal."""
+"""Properties of every loss with every average and every KL estimator: values, gradients, splits, zero signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of a user's own: the example of docs/algorithms.md, what is refused before a run, and how a failure reads."""
+"""Functions of a user's own: the examples of the documents, what is refused before a run, and how a failure reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from objective_cases import inputs
 
+from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.trial import estimator_input
 from grpo_rl.config.compose import compose
@@ -18,7 +20,7 @@ from grpo_rl.errors import ConfigError, FunctionError, exit_code_of
 from grpo_rl.plan.make import make_plan
 from grpo_rl.types import Counts
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs/algorithms.md"
+ROOT = Path(__file__).resolve().parents[3]
 A = "actor_rollout_ref.actor"
 BASE = ["data.train_files=task:arithmetic?num_rows=64", "actor_rollout_ref.model.path=builtin:arithmetic"]
 BASE += ["data.train_batch_size=16", f"{A}.ppo_mini_batch_size=8"]
@@ -36,9 +38,16 @@ def write(folder: Path, body: str) -> Path:
     return file
 
 
-def test_the_loss_of_the_document_is_short_and_runs_with_its_option(tmp_path: Path) -> None:
-    code = re.findall(r"```python\n(# my_loss\.py\n.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)[0]
-    assert len(code.strip().splitlines()) <= 15
+def examples(document: str) -> dict[str, str]:
+    """Return the Python files that a document shows whole, by the name in their first line."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+    return dict(blocks)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/algorithms.md", "CONTRIBUTING.md"])
+def test_the_loss_of_a_document_is_short_and_runs_with_its_option(document: str, tmp_path: Path) -> None:
+    code = examples(document)["my_loss.py"]
+    assert 1 + len(code.strip().splitlines()) <= 15
     file = tmp_path / "my_loss.py"
     file.write_text(code)
     loss = f"{A}.policy_loss.loss_mode={file}:soft_clip"
@@ -120,3 +129,18 @@ def test_a_failure_in_the_run_names_the_file_the_line_and_the_interface(tmp_path
     assert f"in {file}, line 5, in mine: return AdvantageOutput(inp.segments)" in message
     assert "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput" in message
     assert "AdvantageInput has token_rewards_T, lengths_N" in message and exit_code_of(caught.value) == 5
+
+
+def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_path, capfd):
+    (tmp_path / "loud.py").write_text(
+        "import os, subprocess\n"
+        "from grpo_rl.algos.losses.registered import TokenLoss\n"
+        "def loud(inputs):\n"
+        "    print('by Python'); os.write(2, b'by the system'); subprocess.run(['echo', 'by a program'])\n"
+        "    return TokenLoss(-inputs.advantages_T * inputs.policy_logprobs_T)\n"
+    )
+    kind = trial.KINDS[POLICY_LOSSES.kind]
+    trial.check(kind, f"{tmp_path / 'loud.py'}:loud", {}, kind.run)
+    print("afterwards")
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("afterwards\n", "")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.losses.reward_model import bradley_terry, step_classification
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
 
 LOG2 = math.log(2.0)

@@ -257,12 +257,12 @@ def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_
 
 
 def test_rejected_tokens_leave_every_count():
-    keep_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
-    keep_T[: int(INTERLEAVED.response_lengths_N[0])] = False
-    batch = INTERLEAVED.keep(keep_T)
+    trained_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
+    trained_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+    batch = INTERLEAVED.keep(trained_T)
     [steps] = run_update(batch, ppo_mini_batch_size=5, loss_agg_mode="prompt-mean")
     counts = steps[0][0].counts
-    kept = [int(part.sum()) for part in keep_T.split(batch.response_lengths_N.tolist())]
+    kept = [int(part.sum()) for part in trained_T.split(batch.response_lengths_N.tolist())]
     assert (counts.num_tokens, counts.num_sequences) == (sum(kept), sum(number > 0 for number in kept))
     for part in gathered(steps, 0):
         for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
@@ -387,7 +387,7 @@ def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_
         assert all(args[0] is share for args, share in zip(arguments, shares, strict=True))
     for share, update in ranks.asked[1][1]:
         assert set(update.columns) == {"advantages_T", "old_logprobs_T"}
-        assert len(update.columns["advantages_T"]) == int(update.keep_T.sum()) < share.num_trained_tokens
+        assert len(update.columns["advantages_T"]) == int(update.trained_T.sum()) < share.num_trained_tokens
         complete = update.complete(share)
         assert torch.equal(complete.rollout_logprobs_T % 3 != 0, torch.ones(complete.num_trained_tokens, dtype=torch.bool))
     group.update(with_advantages(INTERLEAVED))

@@ -1,4 +1,4 @@
-"""How a run ends, and what it says of that."""
+"""The end of a run, and what it prints and writes then."""
 
 from __future__ import annotations
 

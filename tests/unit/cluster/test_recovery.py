@@ -96,7 +96,7 @@ def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_c
     with pytest.raises(ClusterError) as caught:
         budget.spend("rollout0", "fourth")
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("rollout0 failed and is not started again: it was 2 times (trainer.max_restarts=2 within")
+    assert lines[0].startswith("rollout0 failed and is not started again: restarts so far: 2 (trainer.max_restarts=2 within")
     assert [line.strip() for line in lines[1:]] == [
         "60 s ago, rollout0: second",
         "9 s ago, rollout0: third: the first is forgotten",

@@ -1,4 +1,4 @@
-"""What a person reads first of an error that Ray hands over."""
+"""The first lines of an error that Ray hands over, as a person reads them."""
 
 from __future__ import annotations
 

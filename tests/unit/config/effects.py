@@ -1,4 +1,4 @@
-"""What a configuration makes of a run, so that two can be compared: a change of one key has to change something.
+"""The effect of a configuration on a run in a form that can be compared: a change of one key has to change something.
 
 `footprint` holds the plan's decisions (roles, places, passes, sizes, the engine, the objective), each part only where
 something reads it, and the values of those keys that are handed on as they are. A key that is in neither is found by the

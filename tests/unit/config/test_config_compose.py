@@ -1,4 +1,4 @@
-"""From the command line to a Config: overrides, recipes, interpolations, and what is refused on the way."""
+"""The way from the command line to a Config: overrides, recipes, interpolations, and what is refused on the way."""
 
 from __future__ import annotations
 

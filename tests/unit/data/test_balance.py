@@ -1,4 +1,4 @@
-"""How rollouts are dealt to ranks and micro-batches."""
+"""Dealing rollouts to ranks and micro-batches."""
 
 from __future__ import annotations
 

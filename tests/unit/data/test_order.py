@@ -1,4 +1,4 @@
-"""Which rows come when: weights, curricula, rows that turn out to be unusable, and all of it after a resume."""
+"""The order of rows: weights, curricula, rows that turn out to be unusable, and all of it after a resume."""
 
 from __future__ import annotations
 

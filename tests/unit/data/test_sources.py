@@ -1,4 +1,4 @@
-"""Where rows come from, how they are named in the config, and data too large to be checked whole."""
+"""Sources of rows: their names in the config, and data too large to be checked whole."""
 
 from __future__ import annotations
 
@@ -193,8 +193,14 @@ def test_a_class_of_ones_own_gives_the_rows(tmp_path: Path) -> None:
     )
     custom = CustomClsConfig(str(tmp_path / "mine.py"), "Doubled")
     assert truths(load(["3", "2"], custom_cls=custom)) == [4, 6]
-    with pytest.raises(DataError, match=r"mine\.py:Doubled, row 1: ZeroDivisionError"):
+    with pytest.raises(DataError, match=r"mine\.py:Doubled, row 1: ZeroDivisionError: .*mine\.py, line 7, in __getitem__\)"):
         load(["3", "0"], custom_cls=custom)
+    with pytest.raises(DataError) as caught:
+        load(["3", "four"], custom_cls=custom)
+    first, place, interface = str(caught.value).splitlines()
+    assert "custom_cls" in first and "mine.py:Doubled failed: ValueError: invalid literal for int()" in first
+    assert place.startswith(f"  in {tmp_path / 'mine.py'}, line 3, in ") and "int(name) for name in data_files" in place
+    assert interface == "  it is called as Doubled(data_files=[...], tokenizer=..., config=...), then len() is taken of it"
     with pytest.raises(ConfigError, match="it must be a class that has both"):
         load(["3"], custom_cls=CustomClsConfig(str(tmp_path / "mine.py"), "function"))
 

@@ -162,10 +162,11 @@ def test_failures_in_a_users_own_task_name_its_file_and_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN_TASK)
     with pytest.raises(
-        DataError, match=rf"IndexError: list index .* \({file}, line 4, in rows\); it is called as .*n=5, fail=True"
+        DataError,
+        match=rf"IndexError: list index .*\n  in {file}, line 4, in rows: .*\n  it is called as .*n=5, fail=True\) and returns",
     ):
         task_rows(f"task:{file}:rows?n=5&fail=true")
-    with pytest.raises(DataError, match=r"TypeError: .* has no len\(\).* returns a sequence of rows"):
+    with pytest.raises(DataError, match=r"TypeError: .* has no len\(\)\n.* returns a sequence of rows"):
         task_rows(f"task:{file}:none")
     source = open_source(f"task:{file}:rows")
     assert source.row(0)["prompt"] == "1"

@@ -1,4 +1,4 @@
-"""What is refused when a model folder is loaded, and in which words."""
+"""Model folders that are refused when they are loaded, and the words of the refusal."""
 
 from __future__ import annotations
 

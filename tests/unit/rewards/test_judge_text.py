@@ -1,4 +1,4 @@
-"""What a judge is asked and how its answer is read, with answers that try to be something else."""
+"""The judge's prompt and the parsers of its answer, with answers that try to be something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a reward model reads a rollout, and where it gives its scores."""
+"""The tokens that a reward model reads of a rollout, and the places of its scores."""
 
 from __future__ import annotations
 

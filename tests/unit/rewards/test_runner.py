@@ -193,6 +193,32 @@ def test_when_all_rewards_fail_the_run_stops_with_counts_and_causes(runner):
         runner.wait([rollout("a", "raise"), rollout("a", "raise", 1), rollout("b", "nan"), greedy])
 
 
+@pytest.mark.parametrize(
+    ("name", "deed", "line", "settings", "interface"),
+    [
+        (
+            "act",
+            "raise",
+            '"raise": lambda',
+            {},
+            "function(data_source=..., solution_str=..., ground_truth=..., extra_info=...)",
+        ),
+        ("act_later", "raise", '"raise": lambda', {}, "extra_info=...) and returns a finite number or a dict with 'score'"),
+        ("act_on_all", "raise-list", 'ValueError("no")', {"batched": ["act_on_all"]}, "extra_infos=...) and returns a list of"),
+    ],
+)
+def test_when_ones_own_function_fails_the_error_names_its_file_and_line_and_once_its_interface(
+    name, deed, line, settings, interface
+):
+    runner = make_runner((1, name), num_workers=1, on_failure="stop", **settings)
+    with pytest.raises(RewardError) as caught:
+        runner.wait([rollout("a", deed), rollout("b", deed)])
+    runner.close()
+    [number] = [n for n, text in enumerate(UNRULY.read_text().splitlines(), 1) if line in text]
+    message = str(caught.value)
+    assert message.count(f"({UNRULY}, line {number}, in ") == 2 and message.count(interface) == 1
+
+
 def test_the_processes_load_no_torch_and_stay_small(runner):
     for pid in runner.pids.values():
         mapped, status = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/status").read_text()

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what comes back: arrays, versions by token, text, and the order of a weight update."""
+"""Requests and completions of an engine: arrays, versions by token, text, and the order of a weight update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rewards to advantages, with and without the KL in the reward."""
+"""The way from rewards to advantages, with and without the KL in the reward."""
 
 from __future__ import annotations
 

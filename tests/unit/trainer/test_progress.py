@@ -1,4 +1,4 @@
-"""What is said of the step that is going on."""
+"""The display of the step that is going on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a save is committed, what a failing disk does to a run, and that a commit outlives an error that follows it."""
+"""The commit of a save, a failing disk's effect on a run, and commits that outlive an error that follows them."""
 
 from __future__ import annotations
 

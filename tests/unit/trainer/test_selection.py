@@ -1,4 +1,4 @@
-"""Which groups a step trains on, with rewards written down in the test in place of a model."""
+"""The choice of the groups that a step trains on, with rewards written down in the test in place of a model."""
 
 from __future__ import annotations
 

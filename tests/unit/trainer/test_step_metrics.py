@@ -1,4 +1,4 @@
-"""What is logged of rollouts, batches and phases."""
+"""The logged metrics of rollouts, batches and phases."""
 
 from __future__ import annotations
 
