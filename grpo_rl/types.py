@@ -257,6 +257,11 @@ class Batch:
     """Weights of the policy loss, where the rollouts are corrected."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    chosen_N: Tensor | None = None
+    """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
+
+    A pair is two rollouts of one group, one of them chosen, and each with a trained token.
+    """
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
 

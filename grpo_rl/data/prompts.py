@@ -60,6 +60,32 @@ class Renderer:
             )
         return self.text(self.with_system(row.prompt), where)
 
+    def answer(self, row: Example, prompt: str, answer: str, where: str) -> str:
+        """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
+
+        Raises BadRow where the template does not make a conversation that begins with its own prompt.
+        """
+        if isinstance(row.prompt, str):
+            return answer
+        answered = [*self.with_system(row.prompt), {"role": "assistant", "content": answer}]
+        text = self.text(answered, where, add_generation_prompt=False)
+        if not text.startswith(prompt):
+            raise BadRow(
+                f"{where}: {self._template} makes a text of prompt and answer that does not begin with the prompt's; give prompt "
+                "and answer as plain texts, or another template as data.chat_template"
+            )
+        return text[len(prompt) :]
+
+    def tokenize_answers(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of answers as the policy would sample them: up to the end-of-sequence token, which is added.
+
+        What a template writes after that token is never sampled.
+        """
+        end, ids = self.tokenizer.eos_token_id, []
+        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
+            ids += self.tokenizer(list(texts[start : start + TOKENIZED_AT_ONCE]), add_special_tokens=False)["input_ids"]
+        return [[*(answer[: answer.index(end)] if end in answer else answer), end] for answer in ids]
+
     def messages(self, row: Example) -> tuple[Message, ...] | None:
         """The chat messages that the row's text is rendered from; None for a plain string."""
         return None if isinstance(row.prompt, str) else tuple(self.with_system(row.prompt))

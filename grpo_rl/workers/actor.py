@@ -89,6 +89,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             weights_T=_to(batch.weights_T, self.device),
             selected_T=_to(batch.selected_T, self.device),
             group_N=batch.group_N.to(self.device),
+            chosen_N=_to(batch.chosen_N, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
 
