@@ -197,7 +197,8 @@ def changes() -> Iterator[tuple[str, Any]]:
 
 
 KL_NAMES = [*sorted(KL_ESTIMATORS), "full"]
-PAIRS = list(itertools.product(sorted(ADVANTAGES), SINGLE))
+# `sft` has no estimator: only trainer.schedule=offline takes it, and tests/unit/config/test_schedule_rules.py its keys.
+PAIRS = list(itertools.product(sorted(ADVANTAGES), [loss for loss in SINGLE if loss != "sft"]))
 
 
 def kl_of(loss: str, average: str) -> str:
