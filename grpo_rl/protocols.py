@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
@@ -47,6 +49,9 @@ class Actor(Trained, Protocol):
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs_T` filled where something reads them, unchanged otherwise."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the present policy's log-probability of each trained token."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""

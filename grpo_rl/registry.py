@@ -186,22 +186,30 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
-def needs(*names: str) -> Callable[[F], F]:
+def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
     """Return a decorator that notes what a function needs of the run beyond its standing arguments.
 
-    The names are those that the function's registry documents. A user's own function can carry it too.
+    The names are those that the function's registry documents; several decorators add up. `unless` is a switch among the
+    function's options: where it is true, nothing of this is needed. A user's own function can carry it too.
     """
 
     def note(function: F) -> F:
-        function.needs = frozenset(names)  # type: ignore[attr-defined]
+        function.needs = needs_of(function) | frozenset(names)  # type: ignore[attr-defined]
+        if unless is not None:
+            spared = getattr(function, "spared", {}) | dict.fromkeys(names, unless)
+            function.spared = spared  # type: ignore[attr-defined]
         return function
 
     return note
 
 
-def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the needs that the function declared with `@needs`; none where it declared none."""
-    return getattr(function, "needs", frozenset())
+def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> frozenset[str]:
+    """Return the needs that the function declared with `@needs`, none where it declared none; with `options`, those that hold with them."""
+    needed: frozenset[str] = getattr(function, "needs", frozenset())
+    if options is None:
+        return needed
+    values = options_of(function) | dict(options)
+    return needed - {name for name, switch in getattr(function, "spared", {}).items() if values.get(switch)}
 
 
 def formula_of(function: Callable[..., Any]) -> str:

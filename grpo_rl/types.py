@@ -220,7 +220,8 @@ class Batch:
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
     token_ids_S: Tensor
     rewards_N: Tensor
-    rollout_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor | None = None
+    """Those that the engine reported; None for tokens that no engine sampled, such as demonstrations."""
     positions_T: Tensor = None  # type: ignore[assignment]
     """Positions of the trained tokens in `token_ids_S`, ascending.
 
@@ -256,6 +257,11 @@ class Batch:
     """Weights of the policy loss, where the rollouts are corrected."""
     selected_T: Tensor | None = None
     """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    chosen_N: Tensor | None = None
+    """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
+
+    A pair is two rollouts of one group, one of them chosen, and each with a trained token.
+    """
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
 
@@ -283,7 +289,7 @@ class Batch:
 
     @property
     def num_trained_tokens(self) -> int:
-        return len(self.rollout_logprobs_T)
+        return len(self.positions_T)
 
     @property
     def sequence_lengths_N(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
-from grpo_rl.config.function_options import AVERAGE, LOSS, chosen_options
+from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
@@ -51,6 +51,11 @@ class Objective:
         check_options(f"loss_agg_mode {self.loss_agg_mode!r}", aggregate, dict(self.agg_options))
         if "loss_scale_factor" in options_of(aggregate) and not dict(self.agg_options).get("loss_scale_factor"):
             raise ConfigError(f"loss_agg_mode {self.loss_agg_mode!r} needs loss_scale_factor, such as the longest response")
+        if self.needs_pairs and self.loss_agg_mode in set(AGGREGATIONS) - set(PAIR_AVERAGES):
+            raise ConfigError(
+                f"policy loss {self.loss_mode!r} is a mean over pairs, which loss_agg_mode {self.loss_agg_mode!r} does not make; "
+                f"loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
+            )
         if self.kl_loss_type is not None:
             estimator = full_kl if self.kl_loss_type == "full" else KL_ESTIMATORS.get(self.kl_loss_type)
             check_options(f"KL estimator {self.kl_loss_type!r}", estimator, dict(self.kl_options))
@@ -105,12 +110,17 @@ class Objective:
         return "group_tokens" in self._loss_needs | needs_of(AGGREGATIONS.get(self.loss_agg_mode))
 
     @property
+    def needs_pairs(self) -> bool:
+        """Return whether the rollouts have to come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
+        return "pairs" in self._loss_needs
+
+    @property
     def _has_entropy(self) -> bool:
         return self.entropy_coeff != 0.0 or self.adaptive_entropy
 
     @property
     def _loss_needs(self) -> frozenset[str]:
-        return needs_of(POLICY_LOSSES.get(self.loss_mode))
+        return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
         """Return which trained tokens of a whole mini-batch the loss treats otherwise. Only where `needs_selection`."""
@@ -133,7 +143,12 @@ class Objective:
         loss_T, token_stats = self._policy_loss(inputs)
         weights_T = inputs.weights_T
         loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
-        stats = {"share/pg_loss": loss.detach(), **_combine(token_stats)}
+        stats = {"share/pg_loss": loss.detach()}
+        if self.needs_pairs:
+            # One value on all tokens of a pair, as its loss: averaged like that, it is a mean over pairs.
+            stats |= {f"share/{name}": self._average(value_T, inputs, counts) for name, value_T in token_stats.items()}
+        else:
+            stats |= _combine(token_stats)
 
         if inputs.entropy_T is not None:
             stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()

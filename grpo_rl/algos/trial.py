@@ -112,6 +112,28 @@ def loss_input(*, one_update: bool = False) -> LossInput:
     )
 
 
+def pair_input() -> LossInput:
+    """Return four pairs with every optional column, in which either response is the longer or the preferred one."""
+    lengths_N, group_N = torch.tensor([30, 18, 24, 48, 36, 42, 12, 6]), torch.arange(4).repeat_interleave(2)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = int(lengths_N.sum())
+    policy_T, old_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(4, num_tokens, generator=generator, dtype=torch.float64)
+    chosen_N = torch.tensor([True, False, False, True, True, False, False, True])
+    return LossInput(
+        policy_logprobs_T=policy_T.requires_grad_(),
+        advantages_T=(2.0 * chosen_N.double() - 1.0).repeat_interleave(lengths_N),
+        segments=Segments(lengths_N),
+        old_logprobs_T=old_T,
+        ref_logprobs_T=ref_T,
+        rollout_logprobs_T=rollout_T,
+        entropy_T=(3.0 * old_T).abs(),
+        weights_T=torch.ones(num_tokens),
+        group_N=group_N,
+        chosen_N=chosen_N,
+        group_tokens_N=group_tokens(lengths_N, group_N),
+    )
+
+
 def recorder(inputs: T, read: set[str]) -> T:
     """Return a copy of a frozen dataclass that notes in `read` which of its fields are read."""
     names = {field.name for field in fields(inputs)}  # type: ignore[arg-type]
@@ -174,7 +196,12 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
 
 @unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> Outcome:
-    """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient."""
+    """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
+
+    A loss over pairs is tried on pairs, whatever the other `inputs` are.
+    """
+    if "pairs" in needs_of(function):
+        inputs = pair_input()
     inputs, read = inputs or loss_input(), set[str]()
     if selection := selection_of(function):
         generator = torch.Generator().manual_seed(0)
@@ -185,7 +212,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
         raise ConfigError(f"returns {_described(out)}, not TokenLoss(loss_T, stats)")
     loss_T, stats = out
     for name, value_T in {"loss_T": loss_T, **stats}.items():
-        _check_tokens(name, value_T)
+        _check_tokens(name, value_T, inputs.segments.num_tokens)
     return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
@@ -352,8 +379,7 @@ def _gradient(x_T: Tensor, inputs: LossInput) -> Tensor:
     return torch.zeros_like(inputs.policy_logprobs_T) if gradient_T is None else gradient_T
 
 
-def _check_tokens(name: str, value_T: Any) -> None:
-    num_tokens = int(LENGTHS_N.sum())
+def _check_tokens(name: str, value_T: Any, num_tokens: int = int(LENGTHS_N.sum())) -> None:
     if not isinstance(value_T, Tensor) or value_T.shape != (num_tokens,):
         raise ConfigError(f"gives {_described(value_T)} as {name} of {num_tokens} trained tokens, not one number per token")
 

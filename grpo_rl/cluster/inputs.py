@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
+from grpo_rl.config.derived import is_supervised
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.supervised import Demonstrations, DemonstrationSet, load_demonstrations
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -20,6 +22,16 @@ from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
+
+T = TypeVar("T", PromptDataset, DemonstrationSet)
+
+
+class _Data(NamedTuple):
+    """The rows of a run."""
+
+    train: PromptDataset | None
+    val: PromptDataset | None
+    demonstrations: Demonstrations | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +44,10 @@ class Inputs:
     """The policy's folder; for an embedded model the one with its tokenizer and initial weights, before its warm start."""
     tokenizer: Any
     train_data: PromptDataset | None
-    """The training data; None where nothing is trained."""
+    """The prompts that are trained on; None where nothing is trained, or given answers are."""
     val_data: PromptDataset | None
+    demonstrations: Demonstrations | None
+    """The answers that a supervised run learns from; None for all others."""
     rules: RewardRunner | None
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards
@@ -49,21 +63,22 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
     folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
-    train_data, val_data = _data(plan, tokenizer, console, run_dir.path)
+    data = _data(plan, tokenizer, console, run_dir.path)
     models = ModelRewards(plan, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
         reward = RewardFunction.from_config(config.reward, decode=decode)
-        data_sources = {source for data in (train_data, val_data) if data is not None for source in data.data_sources}
+        data_sources = {source for part in (data.train, data.val) if part is not None for source in part.data_sources}
         reward.check_data_sources(data_sources)
         rules = RewardRunner(reward, config.reward, data_sources=data_sources, log_folder=run_dir.logs)
         stack.callback(rules.close)
     if rules is not None:
         rules.check_started()
-    if train_data is not None:
-        plan = plan.with_rows(len(train_data))
-    return Inputs(plan, folder, tokenizer, train_data, val_data, rules, models)
+    trained = data.train if data.demonstrations is None else data.demonstrations.train
+    if trained is not None:
+        plan = plan.with_rows(len(trained))
+    return Inputs(plan, folder, tokenizer, data.train, data.val, data.demonstrations, rules, models)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:
@@ -73,32 +88,43 @@ def _tokenizer(config: Config, folder: str) -> Any:
     return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
 
 
-def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> tuple[PromptDataset | None, PromptDataset | None]:
-    """The training data, None where nothing is trained, and the validation data, None where none is named."""
-    data = plan.config.data
-    bad = {part: BadRows(data.on_bad_row, folder / f"bad_rows_{part}.jsonl", console.warn) for part in ("train", "val")}
+def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
+    """Read the data; what is not named, or not used, is None."""
+    config = plan.config
+    data = config.data
+    notes: list[str] = []
+
+    def reading(part: str) -> dict[str, Any]:
+        bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{part}.jsonl", console.warn)
+        return {"bad_rows": bad_rows, "note": lambda text: bar.advance(0, note=text)}
+
+    def done(part: str, found: T) -> T:
+        notes.append(f"{part}: {found.report}")
+        bar.advance(note="; ".join(notes))
+        return found
+
+    # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
+    of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
     with console.progress("reading the data") as bar:
-        train = val = None
-        notes: list[str] = []
+        if is_supervised(config):
+            of_train = {"max_samples": data.train_max_samples} | reading("train")
+            train = done("train", load_demonstrations(data.train_files, config, tokenizer, **of_train))
+            val = val_prompts = None
+            if data.val_files:
+                found = load_demonstrations(data.val_files, config, tokenizer, **of_val, **reading("val"))
+                val = done("validation", found)
+            if data.val_prompt_files:
+                prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))
+                val_prompts = done("validation prompts", prompts)
+            return _Data(None, val_prompts, Demonstrations(train, val))
+        train_prompts = val_prompts = None
         if plan.trains:
-            train = load_dataset(
-                data.train_files,
-                data,
-                tokenizer,
-                max_samples=data.train_max_samples,
-                bad_rows=bad["train"],
-                note=lambda text: bar.advance(0, note=text),
-            )
-            notes.append(f"train: {train.report}")
-            bar.advance(note=notes[0])
+            of_train = {"max_samples": data.train_max_samples} | reading("train")
+            train_prompts = done("train", load_dataset(data.train_files, data, tokenizer, **of_train))
         if data.val_files:
-            # Every validation uses all of these rows, so none can wait for its turn.
-            val = load_dataset(
-                data.val_files, data, tokenizer, max_samples=data.val_max_samples, whole=True, bad_rows=bad["val"]
-            )
-            bar.advance(note="; ".join([*notes, f"validation: {val.report}"]))
-    if train is not None and data.curriculum == "difficulty":
+            val_prompts = done("validation", load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
+    if train_prompts is not None and data.curriculum == "difficulty":
         # Read now, so that a row without one is refused before anything starts.
-        with console.progress("reading the difficulty of every row", total=len(train)) as bar:
-            train.difficulty(note=bar.advance)
-    return train, val
+        with console.progress("reading the difficulty of every row", total=len(train_prompts)) as bar:
+            train_prompts.difficulty(note=bar.advance)
+    return _Data(train_prompts, val_prompts, None)

@@ -85,7 +85,7 @@ def run(composed: Composed, plan: Plan) -> int:
 
 def train(launch: Launch, stack: ExitStack) -> None:
     """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
-    config, plan, run_dir, console = launch.composed.config, launch.plan, launch.run_dir, launch.console
+    config, plan, run_dir, console = launch.plan.config, launch.plan, launch.run_dir, launch.console
     lost = ends_the_run(launch.status, run_dir, console)
     # A GPU's driver does not survive a fork.
     copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
@@ -123,8 +123,9 @@ def train(launch: Launch, stack: ExitStack) -> None:
     started = start_roles(cluster, plan, inputs.tokenizer)
     launch.status.update(workers=cluster.pids())
     connection.watch_nodes(raylets(cluster.places()))
-    rewarder = inputs.models.beside(inputs.rules, started.scorers)
-    stack.callback(rewarder.close)
+    rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
+    if rewarder is not None:
+        stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
     stack.callback(sinks.close)
 
@@ -135,6 +136,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
+        demonstrations=inputs.demonstrations,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:

@@ -25,7 +25,7 @@ from grpo_rl.data.tasks.demonstrations import demonstrations
 from grpo_rl.models import builtin
 from grpo_rl.plan.decisions import decide
 from grpo_rl.telemetry.console import Console
-from grpo_rl.trainer import sft
+from grpo_rl.trainer import offline
 from grpo_rl.types import Metrics
 
 COMPLETE = "warm_start.json"
@@ -61,13 +61,13 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
             ]
         )
         actor = make_actor(plan, worker_set, tokenizer)
-        pairs = [(d.prompt_ids, d.response_ids) for d in demonstrations(spec.task, tokenizer)]
+        learnt = demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 
             def on_step(_: int, metrics: Metrics) -> None:
                 bar.advance(note=f"loss {metrics['actor/pg_loss']:.3f}")
 
-            sft.fit(actor, pairs, num_steps=spec.num_steps, batch_size=spec.batch_size, seed=spec.seed, on_step=on_step)
+            offline.fit(actor, learnt, num_steps=spec.num_steps, batch_size=spec.batch_size, seed=spec.seed, on_step=on_step)
         warm.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{warm.name}-", dir=warm.parent))
         actor.export(fresh)
@@ -79,11 +79,9 @@ def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: 
 
 
 def _config(spec: builtin.WarmStart, folder: str) -> Config:
-    """The warm start's settings as a configuration of the actor: cross-entropy, one process."""
+    """Return the warm start's settings as a configuration of the supervised schedule, in one process."""
     actor = ActorConfig(
-        ppo_mini_batch_size=spec.batch_size,
-        policy_loss=PolicyLossConfig(loss_mode="reinforce"),
-        use_kl_loss=False,
+        policy_loss=PolicyLossConfig(loss_mode="sft"),
         optim=OptimConfig(lr=spec.lr, lr_warmup_steps=spec.lr_warmup_steps, weight_decay=0.0),
     )
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
@@ -91,7 +89,9 @@ def _config(spec: builtin.WarmStart, folder: str) -> Config:
         data=DataConfig(train_batch_size=spec.batch_size),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
     )
-    trainer = replace(config.trainer, n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps)
+    trainer = replace(
+        config.trainer, schedule="offline", n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps
+    )
     return replace(config, trainer=trainer)
 
 

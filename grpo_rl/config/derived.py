@@ -6,6 +6,7 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,40 @@ class MicroBatchRule:
 
     def __str__(self) -> str:
         return f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
+
+
+def is_supervised(config: Config) -> bool:
+    """Return whether the run trains on answers that stand in its data, and samples none to train on."""
+    return config.trainer.schedule == "offline"
+
+
+def samples_answers(config: Config) -> bool:
+    """Return whether anything is sampled and scored: by a supervised run only where it validates so."""
+    return not is_supervised(config) or bool(config.data.val_prompt_files)
+
+
+def settled(config: Config) -> Config:
+    """Return the configuration with the settings that its schedule fixes, whatever their keys say.
+
+    Supervised training takes one optimizer step on each batch, on the distribution that the model itself has, and compares
+    it with no reference. Keys that say otherwise are refused before (`switch_rules.py`).
+    """
+    if not is_supervised(config):
+        return config
+    parts = config.actor_rollout_ref
+    actor = dataclasses.replace(
+        parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
+    )
+    rollout = dataclasses.replace(parts.rollout, n=1, temperature=1.0)
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor, rollout=rollout))
+
+
+def longest_sequence(config: Config) -> int:
+    """Return the most tokens that a sequence which is trained on may have."""
+    data = config.data
+    if is_supervised(config) and data.max_length is not None:
+        return data.max_length
+    return data.max_prompt_length + data.max_response_length
 
 
 def update_rule(config: Config) -> MicroBatchRule:

@@ -14,6 +14,9 @@ from typing import Any
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, Config
 
 ACTOR = "actor_rollout_ref.actor"
+PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
+"""The averages that make a mean over pairs of a loss over pairs, which has one value on all tokens of a pair. The others
+would multiply the loss of a pair with the lengths of its responses."""
 
 
 @dataclass(frozen=True, slots=True)

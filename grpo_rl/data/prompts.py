@@ -39,6 +39,11 @@ class Renderer:
             if text is not config.chat_template:
                 self._template = f"the chat template {config.chat_template}"
 
+    @property
+    def has_template(self) -> bool:
+        """True where there is a chat template at all."""
+        return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
+
     def render(self, row: Example, where: str) -> str:
         """The prompt as text. Raises BadRow for messages that the template refuses, DataError where there is no template."""
         if isinstance(row.prompt, str):
@@ -48,27 +53,66 @@ class Renderer:
                     "expected a list of {role, content} messages"
                 )
             return row.prompt
-        if self.options.get("chat_template") is None and getattr(self.tokenizer, "chat_template", None) is None:
+        if not self.has_template:
             raise DataError(
                 f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
                 f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
             )
-        return self._apply(self._with_system(row.prompt), where)
+        return self.text(self.with_system(row.prompt), where)
+
+    def answer(self, row: Example, prompt: str, answer: str, where: str) -> str:
+        """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
+
+        Raises BadRow where the template does not make a conversation that begins with its own prompt.
+        """
+        if isinstance(row.prompt, str):
+            return answer
+        answered = [*self.with_system(row.prompt), {"role": "assistant", "content": answer}]
+        text = self.text(answered, where, add_generation_prompt=False)
+        if not text.startswith(prompt):
+            raise BadRow(
+                f"{where}: {self._template} makes a text of prompt and answer that does not begin with the prompt's; give prompt "
+                "and answer as plain texts, or another template as data.chat_template"
+            )
+        return text[len(prompt) :]
+
+    def tokenize_answers(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of answers as the policy would sample them: up to the end-of-sequence token, which is added.
+
+        What a template writes after that token is never sampled.
+        """
+        end, ids = self.tokenizer.eos_token_id, []
+        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
+            ids += self.tokenizer(list(texts[start : start + TOKENIZED_AT_ONCE]), add_special_tokens=False)["input_ids"]
+        return [[*(answer[: answer.index(end)] if end in answer else answer), end] for answer in ids]
 
     def messages(self, row: Example) -> tuple[Message, ...] | None:
         """The chat messages that the row's text is rendered from; None for a plain string."""
-        return None if isinstance(row.prompt, str) else tuple(self._with_system(row.prompt))
+        return None if isinstance(row.prompt, str) else tuple(self.with_system(row.prompt))
 
-    def _with_system(self, messages: list[Message]) -> list[Message]:
+    def with_system(self, messages: list[Any]) -> list[Any]:
+        """Return the messages after `data.system_prompt`, unless they begin with a system message."""
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _apply(self, messages: list[Message], where: str) -> str:
-        """The rendered messages. A template is a program that came with a model: it may fail in any way, or never end."""
+    def text(self, messages: list[Any], where: str, **options: Any) -> str:
+        """Return the rendered messages, with the beginning of an answer unless `add_generation_prompt` is false."""
+        options = {"add_generation_prompt": True} | options
+        text = self.apply(messages, where, tokenize=False, **options)
+        assert isinstance(text, str)
+        if len(text) > LARGEST_ROW:
+            raise BadRow(f"{where}: {self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
+        return text
+
+    def apply(self, messages: list[Any], where: str, **options: Any) -> Any:
+        """Return what `apply_chat_template` makes of the messages.
+
+        A template is a program that came with a model: it may fail in any way, or never end.
+        """
         try:
             with _time_limit(RENDER_S):
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+                return self.tokenizer.apply_chat_template(messages, **{**self.options, **options})
         except _OutOfTime:
             raise DataError(
                 f"{where}: {self._template} has not rendered this prompt within {RENDER_S:g} s: it has a loop that takes "
@@ -76,10 +120,6 @@ class Renderer:
             ) from None
         except Exception as error:
             raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
-        assert isinstance(text, str)
-        if len(text) > LARGEST_ROW:
-            raise BadRow(f"{where}: {self._template} makes {len(text)} characters of it; expected at most {LARGEST_ROW}")
-        return text
 
     def tokenize(self, rows: Sequence[Example], texts: Sequence[str]) -> list[list[int]]:
         """Token ids per row; a rendered template brings its own special tokens, a plain string gets the tokenizer's."""

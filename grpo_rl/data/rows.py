@@ -83,10 +83,15 @@ def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
         return value
     if not isinstance(value, list) or not value:
         raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty string")
-    for number, message in enumerate(value):
+    check_messages(value, where, key)
+    return value
+
+
+def check_messages(messages: list[Any], where: str, key: str) -> None:
+    """Raise BadRow unless all entries of the column are chat messages with a role and a content."""
+    for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise wrong(where, f"{key}[{number}]", message, "a message {role, content}")
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
                 raise wrong(where, f"{key}[{number}].{part}", message.get(part), "a string")
-    return value

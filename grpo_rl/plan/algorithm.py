@@ -38,6 +38,8 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     for choice in CHOICES:
         if _is_used(config, choice):
             yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
+    if derived.is_supervised(config):
+        return  # no advantages are estimated, and nothing is sampled that could be corrected or filtered
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_pair(config)
     yield "algorithm.rollout_correction.", lambda: _check_correction(config)
@@ -100,6 +102,8 @@ def _is_used(config: Config, choice: Choice) -> bool:
     """Return whether a function is called at all; the full KL is none that is registered."""
     if choice is KL_IN_LOSS:
         return derived.has_kl_in_loss(config) and choice.name(config) != "full"
+    if choice is ESTIMATOR:
+        return not derived.is_supervised(config)
     return choice is not KL_IN_REWARD or config.algorithm.use_kl_in_reward
 
 

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.derived import is_supervised
 from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.data.conversations import conversation
 from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
 from grpo_rl.data.sources.quick_check import check_data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
@@ -29,7 +31,12 @@ Bind = Callable[[str, Callable[[], Any]], Any]
 
 def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
-    return check_data_files(replace(config.data, train_files=[]) if config.trainer.val_only else config.data)
+    data = config.data
+    if is_supervised(config):
+        rows = check_data_files(data, conversation)
+        prompts = check_data_files(replace(data, train_files=data.val_prompt_files, val_files=[]))
+        return [*rows, *(problem for problem in prompts if problem not in rows)]
+    return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
 
 
 def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:
@@ -41,8 +48,9 @@ def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | 
     data = config.data
     if data.custom_cls.path is not None:
         return None
-    for name in data.val_files:
-        _count("val_files", name, data, bind, False)
+    for key in ("val_files", "val_prompt_files"):
+        for name in getattr(data, key):
+            _count(key, name, data, bind, False)
     counts = (
         [] if config.trainer.val_only else [_count("train_files", name, data, bind, with_files) for name in data.train_files]
     )

@@ -106,6 +106,8 @@ class Sizes:
 class RewardPlan:
     """The parts of the reward beside a reward model, which is a role."""
 
+    scores: bool
+    """Anything is scored at all."""
     rules: bool
     """True where reward functions run, in processes of their own."""
     judge: bool
@@ -203,14 +205,15 @@ class Plan:
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:
     """Return the plan of a run on `machine`, without what its page and its memory estimate say.
 
-    `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has.
+    `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has. The plan's own
+    configuration has what the schedule fixes (`derived.settled`).
     """
+    config = derived.settled(config)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
-    roles = _roles(
-        config, machine, schedule.roles, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes
-    )
+    driven = schedule.roles if derived.samples_answers(config) else schedule.roles - {"rollout", "rewarder"}
+    roles = _roles(config, machine, driven, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes)
     return Plan(
         config=config,
         machine=machine,
@@ -219,7 +222,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         passes=_passes(config, objective),
         sizes=_sizes(config, num_train_rows),
         schedule=schedule,
-        reward=_reward(config, scores="rewarder" in schedule.roles, reads_steps="steps" in needs),
+        reward=_reward(config, scores="rewarder" in driven, reads_steps="steps" in needs),
         engine=_engine(config, machine, roles),
         objective=objective,
         advantage_needs=needs,
@@ -321,7 +324,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
     by_model = derived.scores_steps_by_model(config)
     steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
-    return RewardPlan(scores and bool(config.reward.functions), scores and derived.has_judge(config), steps_from)
+    return RewardPlan(scores, scores and bool(config.reward.functions), scores and derived.has_judge(config), steps_from)
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, settled
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.plan import machine as machines
@@ -31,6 +31,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     problems = [*check(config, machine), *machines.problems(config, machine)]
     if problems:
         raise ConfigError(problems)
+    config = settled(config)
     rows = _look_up_names(config, machine)
 
     # Importing these takes torch, a second: what is refused above is refused without it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_rl.config.derived import Machine, MicroBatchRule
+from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -88,7 +88,7 @@ def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
     """The most tokens in one micro-batch of one rank, and never more than a mini-batch can have."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = longest_sequence(config)
     rollouts = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     limit = rule.max_tokens if rule.max_tokens is not None else (rule.max_rollouts or 1) * longest
     return min(limit, rollouts * longest)

@@ -219,7 +219,7 @@ class Console:
         `left_s` is the time that the remaining steps will take.
         """
         if self._lines_since_header >= HEADER_EVERY:
-            self._print(step_line.header())
+            self._print(step_line.header(metrics))
             self._lines_since_header = 0
         self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1

@@ -15,6 +15,8 @@ from grpo_rl.telemetry.step_line import FAILURES, component_keys, validation_key
 from grpo_rl.telemetry.text import duration, number, safe_text
 
 _WIDTH = 100
+LOSSES = {"val/loss": "validation loss", "val/perplexity": "validation perplexity", "train/loss": "training loss"}
+"""Metrics of supervised runs that the table of results compares, with their names there."""
 _TEXT_LIMIT = 400
 
 
@@ -34,7 +36,7 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of results: validation and training reward.
+    """Return the table of results: validation, losses on given answers, and training reward.
 
     The first validation against the last one, and the mean reward of the first training steps against the last, five
     where there are ten. What was measured at one step alone has neither a before nor an after.
@@ -47,6 +49,12 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
         if points[0][0] != points[-1][0]:
             changed.append((name, points[0][1], points[-1][1]))
         else:
+            measured.append((name, points[-1][1]))
+    for key, name in LOSSES.items():
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points and points[0][0] != points[-1][0]:
+            changed.append((name, points[0][1], points[-1][1]))
+        elif points:
             measured.append((name, points[-1][1]))
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     if len(rewards) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from grpo_rl.telemetry.text import number, safe_text
 
@@ -51,14 +52,48 @@ class Cell:
     style: str = ""
 
 
-def header() -> list[Cell]:
-    """Return the names of the columns, each as wide as its values."""
+def header(metrics: Mapping[str, float] = MappingProxyType({})) -> list[Cell]:
+    """Return the names of the columns for a run with such metrics, each as wide as its values."""
+    if is_supervised(metrics):
+        return _supervised_header()
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
 
 
+def is_supervised(metrics: Mapping[str, float]) -> bool:
+    """Return whether these are metrics of a run that learns given answers, whose table has other columns."""
+    return "train/loss" in metrics or "val/loss" in metrics
+
+
+def _supervised_header() -> list[Cell]:
+    names = "".join(name.rjust(width) for name, width in _SUPERVISED_COLUMNS)
+    return [Cell(f"{'step':>9}{names}", "bold")]
+
+
+def _supervised_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
+    """Return losses per token, how well the prompts were answered, and the optimizer's state."""
+    return [
+        Cell(f"{step}/{total}".rjust(9)),
+        Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
+        Cell(number(metrics.get("val/loss"), 9, digits=4), "bold green"),
+        Cell(number(metrics.get("val/perplexity"), 10)),
+        Cell(number(validation_score(metrics), 9), "bold green"),
+        Cell(number(metrics.get("actor/lr"), 10, digits=7)),
+        Cell(number(metrics.get("actor/grad_norm"), 9)),
+        Cell(number(metrics.get("train/num_tokens"), 9, digits=0)),
+        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
+        Cell(_seconds(metrics.get("timing_s/step"), 8)),
+        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
+    ]
+
+
 def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> list[Cell]:
-    """Return the values under `header()`: 119 columns, "-" for what the step did not measure. After them, the reward's components and failures."""
+    """Return the values under `header()`: 119 columns, "-" for what the step did not measure. After them, the reward's components and failures.
+
+    A run that learns given answers has other columns, under the header for them.
+    """
+    if is_supervised(metrics):
+        return _supervised_line(step, total, metrics, left_s)
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
@@ -110,6 +145,20 @@ def _short_duration(seconds: float) -> str:
 
 
 _COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8), ("left", 8)]
+
+
+_SUPERVISED_COLUMNS = [
+    ("loss", 9),
+    ("val loss", 9),
+    ("val ppl", 10),
+    ("answers", 9),
+    ("lr", 10),
+    ("grad", 9),
+    ("trained", 9),
+    ("tok/s", 8),
+    ("seconds", 8),
+    ("left", 8),
+]
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:

@@ -110,7 +110,7 @@ class Run:
         trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
         last = self.step == self.total_steps or self.schedule.ended() is not None
         is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
-        if self.context.val_data is not None and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
+        if self.context.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.schedule.evaluate()
         if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
             metrics |= self._save()

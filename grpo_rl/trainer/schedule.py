@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.supervised import Demonstrations
 from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
@@ -81,6 +82,13 @@ class Context:
     """The phases of a step, which are shown, timed, and points at which a signal is answered."""
     step: int = 0
     """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
+    demonstrations: Demonstrations | None = None
+    """The answers that a supervised run learns."""
+
+    @property
+    def validates(self) -> bool:
+        """True where there is anything to validate on."""
+        return self.val_data is not None or (self.demonstrations is not None and self.demonstrations.val is not None)
 
 
 class Schedule(Protocol):
@@ -88,7 +96,7 @@ class Schedule(Protocol):
 
     roles: ClassVar[frozenset[str]]
     """The names of the fields of `Roles` that it can drive. A reference, a critic or a reward model among them is started
-    only where the configuration needs one."""
+    only where the configuration needs one, engines and rewards only where it samples something."""
     trained: Sequence[Rollout]
     """The rollouts that the last step trained on, which are kept for a look where its update was not finite; the run empties
     it afterwards. Always empty where a schedule trains on something else."""

@@ -12,7 +12,9 @@ from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.choose import make_sampler
+from grpo_rl.data.draw_order.sampler import Sampler
 from grpo_rl.data.sources.fingerprint import differences
+from grpo_rl.data.supervised import DemonstrationSet
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
@@ -113,24 +115,10 @@ class Selection:
 
         Raises CheckpointError for data that have changed; with data.allow_change the next epoch of the new data begins.
         """
-        changes = differences(state["data"], self.data.fingerprint) if "data" in state else []
-        changes = changes or self._other_rows(state)
-        if changes and not self.allow_change:
-            raise CheckpointError(
-                f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
-                "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
-            )
-        if changes:
-            self.sampler.start_after(state)
+        if not resume_order(self.sampler, self.data, state, allow_change=self.allow_change):
             return
-        self.sampler.load_state_dict(state)
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
-
-    def _other_rows(self, state: dict[str, Any]) -> list[str]:
-        before = state.get("num_rows")
-        same = before is None or before == len(self.data)
-        return [] if same else [f"{before} rows were used, now {len(self.data)} are"]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
         """Return scored rollouts of the next batch of prompts; their pass rates are noted."""
@@ -176,6 +164,29 @@ class Selection:
             if self.pass_rates is None
             else metrics | {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
         )
+
+
+def resume_order(
+    sampler: Sampler, data: PromptDataset | DemonstrationSet, state: dict[str, Any], *, allow_change: bool
+) -> bool:
+    """Let the sampler continue where `state` was taken; return False where the next epoch of other data begins instead.
+
+    Raises CheckpointError for data that have changed, unless that is allowed.
+    """
+    changes = differences(state["data"], data.fingerprint) if "data" in state else []
+    before = state.get("num_rows")
+    if not changes and before is not None and before != len(data):
+        changes = [f"{before} rows were used, now {len(data)} are"]
+    if changes and not allow_change:
+        raise CheckpointError(
+            f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "
+            "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
+        )
+    if changes:
+        sampler.start_after(state)
+        return False
+    sampler.load_state_dict(state)
+    return True
 
 
 def metric_of(rollout: Rollout, name: str, factors: Mapping[str, float]) -> float:

@@ -58,6 +58,7 @@ class TrainedTokens:
         if self.mask_truncated:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and not self.correction.bypass_mode:
+            assert batch.rollout_logprobs_T is not None, "these responses were sampled"
             # A response that was masked is in no mean of the correction.
             segments = Segments(batch.trained_lengths_N[whole_N])
             found = correct(self.correction, batch.old_logprobs_T, batch.rollout_logprobs_T, segments)

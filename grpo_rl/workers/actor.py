@@ -75,19 +75,21 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
         """Return the trained tokens' columns of a micro-batch, on this rank's device."""
-        assert batch.advantages_T is not None
+        # Demonstrations have no advantages: each of their tokens counts alike.
+        advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
         return LossInput(
             policy_logprobs_T=outputs.logprobs_T,
-            advantages_T=batch.advantages_T.to(self.device),
+            advantages_T=advantages_T.to(self.device),
             segments=Segments(batch.trained_lengths_N.to(self.device)),
             old_logprobs_T=_to(batch.old_logprobs_T, self.device),
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
-            rollout_logprobs_T=batch.rollout_logprobs_T.to(self.device),
+            rollout_logprobs_T=_to(batch.rollout_logprobs_T, self.device),
             entropy_T=outputs.entropy_T,
             full_kl_T=outputs.full_kl_T,
             weights_T=_to(batch.weights_T, self.device),
             selected_T=_to(batch.selected_T, self.device),
             group_N=batch.group_N.to(self.device),
+            chosen_N=_to(batch.chosen_N, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
 
@@ -147,7 +149,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
     """Return how far the engine's log-probs are from the trainer's; with `shares`, in all its measures."""
     rollout_T = batch.rollout_logprobs_T
-    if not len(rollout_T):
+    if rollout_T is None or not len(rollout_T):
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
     stats = {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}

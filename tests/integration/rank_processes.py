@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_rl.algos.losses.reward_scores import bradley_terry
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 from grpo_rl.models import forward, fsdp
@@ -133,13 +134,13 @@ class PairWorker(Recording, TrainedRank[PairSpec, ValueModel]):
         return build_sharded(self.spec.model, self.rank, self.device, ValueModel)
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """Bradley and Terry (1952): -log sigmoid of the difference, averaged over the pairs."""
+        """The loss of Bradley and Terry, averaged over the pairs."""
         scores_T = self.model(sequences_of(batch, self.device))
         if batch is None:
             return scores_T.sum() * 0.0, {}
         better_N, worse_N = scores_T[0::2], scores_T[1::2]
         assert torch.equal(batch.group_N[0::2], batch.group_N[1::2]), "a pair was torn apart"
-        loss = -torch.nn.functional.logsigmoid(better_N - worse_N).sum() / step.counts.num_groups
+        loss = bradley_terry(better_N, worse_N)[0].sum() / step.counts.num_groups
         return loss, {"share/loss": loss.detach()}
 
 

@@ -49,6 +49,8 @@ class LossInput:
     """The tokens that the loss treats otherwise, chosen once for a whole mini-batch: see `selected_by`."""
     group_N: Tensor | None = None
     """The group of each response: equal numbers belong to one prompt."""
+    chosen_N: Tensor | None = None
+    """The side of each response in its pair: True is the preferred one; a pair is two responses of one group."""
     group_tokens_N: Tensor | None = None
     """The number of trained tokens of each response's whole group in the mini-batch."""
 
@@ -92,10 +94,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "ref_logprobs": ("ref_logprobs_T",),
     "entropy": ("entropy_T",),
     "group_tokens": ("group_tokens_N",),
+    "pairs": ("chosen_N",),
 }
 """The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy,
-the entropy of every token's distribution, the number of trained tokens of the response's group. The other columns are
-always there."""
+the entropy of every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see
+`preference.py`). The other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"

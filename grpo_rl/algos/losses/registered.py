@@ -7,7 +7,7 @@ and say with `@needs(...)` what it asks of the run. Importing this module makes 
 
 from __future__ import annotations
 
-from grpo_rl.algos.losses import clip, covariance, score
+from grpo_rl.algos.losses import clip, covariance, preference, score
 from grpo_rl.algos.losses.contract import (
     POLICY_LOSSES,
     LossInput,
@@ -28,6 +28,7 @@ __all__ = [
     "clip",
     "covariance",
     "needs",
+    "preference",
     "score",
     "selected_by",
     "selection_of",

@@ -21,6 +21,18 @@ def reinforce(inputs: LossInput) -> TokenLoss:
     return TokenLoss(loss_T, {"ppo_kl": -inputs.log_ratio_T().detach()})
 
 
+@POLICY_LOSSES.register("sft")
+def sft(inputs: LossInput) -> TokenLoss:
+    """The cross-entropy of demonstrated tokens: the score-function loss with a gradient coefficient of 1 on each of them.
+
+    Formula: -log π
+
+    Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages, so there is nothing
+    that would weigh a token against another one.
+    """
+    return TokenLoss(-inputs.policy_logprobs_T.double())
+
+
 @POLICY_LOSSES.register("cispo")
 def cispo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
 _OWN = "actor.json"
 """The file of a checkpoint that contains the state of the actor's controller."""
-_READ = ("advantages_T", "old_logprobs_T", "ref_logprobs_T", "ref_hidden_TD", "weights_T", "group_tokens_N")
+_READ = (
+    "advantages_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "ref_hidden_TD",
+    "weights_T",
+    "chosen_N",
+    "group_tokens_N",
+)
 """The columns that an update reads beside those of the ranks' shares."""
 
 
@@ -74,6 +82,10 @@ class ActorRole:
         if self.old_from == "engine":
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
+        return per_token(self.forward_cut, "logprobs", deal(self.worker_set, batch))
 
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
@@ -144,7 +156,9 @@ class ActorRole:
     def _deal(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
+            # The two sides of a pair are compared in one micro-batch.
+            units = batch.group_N.tolist() if self.objective.needs_pairs else None
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), units)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:

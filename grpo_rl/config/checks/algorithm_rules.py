@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from grpo_rl.config import function_options
+from grpo_rl.config import derived, function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
+from grpo_rl.config.derived import is_supervised
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -45,7 +46,8 @@ def problems(config: Config) -> Iterator[str]:
         name = choice.name(config)
         yield from _unknown(f"{choice.section}.{choice.key}", choice.kind, name, known)
         facts = known.get(name)
-        if facts is not None:
+        # A supervised run estimates no advantages: settings of an estimator are refused as such.
+        if facts is not None and not (choice is function_options.ESTIMATOR and is_supervised(config)):
             yield from function_problems(config, choice, Function(name, facts["needs"], facts["options"]))
     yield from _unknown("actor_rollout_ref.rollout.name", "rollout engine", rollout.name, table.ENGINES)
     for spec in config.reward.functions:
@@ -74,7 +76,7 @@ def _unknown(key: str, kind: str, name: str, known: Iterable[str]) -> Iterator[s
 
 
 def _tasks(config: Config) -> Iterator[str]:
-    for key in ("train_files", "val_files"):
+    for key in ("train_files", "val_files", "val_prompt_files"):
         for file in getattr(config.data, key):
             kind, colon, rest = file.partition(":")
             name = rest.partition("?")[0]
@@ -85,6 +87,8 @@ def _tasks(config: Config) -> Iterator[str]:
 def function_problems(config: Config, choice: function_options.Choice, function: Function) -> Iterator[str]:
     """Yield the settings that a chosen function does not go with."""
     yield from _options(config, choice, function)
+    if choice is function_options.LOSS and "pairs" in function.needs:
+        yield from _pairs(config, function)
     if choice is function_options.ESTIMATOR:
         yield from _group(config, function)
         yield from _critic(config, function)
@@ -137,6 +141,27 @@ def _value_alone(function: Function) -> Iterator[str]:
         yield (
             f"algorithm.kl_penalty={function.name}: corrects for samples of an older policy, and the reward is of the policy that "
             "sampled; algorithm.kl_penalty=k3"
+        )
+
+
+def _pairs(config: Config, loss: Function) -> Iterator[str]:
+    """A loss over pairs where no pairs are made, or with an average that is no mean over pairs, or a budget of tokens that holds none."""
+    chosen = f"{function_options.LOSS.section}.{function_options.LOSS.key}={loss.name}"
+    if ":" not in config.trainer.schedule:  # a user's own schedule may make pairs
+        yield (
+            f"{chosen}: compares the two sides of a pair, and trainer.schedule={config.trainer.schedule} trains single responses"
+        )
+    average = function_options.AVERAGE.name(config)
+    if average in table.AGGREGATIONS and average not in function_options.PAIR_AVERAGES:
+        yield (
+            f"{_A}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; "
+            f"{_A}.loss_agg_mode={' or '.join(function_options.PAIR_AVERAGES)}"
+        )
+    budget, longest = derived.update_rule(config).max_tokens, config.data.max_prompt_length + config.data.max_response_length
+    if budget is not None and longest <= budget < 2 * longest:
+        yield (
+            f"{_A}.ppo_max_token_len_per_gpu={budget}: shorter than a pair, whose two sequences stay together with {chosen} and may "
+            f"have 2 x {longest} tokens; at least {2 * longest}"
         )
 
 

@@ -31,6 +31,8 @@ ESTIMATORS: dict[str, Facts] = {
 LOSSES: dict[str, Facts] = {
     "cispo": {"needs": (), "options": ("clip_low", "clip_high")},
     "clip_cov": {"needs": (), "options": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "clip_low", "clip_high")},
+    "dpo": {"needs": ("pairs", "ref_logprobs"), "options": ("beta", "label_smoothing", "reference_free", "length_normalised")},
+    "dpo_hinge": {"needs": ("pairs", "ref_logprobs"), "options": ("beta", "reference_free", "length_normalised")},
     "dppo_kl": {"needs": (), "options": ("clip_low", "clip_high", "max_ratio")},
     "dppo_tv": {"needs": (), "options": ("clip_low", "clip_high", "max_ratio")},
     "dro": {"needs": (), "options": ("dro_beta",)},
@@ -38,9 +40,12 @@ LOSSES: dict[str, Facts] = {
     "gpg": {"needs": (), "options": ()},
     "gspo": {"needs": (), "options": ("clip_low", "clip_high")},
     "gspo_token": {"needs": (), "options": ("clip_low", "clip_high")},
+    "ipo": {"needs": ("pairs", "ref_logprobs"), "options": ("beta", "reference_free", "length_normalised")},
     "kl_cov": {"needs": (), "options": ("kl_cov_ratio", "ppo_kl_coef")},
     "reinforce": {"needs": (), "options": ()},
     "sapo": {"needs": (), "options": ("tau_pos", "tau_neg")},
+    "sft": {"needs": (), "options": ()},
+    "simpo": {"needs": ("pairs",), "options": ("beta", "gamma")},
     "vanilla": {"needs": (), "options": ("clip_low", "clip_high", "clip_c")},
 }
 AGGREGATIONS: dict[str, Facts] = {

@@ -16,7 +16,7 @@ from grpo_rl.config.checks import (
     size_rules,
     switch_rules,
 )
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, settled
 from grpo_rl.config.schema.fields import nearest
 from grpo_rl.config.schema.tree import Config
 
@@ -26,11 +26,12 @@ def check(config: Config, machine: Machine) -> list[str]:
 
     Names are looked up in tables here; what they stand for is loaded later, by the plan.
     """
+    given, config = config, settled(config)
     found = [
         *data_rules.problems(config),
         *input_rules.problems(config),
         *size_rules.problems(config, machine),
-        *switch_rules.problems(config),
+        *switch_rules.problems(given),
         *security_rules.problems(config),
         *engine_arguments.problems(config),
         *algorithm_rules.problems(config),
@@ -52,11 +53,12 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         doubtful |= {name.rpartition(".")[2] for name in (key, *nearest(key))}
         if key.startswith(("recipe", "the")):
             return
+    given, config = config, settled(config)
     found = [
         *data_rules.problems(config),
         *input_rules.problems(config),
         *size_rules.problems_without_machine(config),
-        *switch_rules.problems(config),
+        *switch_rules.problems(given),
         *security_rules.problems(config),
         *engine_arguments.problems(config),
         *algorithm_rules.problems(config),

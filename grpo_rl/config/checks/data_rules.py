@@ -22,7 +22,7 @@ def problems(config: Config) -> Iterator[str]:
             "or a task, such as data.train_files=task:arithmetic"
         )
     if data.custom_cls.path is None:
-        for key in ("train_files", "val_files"):
+        for key in ("train_files", "val_files", "val_prompt_files"):
             for file in getattr(data, key):
                 problem = _data_file(file)
                 if problem:

@@ -34,7 +34,7 @@ def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bo
         idle |= {f"{_R}.{name}": "is for CPUs" for name in ("kv_cache_gib", "cpu_threads")}
     if not is_colocated(config):
         idle[f"{_R}.free_cache_engine"] = "engines have devices of their own, and keep their memory"
-    if not config.data.val_files:
+    if not (config.data.val_files or config.data.val_prompt_files):
         idle["trainer.val_before_train"] = "there is nothing to validate on"
     if not has_kl_in_loss(config):
         idle[f"{_A}.kl_loss_type"] = "the KL has no weight in the loss"

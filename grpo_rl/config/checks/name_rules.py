@@ -25,7 +25,7 @@ def problems(config: Config) -> Iterator[str]:
     A task's own rules between its options are the plan's, which makes its rows.
     """
     if config.data.custom_cls.path is None:
-        for key in ("train_files", "val_files"):
+        for key in ("train_files", "val_files", "val_prompt_files"):
             for spec in getattr(config.data, key):
                 yield from (f"data.{key}={show(spec)}: {problem}" for problem in _source(spec))
     yield from _rewards(config)

@@ -118,7 +118,8 @@ def _micro_batches(config: Config) -> Iterator[str]:
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    sampled = config.data.max_prompt_length + config.data.max_response_length
+    trained = derived.longest_sequence(config)
     rollout = config.actor_rollout_ref.rollout
     budgets = {
         "actor.ppo_max_token_len_per_gpu": derived.update_rule(config).max_tokens,
@@ -127,10 +128,12 @@ def _lengths(config: Config) -> Iterator[str]:
         "rollout.max_model_len": rollout.max_model_len,
     }
     for key, budget in budgets.items():
+        longest = trained if key.startswith("actor.") else sampled
+        of = "data.max_length" if longest != sampled else "data.max_prompt_length + data.max_response_length"
         if budget is not None and budget < longest:
             yield (
-                f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have data.max_prompt_length + "
-                f"data.max_response_length = {longest} tokens; at least {longest}"
+                f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have {of} = {longest} tokens; "
+                f"at least {longest}"
             )
     buffer = config.reward.overlong_buffer.len
     if buffer is not None and buffer > config.data.max_response_length:

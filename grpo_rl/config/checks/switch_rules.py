@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from grpo_rl.config.checks import data_rules
+from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import critic_rule, has_kl_in_loss, logprob_rule, update_rule
+from grpo_rl.config.derived import critic_rule, has_kl_in_loss, is_supervised, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config, OptimConfig
 
@@ -22,6 +22,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
+    yield from schedule_rules.problems(config)
     yield from _without_effect(config)
 
 
@@ -85,7 +86,7 @@ def _selection(config: Config) -> Iterator[str]:
 
 def _validation(config: Config) -> Iterator[str]:
     trainer, data = config.trainer, config.data
-    if not data.val_files:
+    if not (data.val_files or data.val_prompt_files):
         if trainer.test_freq > 0:
             yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
         if trainer.val_only:
@@ -179,9 +180,13 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
     of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
+    prompts = "val_prompt_files" if is_supervised(config) else "val_files"
     return {
         **{f"{r}.{name}": (rollout.name != "hf", f"needs {r}.name=vllm, and it is hf") for name in of_vllm},
-        **{key: (bool(config.data.val_files), "needs data.val_files: only validation reads it") for key in of_validation},
+        **{
+            key: (bool(getattr(config.data, prompts)), f"needs data.{prompts}: only validation reads it")
+            for key in of_validation
+        },
     }
 
 
@@ -227,7 +232,7 @@ _NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
 
 
 def _without_effect(config: Config) -> Iterator[str]:
-    for key, (has_effect, reason) in _has_effect(config).items():
+    for key, (has_effect, reason) in {**_has_effect(config), **schedule_rules.switches(config)}.items():
         value = value_of(config, key)
         if not has_effect and value != (default := leaves()[key].default):
             yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"

@@ -312,6 +312,67 @@ _TOP: dict[str, Answer] = {
 }
 
 
+_ROWS = "supervised training is trainer.schedule=offline: "
+_FIXED_SPLIT = "a prompt and its answer are columns, or paths with dots such as data.prompt_key=extra_info.question"
+
+# Keys of verl's sft_trainer, whose model, optimizer and engine stand at the top.
+_SFT: dict[str, Answer] = {
+    "model": Answer(f"{_ROWS}use {_M}"),
+    "model.partial_pretrain": Answer(f"{_ROWS}use {_M}.path"),
+    "model.path": Answer(f"{_ROWS}use {_M}.path"),
+    "model.enable_gradient_checkpointing": Answer(f"{_ROWS}use {_M}.enable_gradient_checkpointing"),
+    "model.trust_remote_code": Answer(f"{_ROWS}use {_M}.trust_remote_code", (False,)),
+    "model.strategy": Answer("the actor runs FSDP2", ("fsdp", "fsdp2")),
+    "model.use_liger": _hint("there are no Liger kernels", False),
+    "model.use_remove_padding": _hint(_PACKED, True),
+    "model.external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
+    "model.lora_rank": Answer(_NO_LORA, (0,)),
+    "model.lora_alpha": Answer(_NO_LORA),
+    "model.target_modules": Answer(_NO_LORA),
+    "model.use_shm": _hint("the model is read where it lies", False),
+    "model.fsdp_config": Answer(f"{_ROWS}use {_A}.fsdp_config"),
+    "model.fsdp_config.model_dtype": Answer("master weights are always float32", ("fp32", "float32")),
+    "model.fsdp_config.cpu_offload": Answer(f"{_ROWS}use {_A}.fsdp_config.param_offload", (False,)),
+    "model.fsdp_config.offload_params": Answer(f"{_ROWS}use {_A}.fsdp_config.param_offload", (False,)),
+    "model.fsdp_config.wrap_policy": _hint("each decoder layer is one unit of sharding; leave it out"),
+    "optim": Answer(f"{_ROWS}use {_A}.optim"),
+    "optim.lr": Answer(f"{_ROWS}use {_A}.optim.lr"),
+    "optim.betas": Answer(f"{_ROWS}use {_A}.optim.betas"),
+    "optim.weight_decay": Answer(f"{_ROWS}use {_A}.optim.weight_decay"),
+    "optim.clip_grad": Answer(f"{_ROWS}use {_A}.optim.clip_grad"),
+    "optim.warmup_steps_ratio": Answer(f"{_ROWS}use {_A}.optim.lr_warmup_steps_ratio"),
+    "optim.lr_warmup_steps_ratio": Answer(f"{_ROWS}use {_A}.optim.lr_warmup_steps_ratio"),
+    "optim.lr_warmup_steps": Answer(f"{_ROWS}use {_A}.optim.lr_warmup_steps"),
+    "optim.lr_scheduler": Answer(f"{_ROWS}use {_A}.optim.lr_scheduler_type"),
+    "optim.lr_scheduler_type": Answer(f"{_ROWS}use {_A}.optim.lr_scheduler_type"),
+    "optim.min_lr_ratio": Answer(f"{_ROWS}use {_A}.optim.min_lr_ratio"),
+    "engine": Answer(f"{_ROWS}use {_A}.fsdp_config"),
+    "checkpoint": Answer(f"{_ROWS}use {_A}.checkpoint.save_contents"),
+    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "use_remove_padding": _hint(_PACKED, True),
+    "data.micro_batch_size": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu, which counts rows on one rank"),
+    "data.micro_batch_size_per_gpu": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu"),
+    "data.use_dynamic_bsz": Answer(f"{_ROWS}use {_A}.use_dynamic_bsz"),
+    "data.max_token_len_per_gpu": Answer(f"{_ROWS}use {_A}.ppo_max_token_len_per_gpu"),
+    "data.balance_dp_token": _hint("rows are always dealt to the ranks by their tokens", *_ANY_BOOL),
+    "data.pad_mode": _hint(_PACKED, "no_padding"),
+    "data.num_workers": _hint("rows are tokenized by the controller; leave it out"),
+    "data.prompt_dict_keys": Answer(_FIXED_SPLIT),
+    "data.response_dict_keys": Answer(_FIXED_SPLIT),
+    "data.ignore_input_ids_mismatch": Answer("what a template makes of the assistant's turns is always exact", (False,)),
+    "data.multiturn": Answer("rows with data.messages_key are conversations"),
+    "data.multiturn.enable": Answer(
+        "rows with data.messages_key are conversations, others have a prompt and a response", _ANY_BOOL
+    ),
+    "data.multiturn.messages_key": Answer("use data.messages_key"),
+    "data.multiturn.tools_key": Answer("use data.tools_key"),
+    "data.multiturn.enable_thinking_key": Answer("use data.enable_thinking_key"),
+    "trainer.max_ckpt_to_keep": Answer("use trainer.max_actor_ckpt_to_keep"),
+    "trainer.checkpoint": Answer(f"use {_A}.checkpoint.save_contents"),
+    "trainer.profile_interval": _hint(_NO_PROFILER),
+}
+
+
 def _table() -> dict[str, Answer]:
     of_update = {name: answer for name, answer in _ACTOR.items() if name.startswith(("optim.", "checkpoint."))}
     groups = {
@@ -330,7 +391,8 @@ def _table() -> dict[str, Answer]:
         "trainer.": _TRAINER,
         "": _TOP,
     }
-    return {prefix + name: answer for prefix, answers in groups.items() for name, answer in answers.items()}
+    answers = {prefix + name: answer for prefix, group in groups.items() for name, answer in group.items()}
+    return {**_SFT, **answers}
 
 
 ANSWERS: dict[str, Answer] = _table()

@@ -10,9 +10,12 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.curriculum import PassRateSampler
 from grpo_rl.data.draw_order.mixture import MixedSampler
 from grpo_rl.data.draw_order.sampler import PromptSampler, Sampler
+from grpo_rl.data.supervised import DemonstrationSet
 
 
-def make_sampler(config: Config, dataset: PromptDataset, is_retired: Callable[[int], bool] | None) -> Sampler:
+def make_sampler(
+    config: Config, dataset: PromptDataset | DemonstrationSet, is_retired: Callable[[int], bool] | None = None
+) -> Sampler:
     """The order in which rows of `dataset` are drawn. Raises ConfigError for a batch larger than the data."""
     data = config.data
     batch_size = derived.gen_batch_size(config)
@@ -25,7 +28,9 @@ def make_sampler(config: Config, dataset: PromptDataset, is_retired: Callable[[i
         return PassRateSampler(
             len(dataset), batch_size, data.seed, data.curriculum_floor, size_key=size_key, is_usable=is_usable
         )
-    difficulty = dataset.difficulty() if data.curriculum == "difficulty" else None
+    difficulty = None
+    if isinstance(dataset, PromptDataset) and data.curriculum == "difficulty":
+        difficulty = dataset.difficulty()
     if data.train_weights:
         return MixedSampler(
             dataset.part_sizes,

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,10 +42,14 @@ COUNTED = 2**30
 
 Found = tuple[str, dict[str, Any] | BadRow]
 """A row's place, and the row, or what is wrong with it."""
+Read = Callable[[dict[str, Any], str, DataConfig], Any]
+"""Checks the columns of a row at a place. Raises BadRow."""
 
 
-def check_data_files(config: DataConfig) -> list[str]:
+def check_data_files(config: DataConfig, read: Read = example) -> list[str]:
     """Return the problems of the files in `data.train_files` and `data.val_files`, each with the file and its line or row.
+
+    `read` checks one row, and raises BadRow.
 
     A file that cannot be used is always one. Rows that cannot be used are ten lines at most, and none under
     `data.on_bad_row=skip`. Tasks, hub data sets and what a class of the user's own reads are not looked at.
@@ -63,7 +67,7 @@ def check_data_files(config: DataConfig) -> list[str]:
                 problems.append(str(error))
     for label, path in files.items():
         try:
-            bad_rows += _bad_rows(label, path, config, BUDGET_S / len(files))
+            bad_rows += _bad_rows(label, path, config, BUDGET_S / len(files), read)
         except DataError as error:
             problems.append(str(error))
         except OSError as error:
@@ -74,7 +78,7 @@ def check_data_files(config: DataConfig) -> list[str]:
     return [*problems, *bad_rows[:LISTED], *([f"and {more} more bad rows among those that were read"] if more > 0 else [])]
 
 
-def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float) -> list[str]:
+def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float, read: Read) -> list[str]:
     """Return what is wrong with single rows of a file. Raises DataError for the file as a whole."""
     found, num_rows = [], 0
     with path.open("rb") as file:
@@ -86,7 +90,7 @@ def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float) -> lis
             try:
                 if isinstance(row, BadRow):
                     raise row
-                example(row, where, config)
+                read(row, where, config)
             except BadRow as error:
                 found.append(str(error))
     if num_rows == 0:

@@ -1,30 +1,24 @@
-"""Prompts with answers to imitate, for the supervised warm start of an embedded model."""
+"""Answers to imitate, for the supervised warm start of an embedded model."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.data.tasks.registry import task_rows
 
 
-class Demonstration(NamedTuple):
-    """Tokens of a prompt and of the answer to imitate, the end-of-sequence token included."""
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    prompt: str
-    answer: str
-
-
 def demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """One demonstration per row of `task:NAME?...`: the chat-templated prompt, and the answer to imitate.
+    """Return one demonstration per row of `task:NAME?...`: the chat-templated prompt, and the answer to imitate.
 
     That is `extra_info.demonstration` where the task made one (it may be wrong on purpose), else the ground truth.
     """
-    pairs = []
-    for row in task_rows(task):
-        prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        answer = row["extra_info"].get("demonstration", row["reward_model"]["ground_truth"])
-        prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
-        pairs.append(Demonstration(tuple(prompt_ids), (*answer_ids, tokenizer.eos_token_id), prompt, answer))
-    return pairs
+    made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
+    tokenizing = Tokenizing(truth, tokenizer)
+    found = []
+    for number, row in enumerate(task_rows(task)):
+        where = f"{task}, row {number}"
+        config = made if "demonstration" in row["extra_info"] else truth
+        found.append(tokenizing(conversation(row, where, config), where))
+    return found

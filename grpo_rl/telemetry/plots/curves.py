@@ -37,6 +37,7 @@ _PHASES = {
 def plot_curves(run_dir: RunDir) -> Path:
     """Draw `plots/curves.png`, and return its path: reward and validation on top; KL, clip fraction, lengths and seconds below.
 
+    Of a supervised run it has the losses on top; answers, learning rate, gradient and seconds below.
     Panels without a value in metrics.jsonl say so and stay empty.
     """
     # Matplotlib takes a second to import, which only a run that draws should pay.
@@ -83,6 +84,13 @@ def style() -> dict[Any, Any]:
 def _draw(figure: Figure, name: str, records: Records) -> None:
     grid = figure.add_gridspec(2, 4, height_ratios=[1.75, 1])
     figure.suptitle(safe_text(name, limit=100), x=0.012, ha="left", fontsize=13, fontweight="bold")
+    if any("train/loss" in record for record in records):
+        _draw_losses(figure.add_subplot(grid[0, :]), records)
+        _draw_scores(figure.add_subplot(grid[1, 0]), records, "Answers to validation prompts")
+        _draw_line(figure.add_subplot(grid[1, 1]), "Learning rate", records, "actor/lr")
+        _draw_line(figure.add_subplot(grid[1, 2]), "Norm of the gradient", records, "actor/grad_norm")
+        _draw_phases(figure.add_subplot(grid[1, 3]), records)
+        return
     _draw_scores(figure.add_subplot(grid[0, :]), records)
     _draw_line(figure.add_subplot(grid[1, 0]), "KL to the reference", records, "actor/kl_loss")
     _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
@@ -90,8 +98,37 @@ def _draw(figure: Figure, name: str, records: Records) -> None:
     _draw_phases(figure.add_subplot(grid[1, 3]), records)
 
 
-def _draw_scores(axes: Axes, records: Records) -> None:
-    axes.set_title("Reward and validation")
+def _draw_losses(axes: Axes, records: Records) -> None:
+    axes.set_title("Loss per token (nats)")
+    steps, losses = _series(records, "train/loss")
+    if losses:
+        axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(losses), color=_BLUE, linewidth=2.2, label="training (faint: each step)")
+    steps, losses = _series(records, "val/loss")
+    if losses:
+        color = _SOURCES[0]
+        axes.plot(steps, losses, color=color, linewidth=1.6, marker="o", markersize=6, label="validation")
+        _annotate_ends(axes, steps, losses, color)
+    axes.margins(x=0.03, y=0.14)
+    _finish(axes, legend="best")
+
+
+def _annotate_ends(axes: Axes, steps: Sequence[float], values: Sequence[float], color: str) -> None:
+    """Write the first and the last value beside their points."""
+    for end in sorted({0, len(values) - 1}):
+        axes.annotate(
+            f"{values[end]:.3f}",
+            (steps[end], values[end]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            color=color,
+            fontweight="bold",
+        )
+
+
+def _draw_scores(axes: Axes, records: Records, title: str = "Reward and validation") -> None:
+    axes.set_title(title)
     steps, rewards = _series(records, "reward/mean")
     if rewards:
         axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
@@ -104,16 +141,7 @@ def _draw_scores(axes: Axes, records: Records) -> None:
         color = _SOURCES[index % len(_SOURCES)]
         label = safe_text(key.removeprefix("val/"), limit=60)
         axes.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=6, label=f"validation {label}")
-        for end in sorted({0, len(values) - 1}):
-            axes.annotate(
-                f"{values[end]:.3f}",
-                (steps[end], values[end]),
-                xytext=(0, 9),
-                textcoords="offset points",
-                ha="center",
-                color=color,
-                fontweight="bold",
-            )
+        _annotate_ends(axes, steps, values, color)
     axes.margins(x=0.03, y=0.14)
     _finish(axes, legend="best")
 

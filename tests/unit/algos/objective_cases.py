@@ -16,10 +16,12 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.registry import own_options
+from grpo_rl.registry import needs_of, own_options
 from grpo_rl.types import Counts
 
-COMBINATIONS = list(itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS)))
+SINGLE = [name for name in sorted(POLICY_LOSSES) if "pairs" not in needs_of(POLICY_LOSSES.get(name))]
+"""The losses whose rollouts need no other side; those over pairs are in test_preference.py."""
+COMBINATIONS = list(itertools.product(SINGLE, sorted(AGGREGATIONS)))
 KL_TYPES = [*sorted(KL_ESTIMATORS), "full"]
 TERMS = [(loss, agg, "k2") for loss, agg in COMBINATIONS] + [("vanilla", "token-mean", kl) for kl in KL_TYPES]
 """Every loss with every average, and every KL estimator once: the terms only add up."""

@@ -14,6 +14,7 @@ import algos_reference as reference
 import pytest
 import torch
 from advantage_cases import complete
+from objective_cases import SINGLE
 from torch import Tensor
 
 from grpo_rl.algos import trial
@@ -196,7 +197,8 @@ def changes() -> Iterator[tuple[str, Any]]:
 
 
 KL_NAMES = [*sorted(KL_ESTIMATORS), "full"]
-PAIRS = list(itertools.product(sorted(ADVANTAGES), sorted(POLICY_LOSSES)))
+# `sft` has no estimator: only trainer.schedule=offline takes it, and tests/unit/config/test_schedule_rules.py its keys.
+PAIRS = list(itertools.product(sorted(ADVANTAGES), [loss for loss in SINGLE if loss != "sft"]))
 
 
 def kl_of(loss: str, average: str) -> str:
@@ -339,7 +341,7 @@ def test_options_that_another_option_switches_off_are_refused(estimator: str, wo
 
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("loss", SINGLE)
 def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estimator: str, loss: str) -> None:
     idle = set()
     for key, (value, *_) in NUMBERS.items():
@@ -366,7 +368,7 @@ def test_every_function_keeps_to_its_interface_and_needs_all_that_it_says(kind: 
     read = kind.run(function, options).read
     for need in needs_of(function):
         assert set(kind.needs[need]) <= read or need in kind.supplied, f"{name} needs {need} and does not read it"
-    assert ("group" in needs_of(function)) == ("group_N" in read)
+    assert bool({"group", "pairs"} & needs_of(function)) == ("group_N" in read)
 
 
 @pytest.mark.parametrize(("kind", "name"), FUNCTIONS, ids=lambda value: value if isinstance(value, str) else "")
@@ -380,7 +382,7 @@ def test_every_option_of_every_function_can_change_its_result(kind: trial.Kind, 
         assert not trial.without_effect(function, options, option, kind.run), option
 
 
-LOSSES_WITH_OPTIONS = sorted(name for name in POLICY_LOSSES if options_of(POLICY_LOSSES.get(name)))
+LOSSES_WITH_OPTIONS = sorted(name for name in SINGLE if options_of(POLICY_LOSSES.get(name)))
 STILL_ACT = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}
 """Which tokens are left out matters at a ratio of 1 too. kl_cov's penalty has no gradient there, whichever tokens it is on."""
 

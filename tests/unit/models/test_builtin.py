@@ -128,20 +128,28 @@ def test_a_vocabulary_that_cannot_hold_the_characters_is_refused():
         vocabulary(64)
 
 
+def learnt(task, tokenizer):
+    """Each prompt with what is trained after it."""
+    pairs = []
+    for shown in demonstrations(task, tokenizer):
+        first = int(shown.positions[0])
+        assert shown.positions.tolist() == list(range(first, len(shown.token_ids)))
+        pairs.append((tokenizer.decode(shown.token_ids[:first]), tokenizer.decode(shown.token_ids[first:])))
+    return pairs
+
+
 def test_demonstrations_show_the_mistake_that_the_task_makes(tokenizer):
-    shown = demonstrations("task:arithmetic?num_rows=200&forms=2+1&forgotten_carries=1", tokenizer)
-    mistaken = {shown_one.prompt: shown_one.answer for shown_one in shown}
+    shown = learnt("task:arithmetic?num_rows=200&forms=2+1&forgotten_carries=1", tokenizer)
+    mistaken = {prompt: answer.removesuffix("<|end|>") for prompt, answer in shown}
     assert all(int(answer) < 100 for prompt, answer in mistaken.items() if prompt.startswith("<|user|>8"))
     assert any(int(answer) % 10 < int(prompt.split("=")[0][-1]) for prompt, answer in mistaken.items())
 
 
 def test_demonstrations_end_the_right_answer_with_the_end_of_sequence(tokenizer):
-    shown = demonstrations("task:arithmetic?num_rows=20&forms=2+1,2-1", tokenizer)
+    shown = learnt("task:arithmetic?num_rows=20&forms=2+1,2-1", tokenizer)
     assert len(shown) == 20
-    for demonstration in shown:
-        problem = demonstration.prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>")
+    for prompt, answer in shown:
+        problem = prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>")
         sign = "+" if "+" in problem else "-"
         left, right = map(int, problem.split(sign))
-        assert demonstration.answer == str(left + right if sign == "+" else left - right)
-        assert tokenizer.decode(demonstration.prompt_ids) == demonstration.prompt
-        assert tokenizer.decode(demonstration.response_ids) == demonstration.answer + "<|end|>"
+        assert answer == str(left + right if sign == "+" else left - right) + "<|end|>"

@@ -1,0 +1,174 @@
+"""Losses over pairs: a chosen and a rejected response to one prompt, compared by the policy's own log-probabilities.
+
+A *pair* is two rollouts of one `group_N`, of which `chosen_N` says which one is preferred. Both have at least one trained
+token, and both lie in the same micro-batch: pairs are the units that `data.balance` keeps together. The loss of a pair
+stands on every token of its two responses, so that the averages over responses or prompts (`PAIR_AVERAGES`) make the mean
+over pairs of it, whatever the responses' lengths; the statistics are averaged in the same way.
+
+The loss sees a pair through its *margin*: how much more the policy prefers the chosen response than the reference does,
+
+    h = (log π(y_w|x) - log π_ref(y_w|x)) - (log π(y_l|x) - log π_ref(y_l|x)).
+
+beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5 up to a term of the prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
+from grpo_rl.registry import formula_by, needs
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of a micro-batch: pair p consists of the rollouts `chosen_P[p]` and `rejected_P[p]`."""
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+
+    @classmethod
+    def of(cls, group_N: Tensor, chosen_N: Tensor) -> Pairs:
+        """Return the pairs, in the order of their groups' numbers.
+
+        Raises ValueError where a group is not one chosen and one rejected rollout.
+        """
+        # By group, and in a group the chosen rollout first.
+        order_N = torch.argsort(2 * group_N + (~chosen_N).long(), stable=True)
+        chosen_P, rejected_P = order_N[: len(order_N) // 2 * 2].view(-1, 2).unbind(1)
+        paired = len(order_N) % 2 == 0 and torch.equal(group_N[chosen_P], group_N[rejected_P])
+        if not paired or not bool(chosen_N[chosen_P].all()) or bool(chosen_N[rejected_P].any()):
+            raise ValueError("these rollouts are not pairs: every group must have one chosen and one rejected response")
+        return cls(chosen_P, rejected_P)
+
+    def each_token(self, x_P: Tensor, inputs: LossInput) -> Tensor:
+        """Return each pair's value on all tokens of its two responses."""
+        x_N = x_P.new_zeros(inputs.segments.num_sequences)
+        x_N = x_N.index_put((torch.cat([self.chosen_P, self.rejected_P]),), torch.cat([x_P, x_P]))
+        return inputs.segments.broadcast(x_N)
+
+
+def _loss_over_pairs(inputs: LossInput, loss_P: Tensor, rewards_N: Tensor, pairs: Pairs) -> TokenLoss:
+    """Return the pairs' losses on their tokens, with the implicit rewards and how they order the pairs."""
+    rewards_N = rewards_N.detach()
+    chosen_P, rejected_P = rewards_N[pairs.chosen_P], rewards_N[pairs.rejected_P]
+    logprobs_N = inputs.segments.sum(inputs.policy_logprobs_T.detach().double())
+    stats = {
+        "reward_chosen": chosen_P,
+        "reward_rejected": rejected_P,
+        "reward_margin": chosen_P - rejected_P,
+        # A tie is no preference: half a point would be a guess.
+        "reward_accuracy": (chosen_P > rejected_P).double(),
+        "logprob_chosen": logprobs_N[pairs.chosen_P],
+        "logprob_rejected": logprobs_N[pairs.rejected_P],
+    }
+    return TokenLoss(
+        pairs.each_token(loss_P, inputs), {name: pairs.each_token(value_P, inputs) for name, value_P in stats.items()}
+    )
+
+
+def _log_ratios(inputs: LossInput, reference_free: bool, length_normalised: bool) -> tuple[Tensor, Pairs]:
+    """Return each response's log π - log π_ref in float64, and the pairs."""
+    ratio_T = inputs.policy_logprobs_T.double()
+    if not reference_free:
+        ratio_T = ratio_T - inputs.column("ref_logprobs_T").double()
+    ratio_N = inputs.segments.mean(ratio_T) if length_normalised else inputs.segments.sum(ratio_T)
+    return ratio_N, Pairs.of(inputs.column("group_N"), inputs.column("chosen_N"))
+
+
+def _difference(x_N: Tensor, pairs: Pairs) -> Tensor:
+    return x_N[pairs.chosen_P] - x_N[pairs.rejected_P]
+
+
+def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
+    """Return the formula with `l` as the options make it: the log-ratio or log-prob, of the response or per token."""
+    ratio = "log π(y|x)" if options.get("reference_free") else "log π(y|x) - log π_ref(y|x)"
+    ratio = f"({ratio})/|y|" if options.get("length_normalised") else ratio
+    return formula.replace("l = log π(y|x) - log π_ref(y|x)", f"l = {ratio}")
+
+
+@POLICY_LOSSES.register("dpo")
+@formula_by(_as_chosen)
+@needs("pairs")
+@needs("ref_logprobs", unless="reference_free")
+def dpo(
+    inputs: LossInput,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    reference_free: bool = False,
+    length_normalised: bool = False,
+) -> TokenLoss:
+    """Return the log-loss of a classifier whose logit is beta times the margin: direct preference optimisation.
+
+    Formula: -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h); h = l(chosen) - l(rejected),
+    l = log π(y|x) - log π_ref(y|x)
+
+    DPO (arXiv 2305.18290), eq. 7. `label_smoothing` is the share of labels that are taken to be wrong: conservative
+    DPO (Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023). `length_normalised` divides each
+    response's log-ratio by its length (Tülu 3, arXiv 2411.15124, section 5.1). `reference_free` takes a reference that
+    finds all responses equally likely.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5, a share of wrong labels")
+    ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
+    logit_P = beta * _difference(ratio_N, pairs)
+    loss_P = -(1.0 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
+    return _loss_over_pairs(inputs, loss_P, beta * ratio_N, pairs)
+
+
+@POLICY_LOSSES.register("ipo")
+@formula_by(_as_chosen)
+@needs("pairs")
+@needs("ref_logprobs", unless="reference_free")
+def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False) -> TokenLoss:
+    """Return the squared distance of the margin from 1/(2 beta), beyond which nothing pushes: identity preference optimisation.
+
+    Formula: (h - 1/(2·beta))²; h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
+
+    IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL divides each log-ratio by its response's length first:
+    `length_normalised`.
+    """
+    ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
+    loss_P = (_difference(ratio_N, pairs) - 0.5 / beta).square()
+    return _loss_over_pairs(inputs, loss_P, beta * ratio_N, pairs)
+
+
+@POLICY_LOSSES.register("dpo_hinge")
+@formula_by(_as_chosen)
+@needs("pairs")
+@needs("ref_logprobs", unless="reference_free")
+def dpo_hinge(
+    inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False
+) -> TokenLoss:
+    """Return the hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient any more.
+
+    Formula: max(0, 1 - h·beta); h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
+
+    SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have it; the
+    paper's own calibration loss is `reference_free`, with delta = 1/beta, times beta.
+    """
+    ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
+    loss_P = (1.0 - beta * _difference(ratio_N, pairs)).clamp(min=0.0)
+    return _loss_over_pairs(inputs, loss_P, beta * ratio_N, pairs)
+
+
+@POLICY_LOSSES.register("simpo")
+@needs("pairs")
+def simpo(inputs: LossInput, *, beta: float = 2.0, gamma: float = 1.0) -> TokenLoss:
+    """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
+
+    Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|
+
+    SimPO (arXiv 2405.14734), eq. 6. Its section 4 tunes beta in 2.0 to 2.5 and gamma in 0.3 to 1.6. TRL's `simpo_gamma` is
+    this gamma.
+    """
+    mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
+    loss_P = -logsigmoid(beta * _difference(mean_N, pairs) - gamma)
+    return _loss_over_pairs(inputs, loss_P, beta * mean_N, pairs)

@@ -1,0 +1,76 @@
+"""Measures of the scores of a reward model: accuracy on pairs, ranking of good and bad, and calibration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def pair_accuracy(chosen_P: Tensor, rejected_P: Tensor) -> float:
+    """Return the share of pairs in which the chosen response has the larger score; a tie counts one half, as a coin would.
+
+    NaN without pairs.
+    """
+    difference_P = chosen_P.double() - rejected_P.double()
+    return float(((difference_P > 0).double() + 0.5 * (difference_P == 0).double()).mean())
+
+
+def auc(scores_K: Tensor, good_K: Tensor) -> float:
+    """Return the area under the ROC curve: how often a good one has a larger score than a bad one, ties counting one half.
+
+    The statistic of Mann and Whitney (1947) divided by the number of such pairs, from ranks. NaN where all are good, or all bad.
+    """
+    good_K = good_K.bool()
+    num_good, num_bad = int(good_K.sum()), int((~good_K).sum())
+    if not num_good or not num_bad:
+        return float("nan")
+    _, value_K, counts_V = torch.unique(scores_K.double(), return_inverse=True, return_counts=True)
+    # Equal scores share the mean of the ranks that they take up together.
+    last_V = counts_V.cumsum(0).double()
+    rank_K = (last_V - 0.5 * (counts_V.double() - 1))[value_K]
+    return float((rank_K[good_K].sum() - 0.5 * num_good * (num_good + 1)) / (num_good * num_bad))
+
+
+class Calibration(NamedTuple):
+    """A reliability diagram, and the error that it shows. Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
+
+    error: float
+    """The expected calibration error: the mean distance of |frequency - probability| over the bins, weighed by their counts."""
+    brier: float
+    """The mean squared distance of probability and outcome."""
+    counts_B: Tensor
+    probability_B: Tensor
+    """The mean probability of each bin; NaN for an empty one."""
+    frequency_B: Tensor
+    """The share of good ones in each bin; NaN for an empty one."""
+
+
+def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:
+    """Return how well probabilities agree with frequencies, in bins of equal width.
+
+    Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950). For a pair the probability is that of the response with the larger score,
+    sigmoid(abs(r_w - r_l)), and good is that it is the chosen one: see `pair_calibration`. Raises ValueError for numbers
+    outside of 0 to 1; without any, the errors are NaN.
+    """
+    probability_K, good_K = probability_K.double(), good_K.double()
+    if not bool(((probability_K >= 0) & (probability_K <= 1)).all()):
+        raise ValueError("probabilities must lie in 0 to 1")
+    bin_K = (torch.ceil(probability_K * num_bins).long() - 1).clamp(0, num_bins - 1)
+    counts_B = torch.bincount(bin_K, minlength=num_bins)
+    probability_B = torch.bincount(bin_K, probability_K, minlength=num_bins).double() / counts_B
+    frequency_B = torch.bincount(bin_K, good_K, minlength=num_bins).double() / counts_B
+    distance_B = torch.where(counts_B > 0, (frequency_B - probability_B).abs(), 0.0)
+    error = float((distance_B * counts_B).sum() / counts_B.sum())
+    return Calibration(error, float((probability_K - good_K).square().mean()), counts_B, probability_B, frequency_B)
+
+
+def pair_calibration(chosen_P: Tensor, rejected_P: Tensor, *, num_bins: int = 10) -> Calibration:
+    """Return the calibration of a Bradley-Terry model: how often the response that it prefers, and how surely, is the chosen one.
+
+    Scores that are equal prefer neither, so they are left out.
+    """
+    difference_P = chosen_P.double() - rejected_P.double()
+    difference_P = difference_P[difference_P != 0]
+    return calibration(difference_P.abs().sigmoid(), difference_P > 0, num_bins=num_bins)

@@ -1,0 +1,108 @@
+"""Keys that a schedule does not read: a supervised run samples nothing to train on, the others learn no given answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_rl.config.derived import is_supervised, samples_answers
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.tree import Config
+
+_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SUPERVISED_LOSS = "sft"
+ROWS_ONLY = (
+    "data.val_prompt_files",
+    "data.response_key",
+    "data.messages_key",
+    "data.tools_key",
+    "data.enable_thinking_key",
+    "data.max_length",
+    "trainer.early_stop_patience",
+)
+"""Keys of trainer.schedule=offline."""
+SAMPLED_ONLY = (
+    "algorithm.",
+    "critic.",
+    "actor_rollout_ref.ref.",
+    f"{_A}.kl_loss_",
+    f"{_A}.ppo_epochs",
+    f"{_A}.shuffle",
+    f"{_A}.data_loader_seed",
+    *(f"{_R}.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "log_prob_")),
+    "data.gen_batch_size",
+    "data.retire_",
+    "data.curriculum",
+    "data.curriculum_floor",
+    "data.difficulty_key",
+    "data.dynamic_weights",
+    "trainer.critic_warmup",
+    "trainer.save_rollouts",
+)
+"""Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
+SCORED_ONLY = (
+    f"{_R}.",
+    "reward.",
+    "data.reward_fn_key",
+    "data.data_source",
+    "data.ground_truth_key",
+    "data.extra_info_key",
+)
+"""Those that one reads which validates by sampling."""
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what does not go with the schedule."""
+    loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
+    key = f"{_A}.policy_loss.loss_mode"
+    if not is_supervised(config):
+        if loss == SUPERVISED_LOSS and trainer.schedule == "sync":
+            yield (
+                f"{key}={loss}: reads no advantages, so the reward would have no effect with trainer.schedule={trainer.schedule}; "
+                f"trainer.schedule=offline learns the answers in the data, {key}=reinforce weighs sampled ones"
+            )
+        return
+    if loss != SUPERVISED_LOSS and ":" not in loss:
+        yield f"{key}={loss}: is made for sampled responses, and trainer.schedule=offline trains on rows; {key}={SUPERVISED_LOSS}"
+    mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
+    if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
+        yield (
+            f"{_A}.ppo_mini_batch_size={mini}: trainer.schedule=offline takes one optimizer step on each batch, "
+            f"data.train_batch_size={batch}; leave it out"
+        )
+    if trainer.val_only:
+        yield (
+            "trainer.val_only=true: trainer.schedule=offline only trains; with trainer.schedule=sync the answers to data.val_files "
+            "are sampled and scored"
+        )
+    if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
+        yield (
+            f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
+            "steps; give both"
+        )
+
+
+def switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
+    if not is_supervised(config):
+        if config.trainer.schedule != "sync":
+            return {}  # a schedule of the user's own may read whatever it likes
+        return {key: (False, "is of trainer.schedule=offline") for key in ROWS_ONLY}
+    idle = {
+        key: (False, "has no effect with trainer.schedule=offline, which trains on the answers in the data")
+        for key in leaves()
+        if _lies_in(key, SAMPLED_ONLY)
+    }
+    if not samples_answers(config):
+        idle |= {
+            key: (False, "needs data.val_prompt_files: trainer.schedule=offline samples and scores nothing else")
+            for key in leaves()
+            if _lies_in(key, SCORED_ONLY) and key not in idle
+        }
+        if config.data.max_length is not None:
+            why = "has no effect with data.max_length, the longest row"
+            idle |= {f"data.{name}": (False, why) for name in ("max_prompt_length", "max_response_length")}
+    return idle
+
+
+def _lies_in(key: str, entries: tuple[str, ...]) -> bool:
+    return key in entries or any(key.startswith(entry) for entry in entries if entry.endswith((".", "_")))

@@ -1,0 +1,261 @@
+"""Rows to learn from: conversations, and which of their tokens the assistant wrote.
+
+A row has chat `messages` (as verl's MultiTurnSFTDataset reads them), or a prompt and a response, or it is a line of the
+rollouts that a run wrote. Its trained tokens are exactly those that the chat template makes of the assistant's turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.rows import column
+from grpo_rl.data.sources.source import BadRow, check_values, wrong
+
+ASSISTANT = "assistant"
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OF_ROLLOUTS = ("prompt_length", "response_length", "finish_reason")
+"""Columns that a line of <run>/rollouts/step_N.jsonl has beside prompt and response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation whose assistant turns are learnt."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+    """The row's own arguments of the chat template beside the messages: `tools`, `enable_thinking`."""
+    of_strings: bool = False
+    """Made of a prompt and a response that are plain strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A sampled response as a run logged it: the prompt is the text that the model saw."""
+
+    prompt: str
+    response: str
+    prompt_length: int
+    """Tokens of the prompt in that run."""
+    ends: bool
+    """The response ended by itself, with the end-of-sequence token that its text does not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Tokens to learn from."""
+
+    token_ids: np.ndarray
+    """int32 [tokens]"""
+    positions: np.ndarray
+    """int64 [trained tokens]: the places of the assistant's tokens in `token_ids`, ascending, none of them 0."""
+
+
+def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | Rendered:
+    """Return the row with its columns checked; `config` says which they are.
+
+    Raises BadRow with file, row, column, what was found and what was expected.
+    """
+    check_values(row, where)
+    if config.messages_key in row:
+        return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))
+    try:
+        prompt, response = column(row, config.prompt_key, where), column(row, config.response_key, where)
+    except BadRow as error:
+        raise BadRow(f"{error}. A row to learn from has {config.messages_key!r}, or a prompt and a response: "
+                     "data.messages_key, or data.prompt_key and data.response_key") from None  # fmt: skip
+    if not isinstance(response, str) or not response.strip():
+        raise wrong(where, config.response_key, response, "the answer to learn, a string that is not empty")
+    if isinstance(prompt, str) and prompt and all(name in row for name in _OF_ROLLOUTS):
+        return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop")
+    if isinstance(prompt, str) and prompt:
+        asked: list[Any] = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and prompt:
+        asked = prompt
+    else:
+        raise wrong(where, config.prompt_key, prompt, "a list of {role, content} messages, or a non-empty string")
+    messages = _messages([*asked, {"role": ASSISTANT, "content": response}], where, config.prompt_key)
+    return Chat(messages, _options(row, where, config), of_strings=isinstance(prompt, str))
+
+
+def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+    """Return the messages without empty parts. Raises BadRow unless the assistant answers something in them."""
+    if not isinstance(value, list) or not value:
+        raise wrong(where, key, value, "a list of {role, content} messages")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise wrong(where, f"{key}[{number}]", message, "a message {role, content}")
+        # Tables have every part in every message, with nothing in it where the message does not have it.
+        message = {part: content for part, content in message.items() if content is not None}
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        if not isinstance(role, str):
+            raise wrong(where, f"{key}[{number}].role", role, "a string")
+        if content is None and calls:
+            message["content"] = ""
+        elif not isinstance(content, str):
+            raise wrong(where, f"{key}[{number}].content", content, "a string")
+        elif role == ASSISTANT and not content.strip() and not calls:
+            raise wrong(where, f"{key}[{number}].content", content, "the answer to learn, a string that is not empty")
+        messages.append(message)
+    if messages[0]["role"] == ASSISTANT:
+        raise BadRow(f"{where}: column {key!r} begins with the assistant's turn; expected a message that it answers before it")
+    if all(message["role"] != ASSISTANT for message in messages):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise BadRow(f"{where}: column {key!r} has no assistant turn to learn, only {roles}")
+    return messages
+
+
+def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    tools = column(row, config.tools_key, where, optional=True)
+    if tools is not None and not isinstance(tools, list):
+        raise wrong(where, config.tools_key, tools, "a list of tools, or nothing")
+    if tools:
+        options["tools"] = tools
+    thinking = column(row, config.enable_thinking_key, where, optional=True)
+    if thinking is not None and not isinstance(thinking, bool):
+        raise wrong(where, config.enable_thinking_key, thinking, "true, false or nothing")
+    return options if thinking is None else options | {"enable_thinking": thinking}
+
+
+class Tokenizing:
+    """Turns conversations into tokens, as `data` of the configuration says, and finds those that the assistant wrote."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+        self.renderer, self.tokenizer = Renderer(config, tokenizer), tokenizer
+        self._marked: bool | None = None
+
+    def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
+        """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be found exactly."""
+        if isinstance(found, Rendered):
+            return self._rendered(found, where)
+        messages = self.renderer.with_system(found.messages)
+        if not self.renderer.has_template:
+            if found.of_strings and len(messages) == 2:
+                return self._plain(messages[0]["content"], messages[1]["content"], where)
+            raise BadRow(
+                f"{where}: these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
+                "give one as data.chat_template, or plain strings as prompt and response"
+            )
+        return self._by_marks(messages, found, where) if self._has_marks() else self._by_growth(messages, found, where)
+
+    # ---- plain texts -----------------------------------------------------------------------------------
+
+    def _rendered(self, found: Rendered, where: str) -> Demonstration:
+        prompt_ids = self._ids(found.prompt)
+        if len(prompt_ids) != found.prompt_length:  # a plain prompt got the tokenizer's special tokens
+            prompt_ids = self.tokenizer(found.prompt)["input_ids"]
+        if len(prompt_ids) != found.prompt_length:
+            raise BadRow(
+                f"{where}: this tokenizer makes {len(prompt_ids)} tokens of the prompt, and the run that sampled the response had "
+                f"{found.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
+            )
+        return _answer(prompt_ids, [*self._ids(found.response), *([self.tokenizer.eos_token_id] if found.ends else [])])
+
+    def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
+        """Without a template a text goes on with the response, and ends with the end-of-sequence token."""
+        prompt_ids = self.tokenizer(prompt)["input_ids"]
+        if not prompt_ids:
+            raise BadRow(f"{where}: the prompt has no tokens")
+        return _answer(prompt_ids, [*self._ids(response), self.tokenizer.eos_token_id])
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    # ---- chat templates ----------------------------------------------------------------------------------
+
+    def _has_marks(self) -> bool:
+        """Return whether the chat template marks by `{% generation %}` what the assistant generates."""
+        if self._marked is None:
+            template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
+            self._marked = _GENERATION_MARK.search(template) is not None
+        return self._marked
+
+    def _by_marks(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
+        out = self.renderer.apply(
+            messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **found.options
+        )
+        token_ids, mask = np.asarray(out["input_ids"], dtype=np.int32), np.asarray(out["assistant_masks"])
+        positions = np.flatnonzero(mask)
+        if not len(positions):
+            raise BadRow(f"{where}: the chat template marks no token as the assistant's ({{% generation %}})")
+        if positions[0] == 0:
+            raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
+        return Demonstration(token_ids[: positions[-1] + 1], positions)
+
+    def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
+        """Return the tokens with those trained that a turn of the assistant adds, where the template does nothing but add."""
+        texts = self._growing(messages, found, where)
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
+            ids = self._in_pieces(texts, where)
+        token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(each) for each in ids]
+        spans = [np.arange(begin, end) for begin, end in zip(lengths[0::2], lengths[1::2], strict=True)]
+        if lengths[0] == 0:
+            raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
+        return Demonstration(token_ids, np.concatenate(spans))
+
+    def _growing(self, messages: list[dict[str, Any]], found: Chat, where: str) -> list[str]:
+        """Return the text before and after every assistant turn, each of which has to begin with the one before it."""
+        texts: list[str] = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self.renderer.text(messages[:number], where, **found.options)
+            after = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **found.options)
+            for text, what in ((before, f"message {number - 1}"), (after, f"message {number}, the assistant's,")):
+                if texts and not text.startswith(texts[-1]):
+                    raise BadRow(f"{where}: {_rewritten(texts[-1], text, what)}")
+                texts.append(text)
+            if after == before:
+                raise BadRow(f"{where}: the chat template makes nothing of message {number}, the assistant's")
+        return texts
+
+    def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
+        """Return the tokens of the growing texts, each piece tokenized by itself.
+
+        So it is where a token would reach from the prompt into the answer, as a newline at the beginning of an answer may:
+        the model answers after the prompt's own tokens. Raises BadRow where the pieces are not the text (a tokenizer that
+        puts a space before each).
+        """
+        ids: list[list[int]] = []
+        done = ""
+        for text in texts:
+            ids.append([*(ids[-1] if ids else []), *self._ids(text.removeprefix(done))])
+            done = text
+        decoded = self.tokenizer.decode(ids[-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded != texts[-1]:
+            raise BadRow(
+                f"{where}: a token reaches from a prompt into the assistant's answer, and this tokenizer makes another text of the "
+                "two apart; expected an answer that begins with a token of its own"
+            )
+        return ids
+
+
+def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstration:
+    token_ids = np.asarray([*prompt_ids, *answer_ids], dtype=np.int32)
+    return Demonstration(token_ids, np.arange(len(prompt_ids), len(token_ids)))
+
+
+def _rewritten(before: str, now: str, what: str) -> str:
+    """Return the reason why a template cannot be used: what it made of the same messages before and with one more."""
+    place = next((n for n, (a, b) in enumerate(_pairs(before, now)) if a != b), min(len(before), len(now)))
+    start = max(0, place - 20)
+    return (
+        f"the chat template does not only append: with {what} the text before it is another one, "
+        f"{before[start : place + 30]!r} became {now[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
+        "Give a data.chat_template that appends, or marks them by {% generation %}, or rows of one assistant turn"
+    )
+
+
+def _pairs(one: str, other: str) -> Iterator[tuple[str, str]]:
+    return zip(one, other, strict=False)

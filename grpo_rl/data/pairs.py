@@ -1,0 +1,342 @@
+"""Preference pairs: a prompt with a chosen and a rejected answer, from files or from groups of scored rollouts.
+
+The formats are TRL's and OpenRLHF's. A row has the columns `chosen` and `rejected`, and mostly `prompt`; each is a plain text
+or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, where a row has it, is a
+number that says by how much the chosen answer is better, for reward models that read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.collate import collate
+from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer
+from grpo_rl.data.rows import Example, Message, check_messages, column
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.fingerprint import fingerprint_of
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.numeric_columns import finite
+from grpo_rl.data.sources.source import BadRow, Joined, check_values, wrong
+from grpo_rl.errors import DataError
+from grpo_rl.types import Batch, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class PairColumns:
+    """The names of a pair's columns; a dotted name is a path into objects."""
+
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    margin: str = "margin"
+
+
+@dataclass(frozen=True, slots=True)
+class PairTexts:
+    """A row before it is rendered."""
+
+    prompt: list[Message] | str
+    chosen: str
+    rejected: str
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and its two answers as tokens (int32), each answer with the end-of-sequence token."""
+
+    prompt_ids: np.ndarray
+    chosen_ids: np.ndarray
+    rejected_ids: np.ndarray
+    margin: float | None = None
+
+
+# ---- one row -----------------------------------------------------------------------------------------
+
+
+def pair_texts(row: dict[str, Any], where: str, columns: PairColumns = PairColumns()) -> PairTexts:
+    """Return the pair that a row holds.
+
+    Raises BadRow, with the place, for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
+    columns of another type.
+    """
+    check_values(row, where)
+    chosen, rejected = (column(row, key, where) for key in (columns.chosen, columns.rejected))
+    prompt = column(row, columns.prompt, where, optional=True)
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        texts = _of_messages(prompt, chosen, rejected, where, columns)
+    else:
+        texts = _of_texts(prompt, chosen, rejected, where, columns)
+    for key, text in ((columns.chosen, texts[1]), (columns.rejected, texts[2])):
+        if not text.strip():
+            raise BadRow(f"{where}: column {key!r} has an empty answer; expected one with text")
+    if texts[1] == texts[2]:
+        raise BadRow(
+            f"{where}: columns {columns.chosen!r} and {columns.rejected!r} have the same answer; expected two that differ"
+        )
+    margin = column(row, columns.margin, where, optional=True)
+    if margin is not None and math.isnan(finite(margin)):
+        raise wrong(where, columns.margin, margin, "a finite number or nothing")
+    return PairTexts(*texts, None if margin is None else finite(margin))
+
+
+def _of_texts(
+    prompt: Any, chosen: Any, rejected: Any, where: str, columns: PairColumns
+) -> tuple[list[Message] | str, str, str]:
+    """Return prompt and answers, where the answers are plain texts."""
+    for key, text in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        if not isinstance(text, str):
+            raise wrong(where, key, text, "a text, or a list of {role, content} messages")
+    if prompt is not None:
+        return _prompt(prompt, where, columns.prompt), chosen, rejected
+    # The text that both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a
+    # word that is cut in two would be made of other tokens.
+    shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        shared += 1
+    while shared and not chosen[shared - 1].isspace():
+        shared -= 1
+    before = chosen[:shared].rstrip()
+    if not before:
+        raise BadRow(
+            f"{where}: there is no column {columns.prompt!r}, and {columns.chosen!r} and {columns.rejected!r} do not begin with the "
+            "same words, which would be the prompt"
+        )
+    return before, chosen[len(before) :], rejected[len(before) :]
+
+
+def _of_messages(
+    prompt: Any, chosen: Any, rejected: Any, where: str, columns: PairColumns
+) -> tuple[list[Message] | str, str, str]:
+    """Return prompt and answers, where the answers are messages: one from the assistant, or a conversation that ends with it."""
+    sides = []
+    for key, side in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        if not isinstance(side, list):
+            raise wrong(where, key, side, "a list of {role, content} messages, as the other side has")
+        check_messages(side, where, key)
+        sides.append(side)
+    before = [] if not isinstance(prompt, list) else _prompt(prompt, where, columns.prompt)
+    assert isinstance(before, list)
+    # A conversation may be given whole although its prompt has a column.
+    sides = [side[len(before) :] if before and side[: len(before)] == before else side for side in sides]
+    shared = 0
+    while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
+        shared += 1
+    messages = [*before, *sides[0][:shared]]
+    if isinstance(prompt, str):
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        if not messages:
+            messages = [{"role": "user", "content": prompt}]
+        elif prompt not in asked:
+            raise wrong(where, columns.prompt, prompt, f"what the user says in {columns.chosen!r} and {columns.rejected!r}")
+    if not messages:
+        raise BadRow(
+            f"{where}: there is no prompt: neither a column {columns.prompt!r} nor messages that both sides begin with"
+        )
+    for key, side in zip((columns.chosen, columns.rejected), sides, strict=True):
+        if len(side) != shared + 1 or side[-1]["role"] != "assistant":
+            roles = ", ".join(message["role"] for message in side[shared:])
+            raise BadRow(f"{where}: column {key!r} goes on with messages of {roles}; expected one of the assistant")
+    return messages, sides[0][-1]["content"], sides[1][-1]["content"]
+
+
+def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty text")
+    check_messages(value, where, key)
+    return value
+
+
+# ---- a whole data set --------------------------------------------------------------------------------
+
+
+class PairDataset:
+    """The pairs of one or several sources as tokens, all read, checked and tokenized when they are loaded."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], fingerprint: list[dict[str, Any]], num_bad: int = 0, num_dropped: int = 0
+    ) -> None:
+        self.pairs = pairs
+        self.fingerprint = fingerprint
+        """The fingerprint of the sources, as a checkpoint contains it."""
+        self.num_bad = num_bad
+        self.num_dropped = num_dropped
+        """Rows left out because a prompt or an answer is too long."""
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the pairs at `indices` as a batch: see `pair_batch`."""
+        return pair_batch([self.pairs[index] for index in indices])
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all tokens in their order: what log-probs of these pairs depend on beside the model."""
+        digest = hashlib.sha256()
+        for pair in self.pairs:
+            for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+                digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+
+def load_pairs(
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    columns: PairColumns = PairColumns(),
+    max_samples: int = -1,
+    bad_rows: BadRows | None = None,
+) -> PairDataset:
+    """Return the pairs of all `files`, in order; of these the first `max_samples` (-1: all).
+
+    Bad rows are all named in one DataError, or left out, as `data.on_bad_row` says. A pair of which the prompt is longer than
+    `data.max_prompt_length`, or an answer longer than `data.max_response_length`, is dropped with
+    `data.filter_overlong_prompts`, and an error otherwise: a cut answer would be another one.
+    """
+    if not files:
+        raise DataError("no data files are given")
+    source = Joined("all sources", [open_source(name, config.cache_dir) for name in files])
+    renderer, bad = Renderer(config, tokenizer), BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+    total = len(source) if max_samples < 0 else min(max_samples, len(source))
+    pairs: list[Pair] = []
+    too_long: list[str] = []
+    for first in range(0, total, TOKENIZED_AT_ONCE):
+        rendered = []
+        for index in range(first, min(total, first + TOKENIZED_AT_ONCE)):
+            where = source.where(index)
+            try:
+                rendered.append((index, _Rendered.of(pair_texts(source.row(index), where, columns), renderer, where)))
+            except BadRow as error:
+                bad.found(index, error, collect=True)
+        for (index, _), pair in zip(rendered, _tokenized([texts for _, texts in rendered], renderer), strict=True):
+            where = source.where(index)
+            if np.array_equal(pair.chosen_ids, pair.rejected_ids) or not len(pair.prompt_ids):
+                what = "prompt has no tokens" if not len(pair.prompt_ids) else "two answers have the same tokens"
+                bad.found(index, BadRow(f"{where}: the {what}"), collect=True)
+            elif problem := _too_long(pair, config):
+                too_long.append(f"{where}: {problem}")
+            else:
+                pairs.append(pair)
+    bad.raise_collected(total)
+    bad.report_collected(total)
+    if too_long and not config.filter_overlong_prompts:
+        others = f", as {len(too_long) - 1} other rows are too long" if len(too_long) > 1 else ""
+        raise DataError(f"{too_long[0]}{others}. Raise it, or drop such rows with data.filter_overlong_prompts=true")
+    if not pairs:
+        raise DataError(f"no pairs are left of {total} rows: {bad.num_rows} are bad and {len(too_long)} too long")
+    return PairDataset(pairs, fingerprint_of(source.parts), bad.num_rows, len(too_long))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A pair as the chat template makes it."""
+
+    row: Example
+    prompt: str
+    chosen: str
+    rejected: str
+    margin: float | None
+
+    @classmethod
+    def of(cls, texts: PairTexts, renderer: Renderer, where: str) -> _Rendered:
+        row = Example(texts.prompt, "", None, {})
+        prompt = renderer.render(row, where)
+        chosen, rejected = (renderer.answer(row, prompt, answer, where) for answer in (texts.chosen, texts.rejected))
+        return cls(row, prompt, chosen, rejected, texts.margin)
+
+
+def _tokenized(rendered: Sequence[_Rendered], renderer: Renderer) -> list[Pair]:
+    prompts = renderer.tokenize([one.row for one in rendered], [one.prompt for one in rendered])
+    chosen, rejected = (renderer.tokenize_answers([getattr(one, side) for one in rendered]) for side in ("chosen", "rejected"))
+    return [
+        Pair(_int32(prompt), _int32(better), _int32(worse), one.margin)
+        for one, prompt, better, worse in zip(rendered, prompts, chosen, rejected, strict=True)
+    ]
+
+
+def _int32(ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _too_long(pair: Pair, config: DataConfig) -> str | None:
+    longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
+    if len(pair.prompt_ids) > config.max_prompt_length:
+        return f"the prompt has {len(pair.prompt_ids)} tokens, more than data.max_prompt_length={config.max_prompt_length}"
+    if longest > config.max_response_length:
+        return f"an answer has {longest} tokens, more than data.max_response_length={config.max_response_length}"
+    return None
+
+
+# ---- batches -----------------------------------------------------------------------------------------
+
+
+def pair_batch(pairs: Sequence[Pair]) -> Batch:
+    """Return pairs as a batch of two rollouts each, the chosen one first: pair p is group p."""
+    prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
+    answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    pieces = [ids for both in zip(prompts, answers, strict=True) for ids in both]
+    response_lengths_N = torch.tensor(list(map(len, answers)), dtype=torch.long)
+    return _with_sides(
+        Batch(
+            prompt_lengths_N=torch.tensor(list(map(len, prompts)), dtype=torch.long),
+            response_lengths_N=response_lengths_N,
+            group_N=torch.arange(len(pairs)).repeat_interleave(2),
+            token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, dtype=np.int64)),
+            rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
+            # These answers were not sampled; there is no other policy to compare with.
+            rollout_logprobs_T=torch.zeros(int(response_lengths_N.sum())),
+        )
+    )
+
+
+def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:
+    """Return the best and the worst rollout of each group by reward, in the order in which the groups appear.
+
+    Of equal rewards the rollout with the smaller sample index counts. A group whose best is not better than its worst gives
+    no pair. Rollouts without a reward or without tokens are passed over, and so is a pair with twice the same response.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        members = groups.setdefault(rollout.prompt.uid, [])
+        if rollout.reward is not None and math.isfinite(rollout.reward) and len(rollout.response_ids):
+            members.append(rollout)
+    pairs = []
+    for members in groups.values():
+        # `sorted` keeps the order of equals: both ends take the smallest sample index among theirs.
+        in_order = sorted(members, key=lambda rollout: rollout.sample_index)
+        best = max(in_order, key=_reward, default=None)
+        worst = min(in_order, key=_reward, default=None)
+        if best is not None and worst is not None and _reward(best) > _reward(worst) and not best.same_response(worst):
+            pairs.append((best, worst))
+    return pairs
+
+
+def rollout_pair_batch(pairs: Sequence[tuple[Rollout, Rollout]]) -> Batch:
+    """Return pairs of rollouts, the better one first, as a batch: as `pair_batch`, with the rewards and the engine's log-probs."""
+    return _with_sides(collate([rollout for pair in pairs for rollout in pair]))
+
+
+def _reward(rollout: Rollout) -> float:
+    assert rollout.reward is not None
+    return rollout.reward
+
+
+def _with_sides(batch: Batch) -> Batch:
+    """Return the batch of alternating sides with `chosen_N`, and 1 and -1 as advantages: the way each side is pushed."""
+    chosen_N: Tensor = torch.arange(batch.num_rollouts) % 2 == 0
+    advantages_T = torch.where(chosen_N, 1.0, -1.0).repeat_interleave(batch.trained_lengths_N)
+    return batch.replace(chosen_N=chosen_N, advantages_T=advantages_T)

@@ -1,0 +1,173 @@
+"""Supervised training: the policy learns answers that stand in the data, and nothing is sampled to train on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from grpo_rl.data.conversations import Demonstration
+from grpo_rl.data.draw_order.choose import make_sampler
+from grpo_rl.data.supervised import DemonstrationSet, supervised_batch
+from grpo_rl.errors import DataError, DivergedError
+from grpo_rl.protocols import Actor
+from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.schedule import Context, required
+from grpo_rl.trainer.selection import resume_order
+from grpo_rl.trainer.validation import Validation
+from grpo_rl.types import Metrics, Rollout
+
+LARGEST_EXPONENT = 700.0
+"""e to this is near the largest float."""
+
+
+class OfflineSchedule:
+    """The supervised schedule: one optimizer step on each batch of rows, epoch after epoch.
+
+    Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
+    """
+
+    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder"})
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.config = context, context.config
+        self.actor = required(context.roles.actor, "actor")
+        demonstrations = required(context.demonstrations, "demonstrations")
+        self.train_data, self.val_data = demonstrations.train, demonstrations.val
+        self.sampler = make_sampler(self.config, self.train_data)
+        self.answers = Validation(context)
+        self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
+        self.trained: Sequence[Rollout] = ()
+
+    def step(self) -> Metrics:
+        """Train on the next batch of rows."""
+        timer = Timer(self.context.progress.phase)
+        with timer("data"):
+            batch = supervised_batch(self._draw())
+        with timer("update_actor"):
+            metrics = self.actor.update(batch)
+        loss = metrics["actor/pg_loss"]
+        num_tokens = float(len(batch.token_ids_S))
+        return (
+            {"train/loss": loss, "train/perplexity": perplexity(loss), "train/num_tokens": float(batch.num_trained_tokens)}
+            | metrics
+            | {"trainer/epoch": float(self.sampler.epoch)}
+            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
+            | timer.metrics()
+        )
+
+    def _draw(self) -> list[Demonstration]:
+        """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
+        position = self.sampler.position()
+        try:
+            return [self.train_data.demonstration(row) for row, _ in self.sampler.next_batch()]
+        except DataError:
+            self.sampler.seek(position)
+            raise
+
+    def evaluate(self) -> Metrics:
+        """Measure the loss on the validation rows, and answer the validation prompts."""
+        metrics: Metrics = {}
+        if self.val_data is not None:
+            timer = Timer(self.context.progress.phase)
+            with timer("testing"):
+                loss = validation_loss(self.actor, self.val_data, self.config.data.train_batch_size)
+            metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)} | timer.metrics()
+        answered = self.answers()
+        seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
+        if self.val_data is not None:
+            self.early_stop.record(self.context.step, metrics["val/loss"])
+        return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
+
+    def ended(self) -> str | None:
+        """Return why training ends early, once the validation loss has not fallen for long enough."""
+        return self.early_stop.reason()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, and what the validations were."""
+        order = self.sampler.state_dict() | {"data": self.train_data.fingerprint}
+        return {"sampler": order, "num_rows": len(self.train_data), "early_stop": self.early_stop.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this state. Raises CheckpointError for other training data."""
+        resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
+        self.early_stop.load_state_dict(state["early_stop"])
+
+
+class EarlyStop:
+    """Counts the validations in a row whose loss is not below the lowest one before; `patience` of them end the training."""
+
+    def __init__(self, patience: int | None) -> None:
+        self.patience = patience
+        self.lowest, self.step = math.inf, 0
+        self.in_a_row = 0
+
+    def record(self, step: int, loss: float) -> None:
+        """Take in the loss of one validation; one that is not finite is no improvement."""
+        if loss < self.lowest:
+            self.lowest, self.step, self.in_a_row = loss, step, 0
+        else:
+            self.in_a_row += 1
+
+    def reason(self) -> str | None:
+        """Return why training ends; None while it goes on."""
+        if self.patience is None or self.in_a_row < self.patience:
+            return None
+        return (
+            f"the validation loss has not been below {self.lowest:.4f}, that of step {self.step}, in {self.in_a_row} validations "
+            f"in a row (trainer.early_stop_patience={self.patience})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count, and what it compares with."""
+        lowest = None if math.isinf(self.lowest) else self.lowest
+        return {"lowest": lowest, "step": self.step, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from this state."""
+        self.lowest = math.inf if state["lowest"] is None else float(state["lowest"])
+        self.step, self.in_a_row = int(state["step"]), int(state["in_a_row"])
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the mean loss of a token."""
+    return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+def validation_loss(actor: Actor, data: DemonstrationSet, batch_size: int) -> float:
+    """Return the mean of -log π over all trained tokens of the data."""
+    total, num_tokens = 0.0, 0
+    for start in range(0, len(data), batch_size):
+        rows = range(start, min(start + batch_size, len(data)))
+        batch = supervised_batch([data.demonstration(row) for row in rows])
+        total -= float(actor.logprobs(batch).double().sum())
+        num_tokens += batch.num_trained_tokens
+    return total / num_tokens
+
+
+def fit(
+    actor: Actor,
+    demonstrations: Sequence[Demonstration],
+    *,
+    num_steps: int,
+    batch_size: int,
+    seed: int,
+    on_step: Callable[[int, Metrics], None],
+) -> None:
+    """Train for `num_steps` steps on batches drawn in a new seeded order every epoch, without a run around them.
+
+    So embedded models get their first ability. Rows left over at the end of an epoch open the next batch, which may be
+    larger than the data.
+    """
+    rng = np.random.default_rng(seed)
+    order: list[int] = []
+    for step in range(num_steps):
+        while len(order) < batch_size:
+            order += rng.permutation(len(demonstrations)).tolist()
+        chosen, order = order[:batch_size], order[batch_size:]
+        metrics = actor.update(supervised_batch([demonstrations[i] for i in chosen]))
+        if metrics.get("actor/nonfinite"):
+            raise DivergedError(f"supervised step {step + 1}: loss or gradient not finite; no weight was changed by it")
+        on_step(step, metrics)

@@ -1,0 +1,101 @@
+"""Pairs trained by the actor's ranks: the same gradient however the work is cut, and the one that a plain loop has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_processes import RankProcesses, make_batch, make_model
+from test_layout_invariance import ALONE, Layout, Trained, assert_same, train
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema.tree import ActorConfig
+from grpo_rl.types import Batch
+
+NUM_PAIRS = 5
+LAYOUTS = {
+    "1 rank, a pair at a time": Layout(rule=MicroBatchRule(None, 1), chunk_tokens=4),
+    "1 rank, 2 micro-batches": Layout(rule=MicroBatchRule(None, 6), checkpointing=True),
+    "2 ranks, a pair at a time": Layout(2, MicroBatchRule(None, 2)),
+    "2 ranks, by tokens": Layout(2, MicroBatchRule(70, None), chunk_tokens=7),
+}
+OBJECTIVES = {
+    "dpo": Objective("dpo", "seq-mean-token-mean", loss_options=(("beta", 0.5), ("label_smoothing", 0.1))),
+    "ipo": Objective("ipo", "prompt-mean", loss_options=(("length_normalised", True),)),
+    "dpo_hinge": Objective("dpo_hinge", "prompt-mean"),
+    "simpo": Objective("simpo", "seq-mean-token-mean"),
+}
+
+
+def pairs(seed: int) -> Batch:
+    """Ragged pairs in any order, their chosen rollout before or after the rejected one."""
+    batch = make_batch(seed, NUM_PAIRS + 2, group_size=2)
+    empty_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0])
+    generator = torch.Generator().manual_seed(seed)
+    chosen_G = torch.randint(0, 2, (NUM_PAIRS + 2,), generator=generator)
+    chosen_N = torch.arange(batch.num_rollouts) % 2 == chosen_G[batch.group_N]
+    rows = (~empty_N).nonzero()[:, 0][: 2 * NUM_PAIRS]
+    return batch.replace(chosen_N=chosen_N).select(rows[torch.randperm(len(rows), generator=generator)])
+
+
+BATCHES = [pairs(seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: dict[int, RankProcesses], model) -> dict[str, Trained]:
+    return {name: train(ranks, model, ALONE, objective, BATCHES) for name, objective in OBJECTIVES.items()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_pairs_do_not_depend_on_the_layout(ranks, model, alone, name, layout):
+    assert_same(alone[name], train(ranks, model, LAYOUTS[layout], OBJECTIVES[name], BATCHES))
+
+
+def test_mini_batches_are_numbers_of_pairs(ranks, model):
+    config = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+    one = train(ranks, model, ALONE, OBJECTIVES["dpo"], BATCHES[:1], config)
+    assert len(one.gradients) == 2 * 3
+    assert_same(one, train(ranks, model, Layout(2, MicroBatchRule(None, 2)), OBJECTIVES["dpo"], BATCHES[:1], config))
+
+
+def test_the_first_gradient_is_that_of_a_plain_loop_over_pairs(model, alone):
+    """The model in one process, a forward pass per response, log-softmax, and the loss as the paper writes it."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    batch = BATCHES[0]
+    assert batch.chosen_N is not None and batch.ref_logprobs_T is not None
+    ids = batch.token_ids_S.split(batch.sequence_lengths_N.tolist())
+    ref = batch.ref_logprobs_T.double().split(batch.trained_lengths_N.tolist())
+    ratios = []
+    for n, tokens in enumerate(ids):
+        start = int(batch.prompt_lengths_N[n])
+        logits = lm(tokens[None]).logits[0, start - 1 : -1] / 0.9
+        own = torch.log_softmax(logits, dim=-1).gather(1, tokens[start:, None])[:, 0]
+        ratios.append((own.double() - ref[n]).sum())
+    losses = []
+    for group in batch.group_N.unique().tolist():
+        first, second = (batch.group_N == group).nonzero()[:, 0].tolist()
+        better, worse = (first, second) if bool(batch.chosen_N[first]) else (second, first)
+        h = 0.5 * (ratios[better] - ratios[worse])
+        losses.append(-0.9 * torch.log(torch.sigmoid(h)) - 0.1 * torch.log(torch.sigmoid(-h)))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert alone["dpo"].metrics[0]["actor/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    gradients = {f"lm.{name}": parameter.grad for name, parameter in lm.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in alone["dpo"].gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-6 * largest, rtol=0, msg=name)
+
+
+def test_implicit_rewards_are_logged(alone):
+    metrics = alone["dpo"].metrics[0]
+    assert metrics["actor/reward_margin"] == pytest.approx(metrics["actor/reward_chosen"] - metrics["actor/reward_rejected"])
+    assert 0 <= metrics["actor/reward_accuracy"] <= 1
+    assert metrics["actor/logprob_chosen"] < 0

@@ -1,0 +1,359 @@
+"""Losses over pairs: values worked out by hand, gradients against a plain version, and what must not change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_rl.algos import trial
+from grpo_rl.algos.aggregate import count, group_tokens
+from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.function_options import PAIR_AVERAGES
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.make import make_plan
+from grpo_rl.registry import needs_of
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {}),
+    ("dpo", {"beta": 0.5, "label_smoothing": 0.2}),
+    ("dpo", {"beta": 2.0, "reference_free": True}),
+    ("dpo", {"beta": 5.0, "length_normalised": True}),
+    ("ipo", {"beta": 0.3}),
+    ("ipo", {"beta": 1.0, "length_normalised": True}),
+    ("dpo_hinge", {"beta": 0.2}),
+    ("dpo_hinge", {"beta": 0.05, "reference_free": True, "length_normalised": True}),
+    ("simpo", {}),
+    ("simpo", {"beta": 2.5, "gamma": 0.3}),
+]
+IDS = [f"{name} {options}" for name, options in CASES]
+PAIRED = sorted({name for name, _ in CASES})
+
+
+def options_of_case(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+def pair(policy: list[list[float]], ref: list[list[float]], chosen: list[bool], group: list[int] | None = None) -> LossInput:
+    """Responses with these log-probs per token; two after another are a pair."""
+    lengths_N = torch.tensor([len(tokens) for tokens in policy])
+    group_N = torch.arange(len(policy)) // 2 if group is None else torch.tensor(group)
+    flat_T, ref_T = (torch.tensor(list(itertools.chain(*rows)), dtype=torch.float64) for rows in (policy, ref))
+    return LossInput(
+        policy_logprobs_T=flat_T.requires_grad_(),
+        advantages_T=torch.ones(len(flat_T)),
+        segments=Segments(lengths_N),
+        ref_logprobs_T=ref_T,
+        group_N=group_N,
+        chosen_N=torch.tensor(chosen),
+        group_tokens_N=group_tokens(lengths_N, group_N),
+    )
+
+
+def total(
+    name: str, inputs: LossInput, average: str = "seq-mean-token-mean", **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    objective = Objective(name, average, loss_options=tuple(options.items()))
+    assert inputs.group_N is not None
+    loss, stats = objective(inputs, count(inputs.segments.lengths_N, inputs.group_N))
+    return loss, {key: value.item() for key, value in stats.items()}
+
+
+# log π: chosen -3 in 2 tokens, rejected -4 in 4 tokens; log π_ref: chosen -4, rejected -2.
+# Log-ratios +1 and -2, so the margin h is 3; per token 0.5 and -0.5, so 1; without the reference -3 + 4 = 1, per token -0.5.
+BY_HAND = pair([[-1.0, -2.0], [-1.0, -1.0, -1.5, -0.5]], [[-2.0, -2.0], [-0.5, -0.5, -0.5, -0.5]], [True, False])
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "loss"),
+    [
+        ("dpo", {}, 0.5543552444685271),  # -log sigmoid(0.3)
+        ("dpo", {"beta": 1.0}, 0.04858735157374206),  # -log sigmoid(3) = log(1 + e^-3)
+        ("dpo", {"beta": 1.0, "label_smoothing": 0.1}, 0.9 * 0.04858735157374206 + 0.1 * 3.04858735157374206),
+        ("dpo", {"beta": 1.0, "reference_free": True}, 0.31326168751822286),  # -log sigmoid(1)
+        ("dpo", {"beta": 1.0, "length_normalised": True}, 0.31326168751822286),
+        ("dpo", {"beta": 2.0, "reference_free": True, "length_normalised": True}, 1.3132616875182228),  # -log sigmoid(-1)
+        ("ipo", {}, 4.0),  # (3 - 5)²
+        ("ipo", {"beta": 0.25, "length_normalised": True}, 1.0),  # (1 - 2)²
+        ("ipo", {"beta": 0.25, "reference_free": True}, 1.0),
+        ("dpo_hinge", {}, 0.7),
+        ("dpo_hinge", {"beta": 0.5}, 0.0),
+        ("dpo_hinge", {"beta": 0.5, "reference_free": True}, 0.5),
+        ("simpo", {}, 2.1269280110429727),  # means -1.5 and -1: -log sigmoid(2·(-0.5) - 1) = log(1 + e²)
+        ("simpo", {"beta": 2.5, "gamma": 0.25}, 1.7014132779827524),  # log(1 + e^1.5)
+    ],
+)
+def test_values_of_one_pair_by_hand(name: str, options: dict[str, Any], loss: float) -> None:
+    assert total(name, BY_HAND, **options)[0].item() == pytest.approx(loss, rel=1e-12)
+
+
+def test_implicit_rewards_their_margin_and_accuracy_by_hand() -> None:
+    two = pair(
+        [[-1.0, -2.0], [-1.0, -1.0, -1.5, -0.5], [-3.0], [-2.0, -2.0]],
+        [[-2.0, -2.0], [-0.5, -0.5, -0.5, -0.5], [-1.0], [-4.0, -2.0]],
+        [True, False, False, True],
+    )
+    # Rewards 0.1·(1, -2) and, of the second pair, chosen 0.1·2 and rejected 0.1·(-2).
+    _, stats = total("dpo", two)
+    assert stats["share/reward_chosen"] == pytest.approx((0.1 + 0.2) / 2)
+    assert stats["share/reward_rejected"] == pytest.approx((-0.2 - 0.2) / 2)
+    assert stats["share/reward_margin"] == pytest.approx((0.3 + 0.4) / 2)
+    assert stats["share/logprob_chosen"] == pytest.approx((-3.0 - 4.0) / 2)
+    assert stats["share/logprob_rejected"] == pytest.approx((-4.0 - 3.0) / 2)
+    assert stats["share/reward_accuracy"] == 1.0
+    assert not any(key.startswith("sum/") for key in stats), "means over tokens would count long pairs more"
+    assert total("simpo", two)[1]["share/reward_accuracy"] == 0.5
+    assert total("simpo", two)[1]["share/reward_margin"] == pytest.approx(2.0 * (-0.5 + 1.0) / 2)
+
+
+def test_equal_rewards_are_no_preference() -> None:
+    tie = pair([[-1.0], [-1.0]], [[-2.0], [-2.0]], [True, False])
+    assert total("dpo", tie)[1]["share/reward_accuracy"] == 0.0
+    assert total("dpo", tie)[0].item() == pytest.approx(math.log(2), rel=1e-15)
+
+
+def test_the_loss_is_finite_far_from_the_data() -> None:
+    far = pair([[-800.0] * 3, [-0.001] * 3], [[-0.001] * 3, [-800.0] * 3], [True, False])
+    for name, options in CASES:
+        loss, _ = total(name, far, **options)
+        (gradient_T,) = torch.autograd.grad(loss, far.policy_logprobs_T)
+        assert math.isfinite(loss.item()) and bool(gradient_T.isfinite().all())
+    assert total("dpo", far, beta=1.0)[0].item() == pytest.approx(6 * 799.999)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------
+
+
+def ragged(seed: int, num_pairs: int = 5, dtype: torch.dtype = torch.float64) -> LossInput:
+    """Random pairs whose rollouts lie in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    order_N = torch.randperm(2 * num_pairs, generator=generator)
+    lengths_N = torch.randint(1, 9, (2 * num_pairs,), generator=generator)
+    group_N, chosen_N = (torch.arange(2 * num_pairs) // 2)[order_N], (torch.arange(2 * num_pairs) % 2 == 0)[order_N]
+    policy_T, ref_T = (-3 * torch.rand(2, int(lengths_N.sum()), generator=generator, dtype=torch.float64)).to(dtype)
+    return LossInput(
+        policy_logprobs_T=policy_T.requires_grad_(),
+        advantages_T=torch.ones(len(policy_T)),
+        segments=Segments(lengths_N),
+        ref_logprobs_T=ref_T,
+        group_N=group_N,
+        chosen_N=chosen_N,
+        group_tokens_N=group_tokens(lengths_N, group_N),
+    )
+
+
+def plain(name: str, inputs: LossInput, policy_T: Tensor, options: dict[str, Any]) -> Tensor:
+    """The same mean over pairs, written with loops over pairs and torch's elementary functions."""
+    assert inputs.group_N is not None and inputs.chosen_N is not None and inputs.ref_logprobs_T is not None
+    lengths = inputs.segments.lengths_N.tolist()
+    own, ref = policy_T.double().split(lengths), inputs.ref_logprobs_T.double().split(lengths)
+    losses = []
+    for group in inputs.group_N.unique().tolist():
+        score: dict[bool, Tensor] = {}
+        for n in (inputs.group_N == group).nonzero()[:, 0].tolist():
+            free = name == "simpo" or options.get("reference_free", False)
+            values = own[n] if free else own[n] - ref[n]
+            score[bool(inputs.chosen_N[n])] = (
+                values.mean() if name == "simpo" or options.get("length_normalised") else values.sum()
+            )
+        h, beta = score[True] - score[False], options.get("beta", 2.0 if name == "simpo" else 0.1)
+        if name == "dpo":
+            wrong = options.get("label_smoothing", 0.0)
+            losses.append(-(1 - wrong) * torch.log(torch.sigmoid(beta * h)) - wrong * torch.log(torch.sigmoid(-beta * h)))
+        elif name == "ipo":
+            losses.append((h - 1 / (2 * beta)) ** 2)
+        elif name == "dpo_hinge":
+            losses.append(torch.relu(1 - beta * h))
+        else:
+            losses.append(torch.log(1 + torch.exp(-(beta * h - options.get("gamma", 1.0)))))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("average", PAIR_AVERAGES)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradient_are_those_of_the_plain_version(
+    name: str, options: dict[str, Any], average: str, dtype: torch.dtype
+) -> None:
+    for seed in range(5):
+        inputs = ragged(seed, dtype=dtype)
+        loss, _ = total(name, inputs, average, **options)
+        (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs_T)
+        policy_T = inputs.policy_logprobs_T.detach().double().requires_grad_()
+        expected = plain(name, inputs, policy_T, options)
+        (expected_T,) = torch.autograd.grad(expected, policy_T)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+        torch.testing.assert_close(gradient_T.double(), expected_T, atol=1e-6 * float(expected_T.abs().max()), rtol=0)
+
+
+def test_the_gradient_of_dpo_is_the_papers() -> None:
+    """Arxiv 2305.18290, section 4: -beta sigmoid(r(rejected) - r(chosen)) (∇ log π(chosen) - ∇ log π(rejected))."""
+    loss, _ = total("dpo", BY_HAND, beta=0.5)
+    (gradient_T,) = torch.autograd.grad(loss, BY_HAND.policy_logprobs_T)
+    weight = 0.5 * sigmoid(-1.5)
+    assert gradient_T.tolist() == pytest.approx([-weight] * 2 + [weight] * 4, rel=1e-12)
+
+
+# ---- properties ----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), shift=st.floats(-3, 3))
+def test_what_the_policy_adds_to_both_sides_changes_no_loss(seed: int, shift: float) -> None:
+    """A term of the prompt alone cancels (DPO, section 4): here one that both responses have on their first token."""
+    inputs = ragged(seed)
+    first_T = inputs.segments.lengths_N.cumsum(0) - inputs.segments.lengths_N
+    moved_T = inputs.policy_logprobs_T.detach().index_add(0, first_T, torch.full_like(first_T, shift, dtype=torch.float64))
+    for name in ("dpo", "ipo", "dpo_hinge"):
+        before, after = total(name, inputs)[0], total(name, dataclasses.replace(inputs, policy_logprobs_T=moved_T))[0]
+        assert after.item() == pytest.approx(before.item(), rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_swapping_the_sides_turns_the_margin_around(seed: int) -> None:
+    inputs = ragged(seed, num_pairs=1)
+    assert inputs.chosen_N is not None
+    swapped = dataclasses.replace(inputs, chosen_N=~inputs.chosen_N)
+    for name in PAIRED:
+        (_, one), (_, other) = total(name, inputs), total(name, swapped)
+        assert other["share/reward_margin"] == pytest.approx(-one["share/reward_margin"], rel=1e-12, abs=1e-15)
+        assert other["share/reward_accuracy"] + one["share/reward_accuracy"] == 1.0
+    # -log sigmoid(x) - (-log sigmoid(-x)) = -x; and labels that are wrong as often as right say nothing.
+    one, other = (total("dpo", case, beta=0.7)[0].item() for case in (inputs, swapped))
+    assert one - other == pytest.approx(-total("dpo", inputs, beta=0.7)[1]["share/reward_margin"], rel=1e-9, abs=1e-12)
+    mixed = [total("dpo", case, beta=0.7, label_smoothing=0.3)[0].item() for case in (inputs, swapped)]
+    assert sum(mixed) == pytest.approx(one + other, rel=1e-9)
+
+
+@pytest.mark.parametrize("average", PAIR_AVERAGES)
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10_000), num_parts=st.integers(1, 4))
+def test_micro_batches_of_whole_pairs_add_up_to_the_same_loss_gradient_and_statistics(
+    average: str, seed: int, num_parts: int
+) -> None:
+    inputs = ragged(seed)
+    assert inputs.group_N is not None
+    counts = count(inputs.segments.lengths_N, inputs.group_N)
+    for name, options in CASES:
+        objective = Objective(name, average, loss_options=tuple(options.items()))
+        loss, stats = objective(inputs, counts)
+        (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs_T)
+        sums: dict[str, float] = {}
+        parts_T = torch.zeros_like(gradient_T)
+        for part in range(num_parts):
+            rows_N = (inputs.group_N * 7 + seed) % num_parts == part
+            share = rows(inputs, rows_N)
+            share_loss, share_stats = objective(share, counts)
+            if len(share.policy_logprobs_T):
+                (share_T,) = torch.autograd.grad(share_loss, share.policy_logprobs_T)
+                parts_T[inputs.segments.broadcast(rows_N)] = share_T
+            for key, value in share_stats.items():
+                sums[key] = sums.get(key, 0.0) + value.item()
+        assert sums == pytest.approx({key: value.item() for key, value in stats.items()}, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(parts_T, gradient_T, rtol=1e-9, atol=1e-15)
+
+
+def rows(inputs: LossInput, rows_N: Tensor) -> LossInput:
+    """Return some of the responses."""
+    tokens_T = inputs.segments.broadcast(rows_N)
+    columns = {
+        field.name: getattr(inputs, field.name)
+        for field in dataclasses.fields(inputs)
+        if getattr(inputs, field.name) is not None
+    }
+    chosen = {name: value[tokens_T if name.endswith("_T") else rows_N] for name, value in columns.items() if name != "segments"}
+    chosen["policy_logprobs_T"] = chosen["policy_logprobs_T"].detach().requires_grad_()
+    return LossInput(segments=Segments(inputs.segments.lengths_N[rows_N]), **chosen)
+
+
+@pytest.mark.parametrize(
+    ("group", "chosen"),
+    [
+        ([0, 0, 1], [True, False, True]),
+        ([0, 0, 0, 1], [True, False, False, True]),
+        ([0, 0, 0, 0], [True, True, False, False]),
+        ([0, 0], [True, True]),
+        ([0, 0], [False, False]),
+        ([0, 1], [True, False]),
+    ],
+)
+def test_rollouts_that_are_no_pairs_are_refused(group: list[int], chosen: list[bool]) -> None:
+    with pytest.raises(ValueError, match="not pairs: every group must have one chosen and one rejected"):
+        Pairs.of(torch.tensor(group), torch.tensor(chosen))
+
+
+def test_no_rollouts_are_no_pairs() -> None:
+    assert Pairs.of(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool)).chosen_P.tolist() == []
+
+
+# ---- what the losses need, and what they refuse --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_every_loss_over_pairs_is_in_these_tests(name: str) -> None:
+    assert {name for name in POLICY_LOSSES if "pairs" in needs_of(POLICY_LOSSES.get(name))} == set(PAIRED)
+    assert Objective(name, "prompt-mean").needs_pairs and Objective(name, "prompt-mean").needs_ref is (name != "simpo")
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "dpo_hinge"])
+def test_without_a_reference_none_has_to_run_and_none_is_read(name: str) -> None:
+    options = {"reference_free": True}
+    assert not Objective(name, "prompt-mean", loss_options=tuple(options.items())).needs_ref
+    assert "ref_logprobs_T" not in trial.run_loss(POLICY_LOSSES.get(name), options).read
+
+
+@pytest.mark.parametrize("average", ["token-mean", "token-sum", "seq-mean-token-sum"])
+def test_an_average_that_counts_tokens_is_refused(average: str) -> None:
+    with pytest.raises(ConfigError, match=f"mean over pairs, which loss_agg_mode '{average}' does not make"):
+        Objective("dpo", average)
+
+
+def test_half_of_the_labels_wrong_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.5 must be at least 0 and below 0\.5"):
+        total("dpo", BY_HAND, label_smoothing=0.5)
+
+
+def test_a_run_that_makes_no_pairs_or_no_mean_over_them_or_cannot_hold_one_is_refused() -> None:
+    actor = "actor_rollout_ref.actor"
+    words = ["data.train_files=task:arithmetic?num_rows=64", "actor_rollout_ref.model.path=builtin:arithmetic"]
+    words += ["data.max_prompt_length=200", "data.max_response_length=400", f"{actor}.ppo_max_token_len_per_gpu=1000"]
+    config = compose([*words, f"{actor}.policy_loss.loss_mode=dpo"])
+    with pytest.raises(ConfigError) as refused:
+        make_plan(config, Machine(num_gpus=0, num_cpus=2, device="cpu"))
+    text = str(refused.value)
+    assert "policy_loss.loss_mode=dpo: compares the two sides of a pair, and trainer.schedule=sync" in text
+    assert "loss_agg_mode=token-mean: makes no mean over pairs" in text and "prompt-mean or seq-mean-token-mean" in text
+    assert "ppo_max_token_len_per_gpu=1000: shorter than a pair" in text and "at least 1200" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "formula"),
+    [
+        ("dpo", {"beta": 0.5}, "log sigmoid(0.5 h)"),
+        ("dpo", {"reference_free": True}, "l = log π(y|x)"),
+        ("dpo", {"length_normalised": True}, "l = (log π(y|x) - log π_ref(y|x))/|y|"),
+        ("ipo", {"beta": 0.25}, "(h - 1/(2·0.25))²"),
+        ("dpo_hinge", {"beta": 0.25}, "max(0, 1 - h·0.25)"),
+        ("simpo", {"gamma": 0.5}, "-log sigmoid(2 (m(chosen) - m(rejected)) - 0.5)"),
+    ],
+)
+def test_the_formula_shows_the_options(name: str, options: dict[str, Any], formula: str) -> None:
+    text = Objective(name, "prompt-mean", loss_options=tuple(options.items())).formula()
+    assert formula in text and ("π_ref" in text) is (name != "simpo" and "reference_free" not in options)

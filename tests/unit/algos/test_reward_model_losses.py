@@ -1,0 +1,156 @@
+"""Losses of reward models and the measures of their scores, by hand and against plain versions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
+from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
+
+LOG2 = math.log(2.0)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---- Bradley-Terry ------------------------------------------------------------------------------------
+
+
+def test_bradley_terry_by_hand() -> None:
+    loss_P, stats = bradley_terry(tensor(2.0, 1.0, 0.0), tensor(0.0, 1.0, 1.0))
+    # log(1 + e^-2), log 2, log(1 + e)
+    assert loss_P.tolist() == pytest.approx([0.1269280110429725, LOG2, 1.3132616875182228], rel=1e-12)
+    assert stats["accuracy"].tolist() == [1.0, 0.0, 0.0] and stats["margin"].tolist() == [2.0, 0.0, -1.0]
+
+
+def test_the_margin_is_subtracted_and_the_centre_pulls_the_sum_to_0() -> None:
+    loss_P, _ = bradley_terry(tensor(2.0, 3.0), tensor(0.0, 2.0), margin_P=tensor(2.0, 0.0))
+    assert loss_P.tolist() == pytest.approx([LOG2, 0.31326168751822286], rel=1e-12)
+    loss_P, _ = bradley_terry(tensor(2.0, 1.0), tensor(0.0, -1.0), center_coef=0.25)
+    assert loss_P.tolist() == pytest.approx([0.1269280110429725 + 1.0, 0.1269280110429725], rel=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.floats(-20, 20), st.floats(-20, 20)), min_size=1, max_size=6), st.floats(-10, 10))
+def test_bradley_terry_reads_differences_and_its_gradient_is_the_probability_of_being_wrong(
+    scores: list[tuple[float, float]], shift: float
+) -> None:
+    chosen_P, rejected_P = (tensor(*side).requires_grad_() for side in zip(*scores, strict=True))
+    loss_P, _ = bradley_terry(chosen_P, rejected_P)
+    torch.testing.assert_close(loss_P, bradley_terry(chosen_P + shift, rejected_P + shift)[0], rtol=1e-9, atol=1e-12)
+    chosen_grad, rejected_grad = torch.autograd.grad(loss_P.sum(), (chosen_P, rejected_P))
+    wrong_P = torch.sigmoid(rejected_P - chosen_P).detach()
+    torch.testing.assert_close(chosen_grad, -wrong_P, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(rejected_grad, wrong_P, rtol=1e-9, atol=1e-15)
+    # -log sigmoid(x) + log sigmoid(-x) = -x
+    swapped_P = bradley_terry(rejected_P, chosen_P)[0]
+    torch.testing.assert_close(loss_P - swapped_P, rejected_P - chosen_P, rtol=1e-9, atol=1e-9)
+
+
+def test_the_centre_ends_the_freedom_of_the_scores() -> None:
+    """Minimised by the scores themselves: without the term any mean is as good, with it the mean of both is 0."""
+    chosen_P, rejected_P = tensor(5.0).requires_grad_(), tensor(4.0).requires_grad_()
+    optimizer = torch.optim.SGD([chosen_P, rejected_P], lr=0.5)
+    for _ in range(200):
+        optimizer.zero_grad()
+        bradley_terry(chosen_P, rejected_P, center_coef=0.1)[0].sum().backward()
+        optimizer.step()
+    assert (chosen_P + rejected_P).abs().item() < 1e-6 < (chosen_P - rejected_P).item()
+
+
+# ---- steps --------------------------------------------------------------------------------------------
+
+
+def test_step_classification_by_hand() -> None:
+    loss_K, stats = step_classification(tensor(0.0, 2.0, 2.0, -1.0, 2.0), tensor(1.0, 1.0, 0.0, 0.0, 0.25))
+    low, high = 0.1269280110429725, 2.1269280110429727  # log(1 + e^-2), log(1 + e^2)
+    assert loss_K.tolist() == pytest.approx([LOG2, low, high, 0.31326168751822286, 0.25 * low + 0.75 * high], rel=1e-12)
+    assert stats["accuracy"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_gradient_of_a_step_is_probability_minus_label() -> None:
+    scores_K, labels_K = torch.randn(8, dtype=torch.float64, requires_grad=True), torch.rand(8, dtype=torch.float64)
+    (gradient_K,) = torch.autograd.grad(step_classification(scores_K, labels_K)[0].sum(), scores_K)
+    torch.testing.assert_close(gradient_K, scores_K.detach().sigmoid() - labels_K)
+
+
+@pytest.mark.parametrize("label", [-1.0, 1.5, math.nan])
+def test_labels_that_are_no_shares_are_refused(label: float) -> None:
+    with pytest.raises(ValueError, match="labels of steps must lie in 0 to 1"):
+        step_classification(tensor(0.0), tensor(label))
+
+
+def test_far_scores_keep_losses_and_gradients_finite() -> None:
+    scores = tensor(1e4, -1e4).requires_grad_()
+    for loss in (bradley_terry(scores, -scores)[0], step_classification(scores, tensor(0.0, 1.0))[0]):
+        (gradient,) = torch.autograd.grad(loss.sum(), scores)
+        assert bool(loss.isfinite().all()) and bool(gradient.isfinite().all())
+
+
+# ---- measures -----------------------------------------------------------------------------------------
+
+
+def test_pair_accuracy_by_hand() -> None:
+    assert pair_accuracy(tensor(1.0, 0.0, 3.0, 2.0), tensor(0.0, 1.0, 3.0, 1.0)) == 0.625
+
+
+@pytest.mark.parametrize(
+    ("scores", "good", "area"),
+    [
+        ([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1], 0.75),  # of the four good-bad couples, (0.35, 0.4) is the wrong one
+        ([1.0, 2.0], [0, 1], 1.0),
+        ([2.0, 1.0], [0, 1], 0.0),
+        ([1.0, 1.0, 1.0], [0, 1, 1], 0.5),
+        ([1.0, 2.0, 2.0, 3.0], [0, 0, 1, 1], 0.875),  # one tie of four
+    ],
+)
+def test_auc_by_hand(scores: list[float], good: list[int], area: float) -> None:
+    assert auc(tensor(*scores), torch.tensor(good)) == area
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30))
+def test_auc_counts_the_couples(steps: list[tuple[int, bool]]) -> None:
+    above, below = [s for s, good in steps if good], [s for s, good in steps if not good]
+    area = auc(tensor(*(float(s) for s, _ in steps)), torch.tensor([good for _, good in steps]))
+    if not above or not below:
+        assert math.isnan(area)
+        return
+    wins = sum((a > b) + 0.5 * (a == b) for a in above for b in below)
+    assert area == pytest.approx(wins / (len(above) * len(below)), rel=1e-12)
+
+
+def test_calibration_by_hand() -> None:
+    # Bins of width 0.5: (0.2, 0.4; one of two good) and (0.6, 0.8, 1.0; two of three good).
+    found = calibration(tensor(0.2, 0.4, 0.6, 0.8, 1.0), tensor(0, 1, 1, 0, 1), num_bins=2)
+    assert found.counts_B.tolist() == [2, 3]
+    assert found.probability_B.tolist() == pytest.approx([0.3, 0.8]) and found.frequency_B.tolist() == pytest.approx(
+        [0.5, 2 / 3]
+    )
+    assert found.error == pytest.approx(2 / 5 * 0.2 + 3 / 5 * (0.8 - 2 / 3))
+    assert found.brier == pytest.approx((0.04 + 0.36 + 0.16 + 0.64 + 0.0) / 5)
+
+
+def test_calibration_of_ends_empty_bins_and_nothing() -> None:
+    found = calibration(tensor(0.0, 1.0), tensor(0, 1), num_bins=4)
+    assert found.counts_B.tolist() == [1, 0, 0, 1] and found.error == 0.0 == found.brier
+    assert math.isnan(found.frequency_B[1])
+    assert math.isnan(calibration(tensor(), tensor()).error)
+    with pytest.raises(ValueError, match="probabilities must lie in 0 to 1"):
+        calibration(tensor(1.5), tensor(1))
+
+
+def test_a_model_that_is_as_sure_as_it_is_right_is_calibrated() -> None:
+    """Scores that are 3:1 sure, with three of four pairs in the right order."""
+    far = math.log(3.0)
+    found = pair_calibration(tensor(far, far, far, 0.0, 5.0), tensor(0.0, 0.0, 0.0, far, 5.0))
+    assert found.counts_B.sum() == 4, "a tie prefers neither"
+    assert found.error == pytest.approx(0.0, abs=1e-12)
+    wrong = pair_calibration(tensor(0.0, 0.0), tensor(far, far))
+    assert wrong.error == pytest.approx(0.75)

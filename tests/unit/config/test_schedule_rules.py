@@ -1,0 +1,72 @@
+"""Keys that a schedule does not read are refused, and verl's sft_trainer is answered with the keys to use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_tools import CPU, A, R, config_of
+
+from grpo_rl.config.checks.all_rules import check
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import settled
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.decisions import decide
+
+ROWS = {"trainer.schedule": "offline", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
+VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
+ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
+
+
+def test_a_supervised_run_starts_the_actor_alone_and_engines_only_for_prompts_to_answer() -> None:
+    assert check(config_of(ROWS | VAL), CPU) == [] == check(config_of(ROWS | ASKED), CPU)
+    alone, asked = decide(config_of(ROWS | VAL), CPU), decide(config_of(ROWS | ASKED), CPU)
+    assert [role.name for role in alone.roles] == ["actor"] and not alone.reward.scores and alone.engine is None
+    assert [role.name for role in asked.roles] == ["rollout", "actor"] and asked.reward.rules
+    assert alone.sizes.updates_per_step == 1 and not alone.objective.needs_ref
+    assert alone.passes.old_logprobs == "none"
+
+
+def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -> None:
+    config = settled(config_of(ROWS))
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.data.train_batch_size
+    assert settled(config) == config
+    assert settled(config_of({})) == config_of({})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for sampled responses"),
+        ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
+        ({"data.max_length": 64}, "data.max_length=64: is of trainer.schedule=offline"),
+        ({"trainer.early_stop_patience": 3}, "is of trainer.schedule=offline"),
+        (ROWS | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files every trainer.test_freq steps"),
+        (ROWS | {"algorithm.gamma": 0.9}, "algorithm.gamma=0.9: has no effect with trainer.schedule=offline"),
+        (ROWS | ASKED | {f"{R}.n": 4}, "has no effect with trainer.schedule=offline"),
+        (ROWS | {"reward.num_workers": 7}, "reward.num_workers=7: needs data.val_prompt_files"),
+        (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
+        (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
+        (ROWS | VAL | {"trainer.val_only": True}, "trainer.schedule=offline only trains"),
+    ],
+)
+def test_a_key_that_the_schedule_does_not_read_is_refused(given: dict[str, Any], message: str) -> None:
+    assert any(message in problem for problem in check(config_of(given), CPU))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("model.partial_pretrain=m", "actor_rollout_ref.model.path"),
+        ("optim.lr=1e-5", f"{A}.optim.lr"),
+        ("optim.lr_scheduler=cosine", f"{A}.optim.lr_scheduler_type"),
+        ("data.micro_batch_size_per_gpu=4", f"{A}.ppo_micro_batch_size_per_gpu"),
+        ("data.multiturn.messages_key=talk", "data.messages_key"),
+        ("trainer.max_ckpt_to_keep=2", "trainer.max_actor_ckpt_to_keep"),
+    ],
+)
+def test_a_key_of_verls_sft_trainer_is_answered_with_ours(word: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["recipe=paradigm/sft", word])
+    (problem,) = caught.value.problems
+    assert problem.startswith(word.partition("=")[0]) and f"use {key}" in problem

@@ -1,0 +1,179 @@
+"""Which tokens of a row the assistant wrote: by hand for templates, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
+from grpo_rl.data.sources.source import BadRow
+from grpo_rl.models.builtin import build_tokenizer
+
+# As ChatML, with other brackets: a newline follows the end of every turn, and the role stands on a line of its own.
+LINES = (
+    "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }};\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}{{ m['content'] }}.{% endgeneration %}"
+    "{% else %}Q:{{ m['content'] }}{% endif %}{% endfor %}"
+)
+# Only the last answer keeps its thoughts, as Qwen3's template has it.
+FORGETS = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ m['content'].split('=')[-1] }}{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+3"},
+    {"role": "assistant", "content": "5!"},
+    {"role": "user", "content": "thanks"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token per character, and one for each of the special words."""
+    return build_tokenizer(128)
+
+
+def found(row: dict[str, Any], tokenizer: Any, **data: Any) -> Demonstration:
+    config = DataConfig(**data)
+    return Tokenizing(config, tokenizer)(conversation(row, "f.jsonl, line 3", config), "f.jsonl, line 3")
+
+
+def shown(demonstration: Demonstration, tokenizer: Any) -> str:
+    """The text, with the trained tokens in brackets."""
+    trained = set(demonstration.positions.tolist())
+    pieces = [
+        f"«{piece}»" if index in trained else piece
+        for index, piece in enumerate(tokenizer.convert_ids_to_tokens(demonstration.token_ids.tolist()))
+    ]
+    return "".join(pieces).replace("»«", "")
+
+
+def test_every_turn_of_the_assistant_is_trained_as_the_template_ends_it(tokenizer: Any) -> None:
+    text = shown(found({"messages": TALK}, tokenizer, chat_template=LINES), tokenizer)
+    assert text == ("[system]\nbe brief;\n[user]\n1+1;\n[assistant]\n«2;\n»[user]\n2+3;\n[assistant]\n«5!;\n»"), (
+        "and nothing of what follows the last answer"
+    )
+
+
+def test_the_embedded_models_template_ends_a_turn_with_its_end_token(tokenizer: Any) -> None:
+    demonstration = found({"messages": TALK}, tokenizer)
+    ids = demonstration.token_ids[demonstration.positions]
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["2", "<|end|>", "5", "!", "<|end|>"]
+    assert tokenizer.decode(demonstration.token_ids) == (
+        "<|system|>be brief<|user|>1+1<|assistant|>2<|end|><|user|>2+3<|assistant|>5!<|end|>"
+    )
+
+
+def test_a_template_with_marks_says_itself_what_is_generated(tokenizer: Any) -> None:
+    assert shown(found({"messages": TALK[1:]}, tokenizer, chat_template=MARKED), tokenizer) == "Q:1+1A:«2.»Q:2+3A:«5!.»"
+
+
+def test_a_prompt_and_an_answer_are_a_conversation_of_two_turns(tokenizer: Any) -> None:
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    rows = [
+        {"messages": talk},
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": talk[:1], "response": "2"},
+        {"q": {"text": "1+1"}, "a": {"text": "2"}},
+    ]
+    keys: list[dict[str, Any]] = [{}, {}, {}, {"prompt_key": "q.text", "response_key": "a.text"}]
+    texts = {shown(found(row, tokenizer, **data), tokenizer) for row, data in zip(rows, keys, strict=True)}
+    assert texts == {"<|user|>1+1<|assistant|>«2<|end|>»"}
+
+
+def test_a_system_prompt_comes_before_a_conversation_that_has_none(tokenizer: Any) -> None:
+    given = {"prompt": "1+1", "response": "2"}
+    assert shown(found(given, tokenizer, system_prompt="short"), tokenizer).startswith("<|system|>short<|user|>1+1")
+
+
+def test_without_a_template_a_text_goes_on_with_the_answer_and_the_end_of_sequence() -> None:
+    bare = build_tokenizer(128)
+    bare.chat_template = None
+    assert shown(found({"prompt": "1+1=", "response": "2"}, bare), bare) == "1+1=«2<|end|>»"
+    with pytest.raises(BadRow, match="has no chat template"):
+        found({"messages": TALK}, bare)
+
+
+def rollout(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    record = {"prompt": "<|user|>1+1<|assistant|>", "response": "2", "prompt_length": 5, "response_length": 2}
+    return record | {"finish_reason": "stop"} | changes
+
+
+def test_a_logged_rollout_is_learnt_with_the_end_that_was_sampled(tokenizer: Any) -> None:
+    assert shown(found(rollout(tokenizer), tokenizer), tokenizer) == "<|user|>1+1<|assistant|>«2<|end|>»"
+    cut_off = rollout(tokenizer, finish_reason="length")
+    assert shown(found(cut_off, tokenizer), tokenizer) == "<|user|>1+1<|assistant|>«2»"
+    with pytest.raises(BadRow, match=r"f\.jsonl, line 3: this tokenizer makes 5 tokens of the prompt, .* had 9"):
+        found(rollout(tokenizer, prompt_length=9), tokenizer)
+
+
+def test_a_template_that_changes_what_stood_before_is_refused_with_the_place(tokenizer: Any) -> None:
+    talk = [dict(message) for message in TALK[1:5]]
+    assert shown(found({"messages": talk}, tokenizer, chat_template=FORGETS), tokenizer) == "u:1+1;a:«2;»u:2+3;a:«5!;»"
+    talk[1]["content"] = "think=2"
+    with pytest.raises(BadRow, match=r"line 3: the chat template does not only append: with message 2 the text before it is "):
+        found({"messages": talk}, tokenizer, chat_template=FORGETS)
+    assert shown(found({"messages": talk[:2]}, tokenizer, chat_template=FORGETS), tokenizer) == "u:1+1;a:«think=2;»"
+
+
+def test_a_token_that_reaches_into_the_answer_is_cut_where_the_model_begins() -> None:
+    """A vocabulary that has one token for two newlines, and an answer that begins with one."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    words = {symbol: index for index, symbol in enumerate([*"abcdefghijklmnopqrstuvwxyz[];1+ !2", "\n", "\n\n"])}
+    core = Tokenizer(BPE(vocab=words, merges=[("\n", "\n")]))
+    core.decoder = decoders.Fuse()
+    merging = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=";", clean_up_tokenization_spaces=False)
+    merging.chat_template = LINES
+    demonstration = found({"prompt": "1+1", "response": "\n2"}, merging)
+    assert shown(demonstration, merging) == "[user]\n1+1;\n[assistant]\n«\n2;\n»"
+    whole = merging(merging.decode(demonstration.token_ids))["input_ids"]
+    assert len(whole) == len(demonstration.token_ids) - 1, "the text as a whole has one token across the border"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": TALK[:2]}, "has no assistant turn to learn, only system, user"),
+        ({"messages": TALK[2:]}, "begins with the assistant's turn"),
+        ({"messages": []}, r"column 'messages' is \[\]"),
+        ({"messages": [TALK[1], {"role": "assistant", "content": " \n"}]}, r"'messages\[1\].content' is ' \\n' .*not empty"),
+        ({"messages": [TALK[1], {"role": "assistant"}]}, r"'messages\[1\].content' is None"),
+        ({"messages": [TALK[1], "2"]}, r"'messages\[1\]' is '2' \(str\)"),
+        ({"prompt": "1+1", "response": ""}, "column 'response' is '' .*expected the answer to learn"),
+        ({"prompt": "1+1", "response": 2}, r"column 'response' is 2 \(int\)"),
+        ({"prompt": "1+1", "answer": "2"}, "there is no column 'response'.*has 'messages', or a prompt and a response"),
+        ({"prompt": 3, "response": "2"}, r"column 'prompt' is 3 \(int\)"),
+        ({"messages": TALK, "tools": "t"}, "column 'tools' is 't' .*a list of tools"),
+        ({"messages": TALK, "enable_thinking": "no"}, "column 'enable_thinking' is 'no'"),
+    ],
+)
+def test_a_row_without_an_answer_is_named_with_its_place(row: dict[str, Any], message: str, tokenizer: Any) -> None:
+    with pytest.raises(BadRow, match=r"^f\.jsonl, line 3: .*" + message):
+        found(row, tokenizer)
+
+
+def test_a_call_of_a_tool_is_an_answer_and_empty_parts_of_a_table_are_none(tmp_path: Path) -> None:
+    calls = [{"name": "add"}]
+    messages = [
+        {"role": "user", "content": "1+1", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    chat = conversation({"messages": messages, "tools": None, "enable_thinking": False}, "x", DataConfig())
+    assert chat.messages == [  # type: ignore[union-attr]
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    assert chat.options == {"enable_thinking": False}  # type: ignore[union-attr]

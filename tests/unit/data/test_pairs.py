@@ -1,0 +1,270 @@
+"""Preference pairs: every format that is read, every row that is refused, and the batches they become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.pairs import (
+    PairColumns,
+    PairDataset,
+    load_pairs,
+    pair_texts,
+    pairs_of_groups,
+    rollout_pair_batch,
+)
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.source import BadRow
+from grpo_rl.errors import DataError
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.types import Prompt, Rollout
+
+TOKENIZER = build_tokenizer(128)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+GOOD: dict[str, Any] = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+HH = "\n\nHuman: 1+1?\n\nAssistant: It"
+
+
+# ---- formats ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "chosen", "rejected"),
+    [
+        (GOOD, "1+1=", "2", "3"),
+        ({"prompt": [user("1+1=")], "chosen": "2", "rejected": "3"}, [user("1+1=")], "2", "3"),
+        # TRL, conversational with an explicit prompt.
+        ({"prompt": [user("1+1=")], "chosen": [assistant("2")], "rejected": [assistant("3")]}, [user("1+1=")], "2", "3"),
+        # TRL, and OpenRLHF without a prompt_key: conversational with the prompt in both sides.
+        ({"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}, [user("1+1=")], "2", "3"),
+        # The first assistant message that both share is part of the prompt.
+        (
+            {side: [user("a"), assistant("b"), user("c"), assistant(side)] for side in ("chosen", "rejected")},
+            [user("a"), assistant("b"), user("c")],
+            "chosen",
+            "rejected",
+        ),
+        # UltraFeedback: the prompt as text, and again as the first message of both sides.
+        (
+            {"prompt": "1+1=", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]},
+            [user("1+1=")],
+            "2",
+            "3",
+        ),
+        ({"prompt": "1+1=", "chosen": [assistant("2")], "rejected": [assistant("3")]}, [user("1+1=")], "2", "3"),
+        # A prompt column, and whole conversations beside it.
+        (
+            {"prompt": [user("q")], "chosen": [user("q"), assistant("2")], "rejected": [user("q"), assistant("3")]},
+            [user("q")],
+            "2",
+            "3",
+        ),
+        # HH-RLHF: plain texts that begin alike; words are not cut in two.
+        ({"chosen": HH + " is 12.", "rejected": HH + " is 13."}, HH + " is", " 12.", " 13."),
+    ],
+)
+def test_every_format_gives_the_same_pair(row: dict[str, Any], prompt: Any, chosen: str, rejected: str) -> None:
+    texts = pair_texts(row, "a.jsonl, line 1")
+    assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == (prompt, chosen, rejected, None)
+
+
+def test_other_names_paths_and_a_margin() -> None:
+    row = {"question": "1+1=", "answers": {"good": "2", "bad": "3"}, "margin": 2}
+    texts = pair_texts(row, "x", PairColumns("question", "answers.good", "answers.bad"))
+    assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == ("1+1=", "2", "3", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1+1=", "rejected": "3"}, r"there is no column 'chosen'\. The row has prompt, rejected"),
+        ({**GOOD, "chosen": None}, r"column 'chosen' is None \(NoneType\); expected a text, or a list"),
+        ({**GOOD, "chosen": "3"}, "columns 'chosen' and 'rejected' have the same answer; expected two that differ"),
+        ({**GOOD, "rejected": " \n"}, "column 'rejected' has an empty answer; expected one with text"),
+        ({"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("a")]}, "have the same answer"),
+        ({"prompt": [user("q")], "chosen": [assistant("")], "rejected": [assistant("a")]}, "'chosen' has an empty answer"),
+        ({**GOOD, "chosen": 7}, r"column 'chosen' is 7 \(int\)"),
+        ({**GOOD, "prompt": ""}, r"column 'prompt' is '' \(str\); expected a list of .*, or a non-empty text"),
+        ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, r"column 'prompt\[0\]\.content' is None"),
+        ({"chosen": "two", "rejected": "three"}, "no column 'prompt', and 'chosen' and 'rejected' do not begin with the same"),
+        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "there is no prompt: neither a column 'prompt' nor"),
+        (
+            {"chosen": [], "rejected": [], "prompt": "q"},
+            "column 'chosen' goes on with messages of ; expected one of the assistant",
+        ),
+        ({"prompt": "q", "chosen": [assistant("a")], "rejected": "b"}, r"column 'rejected' is 'b' \(str\); expected a list"),
+        (
+            {"prompt": [user("q")], "chosen": [assistant("a"), user("b")], "rejected": [assistant("c")]},
+            "column 'chosen' goes on with messages of assistant, user; expected one of the assistant",
+        ),
+        (
+            {"prompt": "other", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+            "column 'prompt' is 'other'.*expected what the user says in 'chosen' and 'rejected'",
+        ),
+        ({**GOOD, "margin": "far"}, r"column 'margin' is 'far' \(str\); expected a finite number or nothing"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused_with_its_place(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=rf"^pairs\.jsonl, line 7: .*{message}"):
+        pair_texts(row, "pairs.jsonl, line 7")
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> str:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def load(file: str, **options: Any) -> PairDataset:
+    return load_pairs([file], DataConfig(**options), TOKENIZER)
+
+
+def test_answers_are_the_tokens_that_the_policy_would_sample_and_its_end(tmp_path: Path) -> None:
+    data = load(write(tmp_path, GOOD, {**GOOD, "chosen": "1+1=2"}))
+    pair = data.pairs[0]
+    assert TOKENIZER.decode(pair.prompt_ids) == "1+1=" and TOKENIZER.decode(pair.chosen_ids[:-1]) == "2"
+    assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == TOKENIZER.eos_token_id
+    assert (len(data), pair.prompt_ids.dtype) == (2, np.int32)
+
+
+def test_a_chat_template_makes_prompt_and_answer_together_the_rendered_conversation(tmp_path: Path) -> None:
+    # A template that writes something after the assistant's end-of-sequence token, as Qwen's does.
+    template = (
+        "{% for m in messages %}{{ '#' if m['role'] == 'user' else '' }}{{ m['content'] }}{{ '" + TOKENIZER.eos_token + "+' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
+    )
+    rows = [{"prompt": [user("1+1")], "chosen": [assistant("2")], "rejected": [assistant("3")]}]
+    (pair,) = load(write(tmp_path, *rows), chat_template=template).pairs
+    whole = TOKENIZER.apply_chat_template([user("1+1"), assistant("2")], chat_template=template, tokenize=True)
+    whole = whole if isinstance(whole, list) else whole["input_ids"]
+    # All but the '+' behind the end: nothing samples that.
+    assert [*pair.prompt_ids.tolist(), *pair.chosen_ids.tolist()] == whole[:-1]
+    assert pair.chosen_ids[-1] == TOKENIZER.eos_token_id and pair.chosen_ids.tolist().count(TOKENIZER.eos_token_id) == 1
+
+
+def test_a_template_that_rewrites_its_prompt_is_refused(tmp_path: Path) -> None:
+    template = "{{ messages | length }}{{ messages[-1]['content'] }}"
+    rows = [{"prompt": [user("1")], "chosen": [assistant("2")], "rejected": [assistant("3")]}]
+    with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template makes .* does not begin with"):
+        load(write(tmp_path, *rows), chat_template=template)
+
+
+def test_all_bad_rows_are_named_at_once_or_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD, {**GOOD, "chosen": "3"}, {"prompt": "q", "chosen": "a"}, {**GOOD, "chosen": " "}, GOOD)
+    with pytest.raises(DataError) as refused:
+        load(file)
+    text = str(refused.value)
+    assert "3 bad rows of the 5 checked" in text
+    assert [f"pairs.jsonl, line {number}" in text for number in range(1, 6)] == [False, True, True, True, False]
+    bad = BadRows("skip", tmp_path / "bad.jsonl")
+    data = load_pairs([file], DataConfig(on_bad_row="skip"), TOKENIZER, bad_rows=bad)
+    assert (len(data), data.num_bad) == (2, 3)
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 3
+
+
+def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD, {**GOOD, "prompt": "1+" * 30 + "1="}, {**GOOD, "chosen": "1" * 40})
+    with pytest.raises(DataError, match=r"line 2: the prompt has 62 tokens, more than data.max_prompt_length=16, as 1 other"):
+        load(file, max_prompt_length=16, max_response_length=16)
+    data = load(file, max_prompt_length=16, max_response_length=16, filter_overlong_prompts=True)
+    assert (len(data), data.num_dropped) == (1, 2)
+    with pytest.raises(DataError, match="no pairs are left of 1 rows: 0 are bad and 1 too long"):
+        load(write(tmp_path, {**GOOD, "chosen": "1" * 40}), max_response_length=16, filter_overlong_prompts=True)
+
+
+def test_the_digest_changes_with_any_token_and_with_the_order(tmp_path: Path) -> None:
+    other = {**GOOD, "rejected": "4"}
+    digests = [load(write(tmp_path, *rows)).digest() for rows in ((GOOD, other), (GOOD, other), (other, GOOD), (GOOD, GOOD))]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    # A token that moves from the prompt to the answer changes it too.
+    moved = {"prompt": "1+1=2", "chosen": "3", "rejected": "4"}
+    assert load(write(tmp_path, moved)).digest() != load(write(tmp_path, {**moved, "prompt": "1+1=", "chosen": "23"})).digest()
+
+
+def test_a_batch_has_both_sides_of_every_pair(tmp_path: Path) -> None:
+    data = load(write(tmp_path, GOOD, {"prompt": "10+10=", "chosen": "20", "rejected": "1"}, GOOD))
+    batch = data.batch([1, 0])
+    assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.chosen_N is not None and batch.advantages_T is not None
+    assert batch.chosen_N.tolist() == [True, False, True, False]
+    assert batch.prompt_lengths_N.tolist() == [6, 6, 4, 4] and batch.trained_lengths_N.tolist() == [3, 2, 2, 2]
+    assert batch.advantages_T.tolist() == [1, 1, 1, -1, -1, 1, 1, -1, -1]
+    texts = [TOKENIZER.decode(ids) for ids in batch.token_ids_S.split(batch.sequence_lengths_N.tolist())]
+    assert [text.removesuffix(TOKENIZER.eos_token) for text in texts] == ["10+10=20", "10+10=1", "1+1=2", "1+1=3"]
+    assert batch.counts().num_groups == 2
+    pairs = Pairs.of(batch.group_N, batch.chosen_N)
+    assert (pairs.chosen_P.tolist(), pairs.rejected_P.tolist()) == ([0, 2], [1, 3])
+
+
+# ---- groups of rollouts -------------------------------------------------------------------------------
+
+
+def rollout(uid: str, index: int, reward: float | None, ids: list[int] | None = None) -> Rollout:
+    prompt = Prompt(uid, [5, 6], "p", "s")
+    ids = [7, 8 + index] if ids is None else ids
+    return Rollout(prompt, index, ids, [-1.0] * len(ids), "stop", ((0, len(ids)),), reward=reward)
+
+
+def test_the_best_is_paired_with_the_worst_of_each_group() -> None:
+    rollouts = [
+        *(rollout("a", i, reward) for i, reward in enumerate([0.5, 1.0, 0.0, 1.0, 0.0])),
+        *(rollout("tie", i, 1.0) for i in range(3)),
+        rollout("alone", 0, 1.0),
+        *(rollout("b", i, reward) for i, reward in enumerate([None, float("nan"), -2.0, -1.0])),
+        rollout("empty", 0, 1.0),
+        rollout("empty", 1, 0.0, ids=[]),
+        rollout("same", 0, 1.0, ids=[9]),
+        rollout("same", 1, 0.0, ids=[9]),
+    ]
+    pairs = pairs_of_groups(rollouts)
+    assert [(p.prompt.uid, p.sample_index, q.sample_index) for p, q in pairs] == [("a", 1, 2), ("b", 3, 2)]
+    batch = rollout_pair_batch(pairs)
+    assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False, True, False]
+    assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.rewards_N.tolist() == [1.0, 0.0, -1.0, -2.0]
+    assert batch.rollout_logprobs_T.tolist() == [-1.0] * 8
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rewards=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=5), min_size=1, max_size=5),
+    seed=st.randoms(use_true_random=False),
+)
+def test_pairs_do_not_depend_on_the_order_in_which_rollouts_end(rewards: list[list[float]], seed: Any) -> None:
+    rollouts = [rollout(f"g{g}", i, reward) for g, group in enumerate(rewards) for i, reward in enumerate(group)]
+    shuffled = list(rollouts)
+    seed.shuffle(shuffled)
+
+    def named(found: list[tuple[Rollout, Rollout]]) -> set[tuple[str, int, int]]:
+        return {(p.prompt.uid, p.sample_index, q.sample_index) for p, q in found}
+
+    pairs = pairs_of_groups(rollouts)
+    assert named(pairs) == named(pairs_of_groups(shuffled))
+    assert {p.prompt.uid for p, _ in pairs} == {f"g{g}" for g, group in enumerate(rewards) if len(set(group)) > 1}
+    for best, worst in pairs:
+        group = rewards[int(best.prompt.uid[1:])]
+        assert (best.reward, worst.reward) == (max(group), min(group))
+
+
+def test_no_pairs_make_an_empty_batch() -> None:
+    batch = rollout_pair_batch([])
+    assert batch.num_rollouts == 0 and batch.chosen_N is not None and torch.equal(batch.chosen_N, torch.zeros(0).bool())

@@ -1,0 +1,221 @@
+"""The supervised schedule: what it trains on, measures and remembers; and the short fit that gives embedded models a start."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_sync_trainer import make_config
+from torch import Tensor
+
+from grpo_rl.algos.losses.contract import LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
+from grpo_rl.checkpoint.files import Files, write_file
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.conversations import Demonstration
+from grpo_rl.data.supervised import Demonstrations, load_demonstrations, supervised_batch
+from grpo_rl.errors import CheckpointError
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.sinks import Sinks
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer import offline
+from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.schedule import Context, Output, Roles
+from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.types import Batch, Metrics
+
+
+def shown(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Demonstration:
+    ids = np.array([*prompt, *answer], dtype=np.int32)
+    return Demonstration(ids, np.arange(len(prompt), len(ids)))
+
+
+class Learner:
+    """An actor whose only parameter is how well it knows the data: its loss is 1/(1 + updates), or as `losses` says."""
+
+    def __init__(self, losses: list[float] | None = None) -> None:
+        self.batches: list[Batch] = []
+        self.losses = losses
+        self.updates = self.validations = 0
+
+    def update(self, batch: Batch) -> Metrics:
+        self.batches.append(batch)
+        self.updates += 1
+        return {"actor/pg_loss": 1.0 / self.updates, "actor/loss": 1.0 / self.updates, "actor/nonfinite": 0.0}
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        loss = 1.0 / (1 + self.updates) if self.losses is None else self.losses[self.validations]
+        self.validations += 1
+        return torch.full((batch.num_trained_tokens,), -loss)
+
+    def save(self, folder: Path) -> Files:
+        return {"learner.json": write_file(folder / "learner.json", [json.dumps(self.updates).encode()])}
+
+    def load(self, folder: Path) -> None:
+        self.updates = json.loads((folder / "learner.json").read_text())
+
+    def save_bytes(self) -> int:
+        return 10
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        self._written = self.save(folder)
+
+    def saved(self, wait_s: float) -> Files | None:
+        return self._written
+
+    def committed(self, folder: Path) -> None:
+        pass
+
+    def export(self, folder: Path) -> None:
+        pass
+
+
+def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens() -> None:
+    batch = supervised_batch([shown((5, 6), (8, 9)), shown((4,), (3,))])
+    logprobs_T = torch.tensor([-0.5, -1.5, -4.0], requires_grad=True)
+    # Advantages that would turn everything round, if they were read.
+    inputs = LossInput(logprobs_T, -torch.ones(3), Segments(batch.trained_lengths_N))
+    loss, stats = Objective(loss_mode="sft")(inputs, batch.counts())
+    assert float(loss.detach()) == pytest.approx(2.0) == float(stats["share/pg_loss"])
+    loss.backward()
+    assert logprobs_T.grad.tolist() == pytest.approx([-1 / 3] * 3)
+
+
+# ---- the schedule in a run -------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val: bool = True, **trainer: Any) -> Run:
+    """A supervised run on `rows` sums; a folder's second run follows the first."""
+    base = make_config(schedule="offline", **trainer)
+    data = {"train_batch_size": 2, "response_key": "reward_model.ground_truth"}
+    config = Config(
+        **{
+            **{name: getattr(base, name) for name in base.__dataclass_fields__},
+            "data": type(base.data)(**data),
+        }
+    )
+    tokenizer = build_tokenizer(128)
+    task = f"task:arithmetic?num_rows={rows}"
+    train = load_demonstrations([task], config, tokenizer, max_samples=-1)
+    held_out = load_demonstrations(["task:arithmetic?num_rows=3&split=val"], config, tokenizer, max_samples=-1) if val else None
+    run_dir = RunDir.create(folder, "run")
+    run_dir.release()
+    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+    demonstrations = Demonstrations(train, held_out)
+    context = Context(config, Roles(actor=actor), None, None, output, total_steps, demonstrations=demonstrations)
+    return Run(context, schedule_of(config))
+
+
+def trained(actor: Learner) -> list[list[int]]:
+    return [batch.token_ids_S.tolist() for batch in actor.batches]
+
+
+def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_all_its_tokens(tmp_path: Path) -> None:
+    actor = Learner()
+    run = run_of(tmp_path, actor, 6, test_freq=3)
+    run.fit()
+    first, second = ([tuple(ids) for ids in trained(actor)[start : start + 3]] for start in (0, 3))
+    assert first != second and sorted(sum(first, ())) == sorted(sum(second, ()))
+    rows = read_metrics(run.output.run_dir.metrics_file)
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == [1 / n for n in range(1, 7)]
+    assert {row["step"]: row["val/loss"] for row in rows if "val/loss" in row} == pytest.approx({0: 1.0, 3: 1 / 4, 6: 1 / 7})
+    last = rows[-1]
+    assert last["val/perplexity"] == pytest.approx(math.exp(1 / 7)) and last["train/perplexity"] == pytest.approx(
+        math.exp(1 / 6)
+    )
+    assert last["trainer/epoch"] == 1.0
+    assert last["train/num_tokens"] == actor.batches[-1].num_trained_tokens < last["perf/total_num_tokens"]
+
+
+def test_a_resumed_run_goes_on_with_the_exact_next_rows(tmp_path: Path) -> None:
+    whole = Learner()
+    run_of(tmp_path / "whole", whole, 7, save_freq=2).fit()
+    first, second = Learner(), Learner()
+    run_of(tmp_path / "cut", first, 4, save_freq=2).fit()
+    again = run_of(tmp_path / "cut", second, 7, save_freq=2)
+    again.resume(again.store.folder / "step_4")
+    again.fit()
+    assert trained(first) + trained(second) == trained(whole)
+
+
+def test_other_training_data_are_refused_on_resuming(tmp_path: Path) -> None:
+    run_of(tmp_path, Learner(), 2, save_freq=2).fit()
+    again = run_of(tmp_path, Learner(), 4, rows=8, save_freq=2)
+    with pytest.raises(CheckpointError, match=r"the training data have changed since the checkpoint: .*num_rows=8"):
+        again.resume(again.store.folder / "step_2")
+
+
+def test_training_ends_when_the_validation_loss_has_not_fallen_for_long_enough(tmp_path: Path, capsys: Any) -> None:
+    losses = [1.0, 0.5, 0.6, 0.4, 0.4, math.nan, 0.1]
+    actor = Learner(losses=[loss for loss in losses for _ in range(2)])  # three rows are two batches
+    run = run_of(tmp_path, actor, 20, test_freq=1, save_freq=100, early_stop_patience=2)
+    run.fit()
+    assert run.step == 5 and actor.updates == 5 and run.store.steps() == [5]
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "training ends at step 5 of 20: the validation loss has not been below 0.4000, that of step 3, in 2 validations" in said
+    )
+
+
+def test_the_count_of_validations_without_progress_is_in_the_checkpoint() -> None:
+    stop = offline.EarlyStop(2)
+    stop.record(0, 1.0)
+    stop.record(1, 1.5)
+    again = offline.EarlyStop(2)
+    again.load_state_dict(json.loads(json.dumps(stop.state_dict())))
+    assert again.reason() is None
+    again.record(2, 1.2)
+    assert again.reason() is not None and "step 0" in str(again.reason())
+    fresh = offline.EarlyStop(None)
+    fresh.load_state_dict(json.loads(json.dumps(offline.EarlyStop(1).state_dict())))
+    assert math.isinf(fresh.lowest)
+
+
+# ---- the short fit -----------------------------------------------------------------------------------------
+
+
+def fit(num_rows: int, num_steps: int, batch_size: int, seed: int) -> tuple[list[list[int]], list[tuple[int, Any]]]:
+    """The answers trained in each step; what was reported."""
+    learner, reported = Learner(), []
+    offline.fit(
+        learner,  # type: ignore[arg-type]
+        [shown((1,), (row,)) for row in range(num_rows)],
+        num_steps=num_steps,
+        batch_size=batch_size,
+        seed=seed,
+        on_step=lambda step, metrics: reported.append((step, metrics["actor/pg_loss"])),
+    )
+    return [ids[1::2] for ids in trained(learner)], reported
+
+
+def test_every_epoch_visits_every_row_once_in_a_new_order():
+    steps, reported = fit(num_rows=6, num_steps=4, batch_size=3, seed=0)
+    first, second = steps[0] + steps[1], steps[2] + steps[3]
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != second
+    assert reported == [(0, 1.0), (1, 1 / 2), (2, 1 / 3), (3, 1 / 4)]
+
+
+def test_rows_left_over_at_the_end_of_an_epoch_open_the_next_batch():
+    steps, _ = fit(num_rows=5, num_steps=5, batch_size=3, seed=1)
+    drawn = [row for step in steps for row in step]
+    assert sorted(drawn[:5]) == sorted(drawn[5:10]) == sorted(drawn[10:]) == list(range(5))
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    steps, _ = fit(num_rows=2, num_steps=1, batch_size=5, seed=0)
+    assert sorted(steps[0][:2]) == sorted(steps[0][2:4]) == [0, 1]
+
+
+def test_the_order_depends_on_the_seed_alone():
+    assert fit(20, 3, 6, seed=4) == fit(20, 3, 6, seed=4)
+    assert fit(20, 3, 6, seed=4) != fit(20, 3, 6, seed=5)
