@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
-from grpo_rl.config.derived import is_supervised
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.data.sources.bad_rows import BadRows
@@ -106,7 +105,7 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
     # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
     of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
     with console.progress("reading the data") as bar:
-        if is_supervised(config):
+        if data.responses == "rows":
             of_train = {"max_samples": data.train_max_samples} | reading("train")
             train = done("train", load_demonstrations(data.train_files, config, tokenizer, **of_train))
             val = val_prompts = None

@@ -86,12 +86,10 @@ def _config(spec: builtin.WarmStart, folder: str) -> Config:
     )
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
     config = Config(
-        data=DataConfig(train_batch_size=spec.batch_size),
+        data=DataConfig(responses="rows", train_batch_size=spec.batch_size),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
     )
-    trainer = replace(
-        config.trainer, schedule="offline", n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps
-    )
+    trainer = replace(config.trainer, n_gpus_per_node=1, seed=spec.seed, total_training_steps=spec.num_steps)
     return replace(config, trainer=trainer)
 
 

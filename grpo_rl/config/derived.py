@@ -12,6 +12,9 @@ from typing import Literal
 
 from grpo_rl.config.schema.tree import Config
 
+OFFLINE = "offline"
+"""The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -42,14 +45,14 @@ class MicroBatchRule:
         return f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
 
 
-def is_supervised(config: Config) -> bool:
-    """Return whether the run trains on answers that stand in its data, and samples none to train on."""
-    return config.trainer.schedule == "offline"
+def is_offline(config: Config) -> bool:
+    """Return whether the responses that are trained stand fixed before training, instead of coming from the policy as it is."""
+    return config.data.responses != "policy"
 
 
 def samples_answers(config: Config) -> bool:
-    """Return whether anything is sampled and scored: by a supervised run only where it validates so."""
-    return not is_supervised(config) or bool(config.data.val_prompt_files)
+    """Return whether anything is sampled and scored: where the rows have the responses, only to validate."""
+    return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
 def settled(config: Config) -> Config:
@@ -58,20 +61,22 @@ def settled(config: Config) -> Config:
     Supervised training takes one optimizer step on each batch, on the distribution that the model itself has, and compares
     it with no reference. Keys that say otherwise are refused before (`switch_rules.py`).
     """
-    if not is_supervised(config):
+    if not is_offline(config):
         return config
+    trainer = dataclasses.replace(config.trainer, schedule=OFFLINE)
     parts = config.actor_rollout_ref
     actor = dataclasses.replace(
         parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
     )
     rollout = dataclasses.replace(parts.rollout, n=1, temperature=1.0)
-    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor, rollout=rollout))
+    parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
+    return dataclasses.replace(config, trainer=trainer, actor_rollout_ref=parts)
 
 
 def longest_sequence(config: Config) -> int:
     """Return the most tokens that a sequence which is trained on may have."""
     data = config.data
-    if is_supervised(config) and data.max_length is not None:
+    if is_offline(config) and data.max_length is not None:
         return data.max_length
     return data.max_prompt_length + data.max_response_length
 

@@ -38,7 +38,7 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     for choice in CHOICES:
         if _is_used(config, choice):
             yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
-    if derived.is_supervised(config):
+    if derived.is_offline(config):
         return  # no advantages are estimated, and nothing is sampled that could be corrected or filtered
     yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
     yield "", lambda: _check_pair(config)
@@ -103,7 +103,7 @@ def _is_used(config: Config, choice: Choice) -> bool:
     if choice is KL_IN_LOSS:
         return derived.has_kl_in_loss(config) and choice.name(config) != "full"
     if choice is ESTIMATOR:
-        return not derived.is_supervised(config)
+        return not derived.is_offline(config)
     return choice is not KL_IN_REWARD or config.algorithm.use_kl_in_reward
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import is_supervised
+from grpo_rl.config.derived import is_offline
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.conversations import conversation
 from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
@@ -32,7 +32,7 @@ Bind = Callable[[str, Callable[[], Any]], Any]
 def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
-    if is_supervised(config):
+    if is_offline(config):
         rows = check_data_files(data, conversation)
         prompts = check_data_files(replace(data, train_files=data.val_prompt_files, val_files=[]))
         return [*rows, *(problem for problem in prompts if problem not in rows)]

@@ -11,7 +11,7 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_supervised, longest_sequence
+from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_offline, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -75,7 +75,7 @@ def _setting(config: Config, plan: Plan) -> Rows:
     if plan.trains:
         yield "data", ", ".join(config.data.train_files) + ("" if rows is None else f": {rows:,} rows")
     yield "validation", ", ".join(config.data.val_files) or "none"
-    if is_supervised(config) and config.data.val_prompt_files:
+    if is_offline(config) and config.data.val_prompt_files:
         yield "answered", ", ".join(config.data.val_prompt_files)
     yield "run", _length_of_run(config, plan)
 
@@ -108,13 +108,13 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "rollout", _engines(plan, plan.engine)
     if reference := plan.role("reference"):
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
-    elif plan.trains and not is_supervised(config):
+    elif plan.trains and not is_offline(config):
         yield "reference", "not started: no KL term has a weight above 0"
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
     if not plan.reward.scores:
-        yield "rollout", "not started: nothing is sampled, and no reward is computed"
+        yield "engines", "none: nothing is sampled, and no reward is computed"
         return
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
@@ -142,7 +142,7 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
-    if is_supervised(config):
+    if is_offline(config):
         yield "rows", f"{_count(data.train_batch_size, 'row')} of the data, at most {longest_sequence(config)} tokens each"
         yield "update", "1 optimizer step, on the tokens of the assistant's turns"
         yield "micro-batch", "; ".join(_micro_batches(plan))
@@ -230,7 +230,7 @@ def _micro_batches(plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
-    if not is_supervised(config):
+    if not is_offline(config):
         yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
         formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})

@@ -90,6 +90,7 @@ def test_the_pages_have_the_commands_that_are_tried() -> None:
 def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with small real files under the names that the pages use."""
     row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
+    row |= {"response": "2", "chosen": "2", "rejected": "3"}
     rows = pa.Table.from_pylist([row | {"extra_info": {"index": index}} for index in range(2048)])
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
@@ -126,7 +127,8 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     if not config.actor_rollout_ref.model.path.startswith("builtin:"):
         replaced["actor_rollout_ref.model.path"] = "builtin:arithmetic"
         # The embedded model reads 64 tokens: what is tried is the command, not the model's size.
-        replaced |= {"data.max_prompt_length": "24", "data.max_response_length": "24"}
+        short = {"data.max_prompt_length": "24", "data.max_response_length": "24"}
+        replaced |= short if config.data.max_length is None else {"data.max_length": "48"}
     if config.reward.reward_model.enable:
         replaced["reward.reward_model.model_path"] = str(ground / "scorer")
     return [*(word for word in given if word.partition("=")[0] not in replaced), *(f"{k}={v}" for k, v in replaced.items())]

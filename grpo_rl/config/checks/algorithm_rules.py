@@ -10,7 +10,7 @@ from grpo_rl.config import derived, function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import is_supervised
+from grpo_rl.config.derived import is_offline
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -47,7 +47,7 @@ def problems(config: Config) -> Iterator[str]:
         yield from _unknown(f"{choice.section}.{choice.key}", choice.kind, name, known)
         facts = known.get(name)
         # A supervised run estimates no advantages: settings of an estimator are refused as such.
-        if facts is not None and not (choice is function_options.ESTIMATOR and is_supervised(config)):
+        if facts is not None and not (choice is function_options.ESTIMATOR and is_offline(config)):
             yield from function_problems(config, choice, Function(name, facts["needs"], facts["options"]))
     yield from _unknown("actor_rollout_ref.rollout.name", "rollout engine", rollout.name, table.ENGINES)
     for spec in config.reward.functions:

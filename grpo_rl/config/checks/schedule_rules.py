@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_rl.config.derived import is_supervised, samples_answers
+from grpo_rl.config.convert import show
+from grpo_rl.config.derived import OFFLINE, is_offline, samples_answers
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -19,7 +20,7 @@ ROWS_ONLY = (
     "data.max_length",
     "trainer.early_stop_patience",
 )
-"""Keys of trainer.schedule=offline."""
+"""Keys of data.responses=rows."""
 SAMPLED_ONLY = (
     "algorithm.",
     "critic.",
@@ -54,24 +55,31 @@ def problems(config: Config) -> Iterator[str]:
     """Yield what does not go with the schedule."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
     key = f"{_A}.policy_loss.loss_mode"
-    if not is_supervised(config):
+    if not is_offline(config):
+        if trainer.schedule == OFFLINE:
+            yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
         if loss == SUPERVISED_LOSS and trainer.schedule == "sync":
             yield (
                 f"{key}={loss}: reads no advantages, so the reward would have no effect with trainer.schedule={trainer.schedule}; "
-                f"trainer.schedule=offline learns the answers in the data, {key}=reinforce weighs sampled ones"
+                f"data.responses=rows learns the answers in the data, {key}=reinforce weighs sampled ones"
             )
         return
+    if trainer.schedule != leaves()["trainer.schedule"].default:
+        yield (
+            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with data.responses=rows they stand in "
+            "the data; leave it out"
+        )
     if loss != SUPERVISED_LOSS and ":" not in loss:
-        yield f"{key}={loss}: is made for sampled responses, and trainer.schedule=offline trains on rows; {key}={SUPERVISED_LOSS}"
+        yield f"{key}={loss}: is made for sampled responses, and data.responses=rows trains on rows; {key}={SUPERVISED_LOSS}"
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
-            f"{_A}.ppo_mini_batch_size={mini}: trainer.schedule=offline takes one optimizer step on each batch, "
+            f"{_A}.ppo_mini_batch_size={mini}: data.responses=rows takes one optimizer step on each batch, "
             f"data.train_batch_size={batch}; leave it out"
         )
     if trainer.val_only:
         yield (
-            "trainer.val_only=true: trainer.schedule=offline only trains; with trainer.schedule=sync the answers to data.val_files "
+            "trainer.val_only=true: data.responses=rows only trains; with trainer.schedule=sync the answers to data.val_files "
             "are sampled and scored"
         )
     if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
@@ -83,18 +91,18 @@ def problems(config: Config) -> Iterator[str]:
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
-    if not is_supervised(config):
+    if not is_offline(config):
         if config.trainer.schedule != "sync":
             return {}  # a schedule of the user's own may read whatever it likes
-        return {key: (False, "is of trainer.schedule=offline") for key in ROWS_ONLY}
+        return {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
     idle = {
-        key: (False, "has no effect with trainer.schedule=offline, which trains on the answers in the data")
+        key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY)
     }
     if not samples_answers(config):
         idle |= {
-            key: (False, "needs data.val_prompt_files: trainer.schedule=offline samples and scores nothing else")
+            key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
             for key in leaves()
             if _lies_in(key, SCORED_ONLY) and key not in idle
         }

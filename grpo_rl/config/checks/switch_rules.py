@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import critic_rule, has_kl_in_loss, is_supervised, logprob_rule, update_rule
+from grpo_rl.config.derived import critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config, OptimConfig
 
@@ -180,7 +180,7 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
     of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
-    prompts = "val_prompt_files" if is_supervised(config) else "val_files"
+    prompts = "val_prompt_files" if is_offline(config) else "val_files"
     return {
         **{f"{r}.{name}": (rollout.name != "hf", f"needs {r}.name=vllm, and it is hf") for name in of_vllm},
         **{

@@ -20,6 +20,8 @@ class CustomClsConfig:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
+    responses: Literal["policy", "rows"] = "policy"
+    """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them."""
     train_weights: list[Positive] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     dynamic_weights: bool = False
@@ -27,19 +29,19 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     val_prompt_files: list[str] = field(default_factory=list)
-    """schedule=offline: prompts in the row format of the other schedules, which are answered and scored at every validation, beside the loss on val_files. Empty: no engine and no reward start."""
+    """responses=rows: prompts in the row format of responses=policy, which are answered and scored at every validation, beside the loss on val_files. Empty: no engine and no reward start."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     response_key: str = "response"
-    """schedule=offline: column with the answer to learn, beside prompt_key; a path with dots where it lies in another column."""
+    """responses=rows: column with the answer to learn, beside prompt_key; a path with dots where it lies in another column."""
     messages_key: str = "messages"
-    """schedule=offline: column with a conversation, whose assistant turns are learnt; rows without it have prompt and response."""
+    """responses=rows: column with a conversation, whose assistant turns are learnt; rows without it have prompt and response."""
     tools_key: str = "tools"
-    """schedule=offline: column with the tools that the chat template shows; it may be missing."""
+    """responses=rows: column with the tools that the chat template shows; it may be missing."""
     enable_thinking_key: str = "enable_thinking"
-    """schedule=offline: column with the chat template's enable_thinking; it may be missing."""
+    """responses=rows: column with the chat template's enable_thinking; it may be missing."""
     max_length: Length | None = None
-    """schedule=offline: longest row in tokens; null: max_prompt_length + max_response_length. What happens to longer ones: filter_overlong_prompts, truncation."""
+    """responses=rows: longest row in tokens; null: max_prompt_length + max_response_length. What happens to longer ones: filter_overlong_prompts, truncation."""
     reward_fn_key: str = "data_source"
     """Column whose value chooses the rule-based reward."""
     data_source: str | None = None

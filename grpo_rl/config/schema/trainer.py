@@ -21,8 +21,8 @@ class TrainerConfig:
     )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
     schedule: str = "sync"
-    """The course of one training step. sync: sample with the current policy, score, train on it; offline: train on the answers
-    in data.train_files (supervised fine-tuning, loss_mode=sft); or your own, `path/to/file.py:Class`."""
+    """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it; or
+    your own, `path/to/file.py:Class`."""
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None
@@ -44,7 +44,7 @@ class TrainerConfig:
     test_freq: CountOrOff = -1
     """Validate every so many steps, and at the end; -1: only before and at the end."""
     early_stop_patience: Count | None = None
-    """schedule=offline: stop after so many validations in a row without a lower loss than the lowest before; null: never."""
+    """data.responses=rows: stop after so many validations in a row without a lower loss than the lowest before; null: never."""
     save_freq: CountOrOff = -1
     """Write a checkpoint every so many steps, and at the end; -1: none."""
     on_save_error: Literal["stop", "continue"] = "stop"

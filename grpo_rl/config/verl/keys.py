@@ -312,7 +312,7 @@ _TOP: dict[str, Answer] = {
 }
 
 
-_ROWS = "supervised training is trainer.schedule=offline: "
+_ROWS = "supervised training is data.responses=rows: "
 _FIXED_SPLIT = "a prompt and its answer are columns, or paths with dots such as data.prompt_key=extra_info.question"
 
 # Keys of verl's sft_trainer, whose model, optimizer and engine stand at the top.

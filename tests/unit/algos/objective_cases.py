@@ -19,8 +19,8 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.registry import needs_of, own_options
 from grpo_rl.types import Counts
 
-SINGLE = [name for name in sorted(POLICY_LOSSES) if "pairs" not in needs_of(POLICY_LOSSES.get(name))]
-"""The losses whose rollouts need no other side; those over pairs are in test_preference.py."""
+SINGLE = [name for name in sorted(POLICY_LOSSES) if name != "sft" and "pairs" not in needs_of(POLICY_LOSSES.get(name))]
+"""The losses that weigh each response by its advantage. Those over pairs are in test_preference.py; `sft` reads no advantage."""
 COMBINATIONS = list(itertools.product(SINGLE, sorted(AGGREGATIONS)))
 KL_TYPES = [*sorted(KL_ESTIMATORS), "full"]
 TERMS = [(loss, agg, "k2") for loss, agg in COMBINATIONS] + [("vanilla", "token-mean", kl) for kl in KL_TYPES]

@@ -197,8 +197,8 @@ def changes() -> Iterator[tuple[str, Any]]:
 
 
 KL_NAMES = [*sorted(KL_ESTIMATORS), "full"]
-# `sft` has no estimator: only trainer.schedule=offline takes it, and tests/unit/config/test_schedule_rules.py its keys.
-PAIRS = list(itertools.product(sorted(ADVANTAGES), [loss for loss in SINGLE if loss != "sft"]))
+# `sft` and the losses over pairs have no estimator: tests/unit/config/test_schedule_rules.py tests their keys.
+PAIRS = list(itertools.product(sorted(ADVANTAGES), SINGLE))
 
 
 def kl_of(loss: str, average: str) -> str:

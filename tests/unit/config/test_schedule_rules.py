@@ -13,7 +13,7 @@ from grpo_rl.config.derived import settled
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 
-ROWS = {"trainer.schedule": "offline", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
+ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
 VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
 ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
 
@@ -39,15 +39,15 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
     [
         (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for sampled responses"),
         ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
-        ({"data.max_length": 64}, "data.max_length=64: is of trainer.schedule=offline"),
-        ({"trainer.early_stop_patience": 3}, "is of trainer.schedule=offline"),
+        ({"data.max_length": 64}, "data.max_length=64: is of data.responses=rows"),
+        ({"trainer.early_stop_patience": 3}, "is of data.responses=rows"),
         (ROWS | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files every trainer.test_freq steps"),
-        (ROWS | {"algorithm.gamma": 0.9}, "algorithm.gamma=0.9: has no effect with trainer.schedule=offline"),
-        (ROWS | ASKED | {f"{R}.n": 4}, "has no effect with trainer.schedule=offline"),
+        (ROWS | {"algorithm.gamma": 0.9}, "algorithm.gamma=0.9: has no effect with data.responses=rows"),
+        (ROWS | ASKED | {f"{R}.n": 4}, "has no effect with data.responses=rows"),
         (ROWS | {"reward.num_workers": 7}, "reward.num_workers=7: needs data.val_prompt_files"),
         (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
-        (ROWS | VAL | {"trainer.val_only": True}, "trainer.schedule=offline only trains"),
+        (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
     ],
 )
 def test_a_key_that_the_schedule_does_not_read_is_refused(given: dict[str, Any], message: str) -> None:

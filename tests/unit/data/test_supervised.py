@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_rl.config.schema.tree import Config, DataConfig, TrainerConfig
+from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.supervised import DemonstrationSet, cut_to, load_demonstrations, supervised_batch
@@ -24,8 +24,8 @@ def tokenizer() -> Any:
 
 def load(path: Path, rows: list[Any], tokenizer: Any, **data: Any) -> DemonstrationSet:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(train_files=[str(path)], **data)
-    whole = Config(data=config, trainer=TrainerConfig(schedule="offline"))
+    config = DataConfig(responses="rows", train_files=[str(path)], **data)
+    whole = Config(data=config)
     return load_demonstrations([str(path)], whole, tokenizer, max_samples=-1, bad_rows=BadRows(config.on_bad_row))
 
 
@@ -94,7 +94,7 @@ def test_a_folder_of_rollouts_is_data(tokenizer: Any, tmp_path: Path) -> None:
     folder.mkdir()
     for step in (1, 2):
         (folder / f"step_{step}.jsonl").write_text(json.dumps(record | {"finish_reason": "stop", "response": str(step)}) + "\n")
-    config = Config(trainer=TrainerConfig(schedule="offline"))
+    config = Config(data=DataConfig(responses="rows"))
     data = load_demonstrations([str(folder)], config, tokenizer, max_samples=-1)
     assert [tokenizer.decode(data.demonstration(row).token_ids) for row in (0, 1)] == [
         "<|user|>1+1<|assistant|>1<|end|>",

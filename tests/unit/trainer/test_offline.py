@@ -95,8 +95,8 @@ def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens() -> None:
 
 def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val: bool = True, **trainer: Any) -> Run:
     """A supervised run on `rows` sums; a folder's second run follows the first."""
-    base = make_config(schedule="offline", **trainer)
-    data = {"train_batch_size": 2, "response_key": "reward_model.ground_truth"}
+    base = make_config(**trainer)
+    data = {"responses": "rows", "train_batch_size": 2, "response_key": "reward_model.ground_truth"}
     config = Config(
         **{
             **{name: getattr(base, name) for name in base.__dataclass_fields__},
