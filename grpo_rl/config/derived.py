@@ -50,9 +50,30 @@ def is_offline(config: Config) -> bool:
     return config.data.responses != "policy"
 
 
+def collects(config: Config) -> bool:
+    """Return whether a run samples the responses that it trains on once, from the policy that it starts with."""
+    return config.data.responses == "initial_policy"
+
+
 def samples_answers(config: Config) -> bool:
-    """Return whether anything is sampled and scored: where the rows have the responses, only to validate."""
+    """Return whether anything is sampled and scored while training: where the responses are fixed, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
+
+
+def collection(config: Config) -> Config:
+    """Return the configuration of the phase in which a run collects its responses: it answers every training prompt once.
+
+    For engines and rewards it is that of a validation whose data are the training prompts.
+    """
+    data = dataclasses.replace(
+        config.data,
+        responses="policy",
+        val_files=config.data.train_files,
+        val_max_samples=config.data.train_max_samples,
+        train_files=[],
+        val_prompt_files=[],
+    )
+    return dataclasses.replace(config, data=data, trainer=dataclasses.replace(config.trainer, val_only=True))
 
 
 def settled(config: Config) -> Config:
@@ -70,7 +91,8 @@ def settled(config: Config) -> Config:
     )
     rollout = dataclasses.replace(parts.rollout, n=1, temperature=1.0)
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
-    return dataclasses.replace(config, trainer=trainer, actor_rollout_ref=parts)
+    data = dataclasses.replace(config.data, gen_batch_size=None)
+    return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
 
 
 def longest_sequence(config: Config) -> int:
