@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -152,6 +153,12 @@ def train(launch: Launch, stack: ExitStack) -> None:
     leave_results(launch, started.actor, training.step)
 
 
+def newest_best(run_dir: RunDir) -> Path | None:
+    """Return the policy with the lowest validation loss, which a run with early stopping keeps; None without one."""
+    found = sorted(run_dir.best.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return found[-1] if found else None
+
+
 def policy_folder(launch: Launch, connection: Connection, inputs: Inputs) -> Path:
     """Wait for Ray, and return the folder of the policy: an embedded model may have to be trained first."""
     from grpo_rl.cluster import warm_start
@@ -184,7 +191,14 @@ def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
     run_dir, console = launch.run_dir, launch.console
     if actor is not None and launch.composed.config.trainer.export_at_end and launch.plan.trains:
         with console.progress("exporting the policy"):
-            actor.export(run_dir.model)
+            if (best := newest_best(run_dir)) is None:
+                actor.export(run_dir.model)
+            else:
+                shutil.rmtree(run_dir.model, ignore_errors=True)
+                best.rename(run_dir.model)
+                shutil.rmtree(run_dir.best)
+        if best is not None:
+            console.info(f"the exported policy is that of {best.name.replace('_', ' ')}, whose validation loss is the lowest")
     if step == 0:
         return
     with console.progress("drawing the curves"):
