@@ -18,7 +18,6 @@ from torch import Tensor
 
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
@@ -250,7 +249,7 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     pieces = [ids for both in zip(prompts, answers, strict=True) for ids in both]
     response_lengths_N = torch.tensor(list(map(len, answers)), dtype=torch.long)
-    return _with_sides(
+    return with_sides(
         Batch(
             prompt_lengths_N=torch.tensor(list(map(len, prompts)), dtype=torch.long),
             response_lengths_N=response_lengths_N,
@@ -283,17 +282,12 @@ def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]
     return pairs
 
 
-def rollout_pair_batch(pairs: Sequence[tuple[Rollout, Rollout]]) -> Batch:
-    """Return pairs of rollouts, the better one first, as a batch: as `pair_batch`, with the rewards and the engine's log-probs."""
-    return _with_sides(collate([rollout for pair in pairs for rollout in pair]))
-
-
 def _reward(rollout: Rollout) -> float:
     assert rollout.reward is not None
     return rollout.reward
 
 
-def _with_sides(batch: Batch) -> Batch:
+def with_sides(batch: Batch) -> Batch:
     """Return the batch of alternating sides with `chosen_N`, and 1 and -1 as advantages: the way each side is pushed."""
     chosen_N: Tensor = torch.arange(batch.num_rollouts) % 2 == 0
     advantages_T = torch.where(chosen_N, 1.0, -1.0).repeat_interleave(batch.trained_lengths_N)

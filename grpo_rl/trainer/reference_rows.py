@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from grpo_rl.checkpoint.files import flush, rename, write_file
 from grpo_rl.data.training_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
@@ -95,10 +95,11 @@ class ReferenceRows:
     def _write(self) -> None:
         """Write the file; it has its name only once it is whole."""
         fresh = self.file.with_name(f".{self.file.name}.part")
-        save_file({name: column.contiguous() for name, column in self._columns.items()}, fresh, {_KEY: self.key})
-        with fresh.open("rb") as written:
-            os.fsync(written.fileno())
-        fresh.replace(self.file)
+        fresh.unlink(missing_ok=True)
+        columns = {name: column.contiguous() for name, column in self._columns.items()}
+        write_file(fresh, [save(columns, {_KEY: self.key})])
+        rename(fresh, self.file)
+        flush(self.file.parent)
 
 
 def _key(rows: TrainingRows, actor: Actor) -> str:
