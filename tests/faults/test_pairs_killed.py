@@ -17,7 +17,7 @@ END_S = 300.0
 pytestmark = pytest.mark.timeout(1200)
 IN_REFERENCE = "driver.reference:kill9@part=train,n=2,once"
 IN_UPDATE = "driver.phase:kill9@step=3,phase=update_actor,once"
-LOSS = ["actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "actor_rollout_ref.actor.kl_loss_coef=0.001"]
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=dpo"
 ROWS = [
     "data.responses=rows",
     "data.train_files=task:arithmetic?carrying=1&forgotten_carries=1&num_rows=32",
@@ -28,8 +28,13 @@ ROWS = [
 
 def words_for_rows(run_words: list[str]) -> list[str]:
     """The tiny run's words without those of sampling."""
-    kept = [word for word in run_words if not word.startswith(("actor_rollout_ref.rollout.", "reward.", "data.train_files="))]
-    return [*kept, *LOSS, *ROWS]
+    gone = ("actor_rollout_ref.rollout.", "reward.", "data.train_files=")
+    return [*(word for word in without_kl(run_words) if not word.startswith(gone)), LOSS, *ROWS]
+
+
+def without_kl(words: list[str]) -> list[str]:
+    """These words without that of the KL term, which losses over pairs do not have."""
+    return [word for word in words if "kl_loss_coef" not in word]
 
 
 def killed_and_undisturbed(
@@ -59,7 +64,12 @@ def test_dpo_on_rows_killed_in_the_reference_pass_and_in_a_step(training: Any, r
 
 
 def test_online_dpo_killed_in_a_step(training: Any, run_words: list[str]) -> None:
-    words = [word for word in run_words if "kl_loss_coef" not in word] + [*LOSS, "reward.functions=[length]"]
+    words = [
+        *without_kl(run_words),
+        LOSS,
+        "reward.functions=[length]",
+        "reward.function_kwargs={length: {target: 4, slack: 9}}",
+    ]
     broken, codes, hashes = killed_and_undisturbed(training, words, IN_UPDATE)
     assert codes == [-9, 0] and hashes[0] == hashes[1]
     rows = oracles.read_metrics(broken.path / "metrics.jsonl")
