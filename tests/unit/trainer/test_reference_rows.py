@@ -16,8 +16,8 @@ from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.console import Console
-from grpo_rl.trainer import reference_rows
-from grpo_rl.trainer.reference_rows import FILE, ReferenceRows
+from grpo_rl.trainer.rows import reference_rows
+from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
 from grpo_rl.types import Batch
 
 TOKENIZER = build_tokenizer(128)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,12 @@ from grpo_rl.data.training_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor
-from grpo_rl.telemetry.console import Console
 from grpo_rl.trainer.advantage import check_finite
 from grpo_rl.types import Batch
+
+if TYPE_CHECKING:
+    # The plan looks up the schedule, and need not wait for what draws.
+    from grpo_rl.telemetry.console import Console
 
 FILE = "reference_logprobs.safetensors"
 COMPARED = 1024
