@@ -104,3 +104,86 @@ def main() -> int:
     print(table)
     draw(found, arguments.out / "accuracy.png")
     return 0
+
+
+def words_of(method: Method, seed: int, start: Path) -> list[str]:
+    """Return the command's words for one run of a method."""
+    seeds = [f"{key}={seed}" for key in ("trainer.seed", "data.seed", f"{R}.seed")]
+    return [*method.words, *ALL, f"actor_rollout_ref.model.path={start}", f"{A}.optim.lr={method.lr}", *seeds]
+
+
+def train(out: Path, name: str, words: Sequence[str]) -> Path:
+    """Return the folder of this run, which is made now unless it is complete. Exits where the run fails, with its last lines."""
+    folder = out / name
+    if (folder / "report.txt").is_file():
+        return folder
+    command = [sys.executable, "-m", "grpo_rl.main", *words]
+    command += [f"trainer.default_local_dir={out}", f"trainer.experiment_name={name}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{name}: exit code {done.returncode}\n{' '.join(command)}\n{done.stdout[-3000:]}")
+    points = curve(folder)
+    print(f"{name:<16} accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}" if points else f"{name:<16} done", flush=True)
+    return folder
+
+
+Points = list[tuple[int, float]]
+
+
+def curve(folder: Path) -> Points:
+    """Return step and accuracy of each validation of a run; nothing where the run is not there."""
+    file = folder / "metrics.jsonl"
+    records = read_metrics(file) if file.is_file() else []
+    return [(int(record["step"]), record[ACCURACY]) for record in records if ACCURACY in record]
+
+
+def table_of(curves: dict[Method, list[Points]]) -> list[str]:
+    """Return the table: mean and standard deviation over the seeds before, half-way and at the end."""
+    lines = ["| method | seeds | before | half-way | end | gain | spread of the gain |", "|---|---|---|---|---|---|---|"]
+    for method, seeds in curves.items():
+        before, half, end = ([points[index(points)][1] for points in seeds] for index in (first, middle, last))
+        gains = [after - earlier for earlier, after in zip(before, end, strict=True)]
+        spread = f"{stdev(gains):.3f}" if len(gains) > 1 else "-"
+        figures = " | ".join(f"{fmean(values):.3f}" for values in (before, half, end, gains))
+        lines.append(f"| {method.label} | {len(seeds)} | {figures} | {spread} |")
+    return lines
+
+
+def first(points: Points) -> int:
+    return 0
+
+
+def middle(points: Points) -> int:
+    return len(points) // 2
+
+
+def last(points: Points) -> int:
+    return -1
+
+
+COLOURS = ("#7b8794", "#0b7285", "#868e96", "#2b8a3e", "#862e9c", "#d97706", "#2563eb")
+
+
+def draw(curves: dict[Method, list[Points]], path: Path) -> None:
+    """Draw accuracy against rollouts: the mean over the seeds as a line, the lowest and highest as a band."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(style()):
+        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for (method, seeds), colour in zip(curves.items(), COLOURS, strict=False):
+            steps = [step for step, _ in seeds[0]]
+            values = [[dict(points)[step] for points in seeds if step in dict(points)] for step in steps]
+            axes.plot(steps, [fmean(column) for column in values], color=colour, label=method.label)
+            axes.fill_between(steps, [min(c) for c in values], [max(c) for c in values], color=colour, alpha=0.12, linewidth=0)
+        axes.set_xlabel(f"training step, {ROLLOUTS} rollouts each")
+        axes.set_ylabel("greedy accuracy on held-out problems")
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

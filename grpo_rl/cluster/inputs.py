@@ -12,6 +12,7 @@ from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.data import rejection
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.data.pairs import PairSet, load_pairs
 from grpo_rl.data.sources.bad_rows import BadRows
@@ -55,8 +56,10 @@ class Inputs:
     models: ModelRewards
 
 
-def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack) -> Inputs:
-    """Read what the configuration names. The processes of the rule rewards start here, beside the reading; `stack` ends them.
+def read_inputs(
+    plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack, *, collected: Path | None = None, part: str = "validation"
+) -> Inputs:
+    """Read what the configuration names; training rows are those of `collected` where it is given. The processes of the rule rewards start here, beside the reading; `stack` ends them.
 
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
@@ -65,7 +68,7 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
     folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
-    data = _data(plan, tokenizer, console, run_dir.path)
+    data = _data(plan, tokenizer, console, run_dir.path, collected, part)
     models = ModelRewards(plan, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
@@ -90,8 +93,10 @@ def _tokenizer(config: Config, folder: str) -> Any:
     return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
 
 
-def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
-    """Read the data; what is not named, or not used, is None."""
+def _data(
+    plan: Plan, tokenizer: Any, console: Console, folder: Path, collected: Path | None, validation: str = "validation"
+) -> _Data:
+    """Read the data; what is not named, or not used, is None. `validation` names the prompts of a plan that only samples."""
     config = plan.config
     data = config.data
     notes: list[str] = []
@@ -108,11 +113,12 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
     # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
     of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
     with console.progress("reading the data") as bar:
-        if data.responses == "rows":
-            of_train = {"max_samples": data.train_max_samples} | reading("train")
+        if data.responses != "policy":
+            rows = config if collected is None else rejection.reading(config, str(collected))
+            of_train = {"max_samples": data.train_max_samples if collected is None else -1} | reading("train")
             load: Callable[..., DemonstrationSet | PairSet]
             load = load_pairs if plan.objective.needs_pairs else load_demonstrations
-            train = done("train", load(data.train_files, config, tokenizer, **of_train))
+            train = done("train", load(rows.data.train_files, rows, tokenizer, **of_train))
             val = val_prompts = None
             if data.val_files:
                 found = load(data.val_files, config, tokenizer, **of_val, **reading("val"))
@@ -126,7 +132,7 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
             of_train = {"max_samples": data.train_max_samples} | reading("train")
             train_prompts = done("train", load_dataset(data.train_files, data, tokenizer, **of_train))
         if data.val_files:
-            val_prompts = done("validation", load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
+            val_prompts = done(validation, load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
     if train_prompts is not None and data.curriculum == "difficulty":
         # Read now, so that a row without one is refused before anything starts.
         with console.progress("reading the difficulty of every row", total=len(train_prompts)) as bar:

@@ -9,7 +9,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
@@ -28,6 +30,10 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
+
+if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.types import Metrics
 
 TAKEN_DOWN_S = 20.0
 """Seconds that a run which has ended may take to leave a cluster that is gone."""
@@ -64,7 +70,9 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
         checkpoint = resume_folder(config, run_dir, console)
-        earlier = run_dir.start_fresh() if checkpoint is None else None
+        # Responses that were sampled before a checkpoint was there need not be sampled again.
+        kept = None if config.trainer.resume_mode == "disable" else run_dir.collected
+        earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
@@ -97,11 +105,10 @@ def train(launch: Launch, stack: ExitStack) -> None:
     with console.progress("starting Ray, and loading libraries"):
         from transformers.utils.logging import disable_progress_bar
 
-        from grpo_rl.cluster import warm_start
+        from grpo_rl.cluster.collection import collect
         from grpo_rl.cluster.inputs import read_inputs
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.models import builtin
         from grpo_rl.telemetry.metrics.sinks import Sinks
         from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
@@ -109,15 +116,14 @@ def train(launch: Launch, stack: ExitStack) -> None:
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
-    inputs = read_inputs(plan, run_dir, console, stack)
-    plan = inputs.plan
-    await_ray(connection, console)
-    gc.enable()  # everything is imported
-    folder = inputs.model_folder
-    if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
-        folder = str(
-            warm_start.ensure(config.actor_rollout_ref.model.path, inputs.tokenizer, plan.machine, run_dir.logs, console)
+    collected: Metrics = {}
+    rows = None
+    if plan.collection is not None:
+        rows, collected = collect(
+            plan, run_dir, console, launch.status, phase_of(launch), partial(policy_folder, launch, connection)
         )
+    inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
+    plan, folder = inputs.plan, str(policy_folder(launch, connection, inputs))
     cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
@@ -137,12 +143,37 @@ def train(launch: Launch, stack: ExitStack) -> None:
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
         rows=inputs.rows,
+        collected=collected,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, started.actor, training.step)
+
+
+def policy_folder(launch: Launch, connection: Connection, inputs: Inputs) -> Path:
+    """Wait for Ray, and return the folder of the policy: an embedded model may have to be trained first."""
+    from grpo_rl.cluster import warm_start
+    from grpo_rl.models import builtin
+
+    await_ray(connection, launch.console)
+    gc.enable()  # everything is imported
+    plan = launch.plan
+    path = plan.config.actor_rollout_ref.model.path
+    if not path.startswith(builtin.PREFIX):
+        return Path(inputs.model_folder)
+    return warm_start.ensure(path, inputs.tokenizer, plan.machine, launch.run_dir.logs, launch.console)
+
+
+def phase_of(launch: Launch) -> Callable[[str], None]:
+    """Return what a phase before training calls as it begins: it shows in the status, and a signal may end the run there."""
+
+    def begins(name: str) -> None:
+        launch.status.update(phase=name)
+        launch.stop.phase(name)
+
+    return begins
 
 
 def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:

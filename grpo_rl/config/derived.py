@@ -64,9 +64,30 @@ def estimates_advantages(config: Config) -> bool:
     return not is_offline(config) and not trains_pairs(config)
 
 
+def collects(config: Config) -> bool:
+    """Return whether a run samples the responses that it trains on once, from the policy that it starts with."""
+    return config.data.responses == "initial_policy"
+
+
 def samples_answers(config: Config) -> bool:
-    """Return whether anything is sampled and scored: where the rows have the responses, only to validate."""
+    """Return whether anything is sampled and scored while training: where the responses are fixed, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
+
+
+def collection(config: Config) -> Config:
+    """Return the configuration of the phase in which a run collects its responses: it answers every training prompt once.
+
+    For engines and rewards it is that of a validation whose data are the training prompts.
+    """
+    data = dataclasses.replace(
+        config.data,
+        responses="policy",
+        val_files=config.data.train_files,
+        val_max_samples=config.data.train_max_samples,
+        train_files=[],
+        val_prompt_files=[],
+    )
+    return dataclasses.replace(config, data=data, trainer=dataclasses.replace(config.trainer, val_only=True))
 
 
 def settled(config: Config) -> Config:
@@ -87,7 +108,8 @@ def settled(config: Config) -> Config:
     )
     rollout = dataclasses.replace(parts.rollout, n=2 if trains_pairs(config) else 1, temperature=1.0)
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
-    return dataclasses.replace(config, trainer=trainer, actor_rollout_ref=parts)
+    data = dataclasses.replace(config.data, gen_batch_size=None)
+    return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
 
 
 def _with_pairs(config: Config) -> Config:

@@ -87,7 +87,7 @@ def with_tokens(batch: Batch) -> Batch:
 
 def with_rollout_logprobs(batch: Batch) -> Batch:
     """Return the batch with the engine's log-probs, where it lacks them: for what the controller computes with them."""
-    if batch.held is None or not batch.rollout_logprobs_T.is_meta:
+    if batch.held is None or batch.rollout_logprobs_T is None or not batch.rollout_logprobs_T.is_meta:
         return batch
     return batch.replace(rollout_logprobs_T=_logprobs(batch.held, _trained(batch)))
 

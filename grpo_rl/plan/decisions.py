@@ -148,6 +148,8 @@ class Plan:
     """Folder of the critic's own model; None for a copy of the actor's."""
     resumes: bool = False
     """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
+    collection: Plan | None = None
+    """The plan of the phase before training in which the initial policy samples the responses; None where there is none."""
     model: ModelSize | None = None
     """Sizes of the policy; None where its folder does not contain them."""
     memory: tuple[RoleMemory, ...] = ()
@@ -208,6 +210,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has. The plan's own
     configuration has what the schedule fixes (`derived.settled`).
     """
+    collection = None
+    if derived.collects(config):
+        collection = decide(derived.collection(config), machine)
     config = derived.settled(config)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
@@ -228,6 +233,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         advantage_needs=needs,
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
         resumes=resumes,
+        collection=collection,
     )
 
 

@@ -11,7 +11,7 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, estimates_advantages, gen_batch_size, is_offline, longest_sequence
+from grpo_rl.config.derived import MicroBatchRule, collects, estimates_advantages, gen_batch_size, is_offline, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -76,10 +76,25 @@ def _setting(config: Config, plan: Plan) -> Rows:
     rows = plan.sizes.num_train_rows
     if plan.trains:
         yield "data", ", ".join(config.data.train_files) + ("" if rows is None else f": {rows:,} rows")
+    if plan.collection is not None:
+        yield "collection", _collection(plan.collection, plan.objective.needs_pairs)
     yield "validation", ", ".join(config.data.val_files) or "none"
     if is_offline(config) and config.data.val_prompt_files:
         yield "answered", ", ".join(config.data.val_prompt_files)
     yield "run", _length_of_run(config, plan)
+
+
+def _collection(sampling: Plan, pairs: bool) -> str:
+    """Describe the phase before training: what is sampled, and what of it is kept."""
+    n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
+    kept = f"those with a reward of {rejection.min_reward:g} or more"
+    if rejection.deduplicate:
+        kept += ", each once"
+    if rejection.max_per_prompt is not None:
+        kept += f", at most {rejection.max_per_prompt} to a prompt"
+    if pairs:
+        kept = "the best and the worst of each group, where one is better"
+    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {kept}"
 
 
 def _length_of_run(config: Config, plan: Plan) -> str:
@@ -87,7 +102,8 @@ def _length_of_run(config: Config, plan: Plan) -> str:
     if not plan.trains:
         return "validation only, of " + ("the run's checkpoint" if plan.resumes else "the model's folder")
     if plan.sizes.total_steps is None:
-        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the data"
+        what = "kept responses" if collects(config) else "data"
+        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {what}"
     else:
         steps, updates = plan.sizes.total_steps, plan.sizes.actor_updates
         length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
@@ -118,9 +134,13 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
-    if not plan.reward.scores:
+    scoring = plan if plan.reward.scores else plan.collection
+    if scoring is None:
         yield "engines", "none: nothing is sampled, and no reward is computed"
         return
+    if scoring is plan.collection:
+        assert scoring.engine is not None, "a collection samples"
+        yield "engines", f"{_engines(scoring, scoring.engine)}; they and the reward end before training"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
     workers = _count(config.reward.num_workers, "process", "processes")
@@ -129,7 +149,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
     yield "reward", f"{' + '.join([*functions, *describe_models(config)])}{rules}; failures {failed}"
-    scorers = plan.role("reward_model")
+    scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
 
 

@@ -62,8 +62,8 @@ def header(metrics: Mapping[str, float] = MappingProxyType({})) -> list[Cell]:
 
 
 def is_supervised(metrics: Mapping[str, float]) -> bool:
-    """Return whether these are metrics of a run that learns given answers, whose table has other columns."""
-    return "train/loss" in metrics or "val/loss" in metrics
+    """Return whether these are metrics of a run on fixed responses, whose table has other columns."""
+    return any(name in metrics for name in ("train/loss", "val/loss", "collect/kept"))
 
 
 def compares_pairs(metrics: Mapping[str, float]) -> bool:

@@ -108,7 +108,7 @@ def check_finite(batch: Batch) -> None:
     engine_T = batch.rollout_logprobs_T
     columns = {
         # Those that lie elsewhere were looked at where they were packed.
-        "the engine's log-probs": None if engine_T.is_meta else engine_T,
+        "the engine's log-probs": None if engine_T is None or engine_T.is_meta else engine_T,
         "the reference's log-probs": batch.ref_logprobs_T,
         "the old log-probs": batch.old_logprobs_T,
     }

@@ -80,6 +80,8 @@ class Context:
     total_steps: int
     progress: StepProgress = dataclasses.field(default_factory=StepProgress)
     """The phases of a step, which are shown, timed, and points at which a signal is answered."""
+    collected: Metrics = dataclasses.field(default_factory=dict)
+    """The metrics of the responses that were sampled before training, which are logged with those before the first step."""
     step: int = 0
     """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
     rows: TrainingRows | None = None

@@ -110,7 +110,7 @@ def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (),
     shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches)
     bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}, held=batch.held)
     bare = bare.replace(token_ids_S=batch.token_ids_S.int())
-    if batch.held is not None:
+    if batch.held is not None and batch.rollout_logprobs_T is not None:
         # The controller may have read them for itself; the ranks read theirs where they lie.
         bare = bare.replace(rollout_logprobs_T=batch.rollout_logprobs_T.to("meta"))
     parts = [bare.select(share) for share in shares]

@@ -1,11 +1,11 @@
-"""Keys that a run does not read: one on rows samples nothing to train on, one over pairs estimates no advantages, and so on."""
+"""Keys that a run does not read: one on fixed responses samples nothing while it trains, one over pairs estimates no advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import OFFLINE, is_offline, samples_answers, trains_pairs
+from grpo_rl.config.derived import OFFLINE, collects, is_offline, samples_answers, trains_pairs
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -22,7 +22,14 @@ ROWS_ONLY = (
     "data.max_length",
     "trainer.early_stop_patience",
 )
-"""Keys of data.responses=rows."""
+"""Keys of data.responses=rows, and of initial_policy."""
+REJECTION = "algorithm.rejection."
+COLLECTING = (
+    REJECTION,
+    *(f"{_R}.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos")),
+    "data.gen_batch_size",
+)
+"""Keys of sampling that data.responses=initial_policy reads as well."""
 SAMPLED_ONLY = (
     "algorithm.",
     "critic.",
@@ -71,15 +78,16 @@ def problems(config: Config) -> Iterator[str]:
                 f"data.responses=rows learns the answers in the data, {key}=reinforce weighs sampled ones"
             )
         return
+    chosen = f"data.responses={config.data.responses}"
     if trainer.schedule != leaves()["trainer.schedule"].default:
         yield (
-            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with data.responses=rows they stand in "
-            "the data; leave it out"
+            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with {chosen} they are fixed before "
+            "training; leave it out"
         )
     if loss != SUPERVISED_LOSS and ":" not in loss and not trains_pairs(config):
         yield (
-            f"{key}={loss}: is made for sampled responses, and data.responses=rows trains on rows; {key}={SUPERVISED_LOSS} learns "
-            f"their answers, {key}=dpo compares two"
+            f"{key}={loss}: is made for responses of the policy as it is, and {chosen} trains on fixed ones; {key}={SUPERVISED_LOSS} "
+            f"learns them, {key}=dpo compares two"
         )
     if trains_pairs(config) and config.data.truncation != "error":
         yield (
@@ -89,19 +97,21 @@ def problems(config: Config) -> Iterator[str]:
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
-            f"{_A}.ppo_mini_batch_size={mini}: data.responses=rows takes one optimizer step on each batch, "
+            f"{_A}.ppo_mini_batch_size={mini}: {chosen} takes one optimizer step on each batch, "
             f"data.train_batch_size={batch}; leave it out"
         )
     if trainer.val_only:
         yield (
-            "trainer.val_only=true: data.responses=rows only trains; with trainer.schedule=sync the answers to data.val_files "
-            "are sampled and scored"
+            f"trainer.val_only=true: {chosen} only trains; with data.responses=policy the answers to data.val_files are sampled "
+            "and scored"
         )
     if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
         yield (
             f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
             "steps; give both"
         )
+    if collects(config) and config.data.train_weights:
+        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
 
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
@@ -109,17 +119,20 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if not is_offline(config):
         if config.trainer.schedule != "sync":
             return {}  # a schedule of the user's own may read whatever it likes
-        of_rows = {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
-        return of_rows | (_without_advantages(config) if trains_pairs(config) else {})
+        idle = {key: (False, "is of data.responses=rows and initial_policy") for key in ROWS_ONLY}
+        idle |= {key: (False, "is of data.responses=initial_policy") for key in leaves() if key.startswith(REJECTION)}
+        return idle | (_without_advantages(config) if trains_pairs(config) else {})
+    fixed = "samples its responses before training" if collects(config) else "trains on the answers in the data"
+    read = COLLECTING if collects(config) else ()
     idle = {
-        key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
+        key: (False, f"has no effect with data.responses={config.data.responses}, which {fixed}")
         for key in leaves()
-        if _lies_in(key, SAMPLED_ONLY)
+        if _lies_in(key, SAMPLED_ONLY) and not _lies_in(key, read)
     }
     if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
         unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
         idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
-    if not samples_answers(config):
+    if not samples_answers(config) and not collects(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
             for key in leaves()

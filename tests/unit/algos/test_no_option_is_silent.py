@@ -352,9 +352,10 @@ def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estima
                 algorithm._check_pair(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value))
             except ConfigError:
                 idle.add(name)
-    # Only the best response of a group has an advantage in pass@k training, and it is positive.
-    assert idle <= ({"clip_low", "clip_c", "tau_neg"} if estimator == "grpo_passk" else set())
-    assert estimator != "grpo_passk" or "tau_neg" in idle or loss != "sapo"
+    # Only the best response of a group has an advantage in pass@k training, and in RFT right ones have: it is positive.
+    positive = estimator in ("grpo_passk", "rft")
+    assert idle <= ({"clip_low", "clip_c", "tau_neg"} if positive else set())
+    assert not positive or "tau_neg" in idle or loss != "sapo"
 
 
 # ---- what is known of every function of this package ----------------------------------------------------

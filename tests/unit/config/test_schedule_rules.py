@@ -37,7 +37,7 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for sampled responses"),
+        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
         ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
         ({"data.max_length": 64}, "data.max_length=64: is of data.responses=rows"),
         ({"trainer.early_stop_patience": 3}, "is of data.responses=rows"),
