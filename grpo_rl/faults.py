@@ -44,6 +44,7 @@ POINTS = {
     "critic.update.after_optimizer": "a critic rank has taken the optimizer step (rank)",
     "actor.weights.bucket": "an actor rank is about to hand out a bucket of weights (rank)",
     "reference.logprobs": "a reference rank is asked for log-probs",
+    "reference.update": "a reference rank is about to take over the policy's weights",
     "rollout.submitted": "a replica has taken requests, and is about to read the prompts",
     "rollout.step": "a replica is about to take one step of its engine",
     "rollout.weights.begun": "a replica has begun to receive weights",

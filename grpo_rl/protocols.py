@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,11 +16,9 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
-class Trained(Protocol):
-    """A role with a state that training changes: the actor, the critic."""
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
+@runtime_checkable
+class Saved(Protocol):
+    """A part of a checkpoint: it has a state that decides the steps to come."""
 
     def save(self, folder: Path) -> Files:
         """Write weights, optimizer, scheduler and random states into `folder`; return size and SHA-256 of each file."""
@@ -44,6 +42,13 @@ class Trained(Protocol):
         """Restore what `save` wrote."""
 
 
+class Trained(Saved, Protocol):
+    """A role that is trained: the actor, the critic."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
+
+
 class Actor(Trained, Protocol):
     """The policy being trained."""
 
@@ -62,6 +67,14 @@ class Reference(Protocol):
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
+
+
+@runtime_checkable
+class MovingReference(Reference, Saved, Protocol):
+    """The reference of iterated training, which becomes the policy from time to time."""
+
+    def become(self, actor: Any) -> None:
+        """Take over the weights of `actor`, a role of the same cluster, as they are now."""
 
 
 class Critic(Trained, Protocol):

@@ -20,7 +20,7 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.roles.reference_role import ReferenceRole, reference_factory
+from grpo_rl.cluster.roles.reference_role import MovingReferenceRole, ReferenceRole, reference_factory
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.weight_sync import Transfer
@@ -227,8 +227,10 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
 
 def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
     """Return the reference's role over its processes."""
-    passes = plan.passes
-    return ReferenceRole(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
+    passes, planned = plan.passes, plan.role("reference")
+    moves = planned is not None and planned.stateful
+    role = MovingReferenceRole if moves else ReferenceRole
+    return role(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:

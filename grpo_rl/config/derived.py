@@ -15,6 +15,9 @@ from grpo_rl.config.schema.tree import Config
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
+ITERATE = "iterate"
+"""The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -53,6 +56,26 @@ def is_offline(config: Config) -> bool:
 def samples_answers(config: Config) -> bool:
     """Return whether anything is sampled and scored: where the rows have the responses, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
+
+
+def is_iterated(config: Config) -> bool:
+    """Return whether the policy is trained in iterations, on the score of the reward model alone."""
+    return config.trainer.schedule == ITERATE and not is_offline(config)
+
+
+def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
+    """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
+
+    An iteration's first `reward_model_steps` steps train the reward model, its other `steps_per_iteration` the policy.
+    """
+    before, inside = divmod(step - 1, reward_model_steps + steps_per_iteration)
+    return before + 1, inside
+
+
+def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
+    """Return how many of the first `total` training steps train the policy."""
+    iterations, rest = divmod(total, reward_model_steps + steps_per_iteration)
+    return iterations * steps_per_iteration + max(0, rest - reward_model_steps)
 
 
 def settled(config: Config) -> Config:

@@ -90,16 +90,24 @@ class Sizes:
     """Rows of the training data; None where they are counted only when the data is read."""
     total_steps: int | None = None
     """Training steps; None where they depend on data that is not read yet."""
+    iteration: tuple[int, int] | None = None
+    """Training steps of the reward model and of the policy in one iteration; None where there are no iterations."""
+
+    @property
+    def policy_steps(self) -> int:
+        """Training steps that train the policy."""
+        total = self.total_steps or 0
+        return total if self.iteration is None else derived.policy_steps(total, *self.iteration)
 
     @property
     def actor_updates(self) -> int:
         """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 where it learns nothing."""
-        return max(0, (self.total_steps or 0) - self.critic_warmup) * self.updates_per_step
+        return max(0, self.policy_steps - self.critic_warmup) * self.updates_per_step
 
     @property
     def critic_updates(self) -> int:
         """Optimizer steps of the critic in the whole run."""
-        return (self.total_steps or 0) * self.critic_updates_per_step
+        return self.policy_steps * self.critic_updates_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +272,8 @@ def _roles(
     }
     if "reference" in driven and any(readers.values()):
         reason = next(reader for reader, reads in readers.items() if reads)
-        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
+        moves = derived.is_iterated(config)
+        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason, stateful=moves))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
     if "rewarder" in driven and derived.has_reward_model(config):
@@ -328,7 +337,7 @@ def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
-    data, actor = config.data, config.actor_rollout_ref.actor
+    data, actor, iterate = config.data, config.actor_rollout_ref.actor, config.trainer.iterate
     mini_batch_size = derived.critic_mini_batch_size(config)
     may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     epochs = config.critic.ppo_epochs or actor.ppo_epochs
@@ -342,6 +351,7 @@ def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
         critic_updates_per_step=data.train_batch_size // mini_batch_size * epochs,
         num_train_rows=num_train_rows,
         total_steps=_total_steps(config, None if may_drop_rows else num_train_rows),
+        iteration=(iterate.reward_model_steps, iterate.steps_per_iteration) if derived.is_iterated(config) else None,
     )
 
 

@@ -107,7 +107,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if plan.engine is not None:
         yield "rollout", _engines(plan, plan.engine)
     if reference := plan.role("reference"):
-        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
+        moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
+        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
     elif plan.trains and not is_offline(config):
         yield "reference", "not started: no KL term has a weight above 0"
     if critic := plan.role("critic"):
@@ -155,6 +156,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     yield from _selection(config)
+    if sizes.iteration is not None:
+        yield "iteration", _iteration(config, *sizes.iteration)
     yield (
         "update",
         f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -175,6 +178,19 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
         yield "not read", line
+
+
+def _iteration(config: Config, model_steps: int, steps: int) -> str:
+    """Describe what happens at the beginning of an iteration, and what its steps train on."""
+    rules = " + ".join(config.reward.functions)
+    trained = f"{_count(steps, 'step')} of the policy on the model's score alone, beside which the reward of {rules} is logged"
+    if model_steps == 0:
+        return f"reference <- policy; the reward model stays as it is; {trained}"
+    replayed = f", {config.trainer.iterate.replay_share:.3g} of them from earlier iterations"
+    return (
+        f"reference <- policy; {_count(model_steps, 'step')} of the reward model on the best and worst of new groups by {rules}"
+        f"{replayed if config.trainer.iterate.replay_share else ''}; {trained}"
+    )
 
 
 def _selection(config: Config) -> Rows:

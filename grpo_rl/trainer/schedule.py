@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.supervised import Demonstrations
-from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
+from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -44,10 +44,14 @@ class Roles:
     critic: Critic | None = None
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how many workers failed and came back since the last call."""
+    kept: list[Saved] = dataclasses.field(default_factory=list)
+    """Parts of a checkpoint that are no role, and that the schedule adds when it is constructed."""
 
-    def with_state(self) -> list[Trained]:
-        """Return the roles that a checkpoint holds."""
-        return [role for role in (self.actor, self.critic) if role is not None]
+    def with_state(self) -> list[Saved]:
+        """Return what a checkpoint holds: the roles that are trained, a reference that moves, what the schedule keeps."""
+        trained = [role for role in (self.actor, self.critic) if role is not None]
+        moving = [self.reference] if isinstance(self.reference, MovingReference) else []
+        return [*trained, *moving, *self.kept]
 
     def committed(self, folder: Path) -> None:
         """Report to the roles with a state that their last checkpoint is complete and lies in `folder`."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from grpo_rl.config.schema.tree import ValSamplingConfig
+from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.trainer.progress import Timer, advancing
 from grpo_rl.trainer.reward_failures import scored
@@ -15,10 +16,14 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 
 class Validation:
-    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role."""
+    """A sampler of responses to the validation prompts, with their scores by `rewarder` (None: the run's own).
 
-    def __init__(self, context: Context) -> None:
+    For schedules with a rollout role.
+    """
+
+    def __init__(self, context: Context, rewarder: Rewarder | None = None) -> None:
         self.context = context
+        self.rewarder = rewarder if rewarder is not None else context.roles.rewarder
 
     def __call__(self) -> Metrics:
         """Return metrics of the current policy on all validation prompts, which are sampled as `val_kwargs` says.
@@ -28,7 +33,7 @@ class Validation:
         context, data = self.context, self.context.val_data
         if data is None:
             return {}
-        rollout, rewarder = required(context.roles.rollout, "rollout"), required(context.roles.rewarder, "rewarder")
+        rollout, rewarder = required(context.roles.rollout, "rollout"), required(self.rewarder, "rewarder")
         values, timer = context.config.actor_rollout_ref.rollout.val_kwargs, Timer(context.progress.phase)
         prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
         with timer("testing"), context.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.roles.reward_model_role import prepare
+from grpo_rl.config.derived import is_iterated
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
@@ -20,6 +21,7 @@ class ModelRewards:
 
     def __init__(self, plan: Plan, tokenizer: Any, decode: Decode) -> None:
         self._config = plan.config.reward
+        self._models_alone = is_iterated(plan.config)
         self._setup = prepare(plan.config, tokenizer, decode) if plan.role("reward_model") else None
         self._judge = None
         if plan.reward.judge:
@@ -36,4 +38,4 @@ class ModelRewards:
             models.append(self._setup.over(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        return CombinedRewarder(rules, models, self._config)
+        return CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)

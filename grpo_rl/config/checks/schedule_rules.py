@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_rl.config.checks.algorithm_table import ESTIMATORS, NO_FACTS
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import OFFLINE, is_offline, samples_answers
+from grpo_rl.config.derived import ITERATE, OFFLINE, is_iterated, is_offline, samples_answers
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SUPERVISED_LOSS = "sft"
+SAMPLING = ("sync", ITERATE)
+"""The schedules of this program that train on sampled responses."""
+REPLAY = ("trainer.iterate.replay_share", "trainer.iterate.replay_pairs")
 ROWS_ONLY = (
     "data.val_prompt_files",
     "data.response_key",
@@ -58,11 +62,13 @@ def problems(config: Config) -> Iterator[str]:
     if not is_offline(config):
         if trainer.schedule == OFFLINE:
             yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
-        if loss == SUPERVISED_LOSS and trainer.schedule == "sync":
+        if loss == SUPERVISED_LOSS and trainer.schedule in SAMPLING:
             yield (
                 f"{key}={loss}: reads no advantages, so the reward would have no effect with trainer.schedule={trainer.schedule}; "
                 f"data.responses=rows learns the answers in the data, {key}=reinforce weighs sampled ones"
             )
+        if is_iterated(config):
+            yield from _iterated(config)
         return
     if trainer.schedule != leaves()["trainer.schedule"].default:
         yield (
@@ -89,17 +95,54 @@ def problems(config: Config) -> Iterator[str]:
         )
 
 
+def _iterated(config: Config) -> Iterator[str]:
+    """Yield what iterated training cannot do: its reward is the model's score, and the labels are those of the rules."""
+    key, iterate, reward = f"trainer.schedule={ITERATE}", config.trainer.iterate, config.reward
+    trains_model, estimator = iterate.reward_model_steps > 0, config.algorithm.adv_estimator
+    if not reward.reward_model.enable:
+        yield f"{key}: trains on the score of a reward model; give reward.reward_model.enable=true and its model_path"
+    if not reward.functions:
+        yield f"{key}: needs reward.functions, whose reward labels the reward model's pairs and shows the true accuracy"
+    if reward.judge.base_url is not None:
+        yield f"reward.judge.base_url: with {key} the reward is the reward model's score alone; leave the judge out"
+    if config.trainer.critic_warmup:
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: counts first steps, which with {key} may be the reward model's"
+    if trains_model and config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {key} compares the best and the worst of a group; 2 or more"
+    if trains_model and reward.reward_model.step_separator is not None:
+        yield (
+            f"reward.reward_model.step_separator={show(reward.reward_model.step_separator)}: {key} trains the reward model on pairs "
+            "of whole responses; leave it out, or set trainer.iterate.reward_model_steps=0"
+        )
+    needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
+    if "parts" in needs:
+        yield f"algorithm.adv_estimator={estimator}: reads the parts of the reward, and with {key} only the model's score counts"
+    if "steps" in needs and reward.reward_model.step_separator is None:
+        yield (
+            f"algorithm.adv_estimator={estimator}: reads rewards of steps, which with {key} come from the reward model alone "
+            "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
+        )
+
+
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
     if not is_offline(config):
-        if config.trainer.schedule != "sync":
+        if config.trainer.schedule not in SAMPLING:
             return {}  # a schedule of the user's own may read whatever it likes
-        return {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+        idle = {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+        if not is_iterated(config):
+            return idle | _not_iterated(f"is of trainer.schedule={ITERATE}")
+        if config.trainer.iterate.reward_model_steps == 0:
+            idle |= {key: (False, "has no effect with trainer.iterate.reward_model_steps=0") for key in REPLAY}
+        elif config.trainer.iterate.replay_share == 0:
+            idle["trainer.iterate.replay_pairs"] = (False, "has no effect with trainer.iterate.replay_share=0")
+        return idle
     idle = {
         key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY)
     }
+    idle |= _not_iterated("has no effect with data.responses=rows, which samples nothing to train on")
     if not samples_answers(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
@@ -110,6 +153,10 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
             why = "has no effect with data.max_length, the longest row"
             idle |= {f"data.{name}": (False, why) for name in ("max_prompt_length", "max_response_length")}
     return idle
+
+
+def _not_iterated(reason: str) -> dict[str, tuple[bool, str]]:
+    return {key: (False, reason) for key in leaves() if key.startswith("trainer.iterate.")}
 
 
 def _lies_in(key: str, entries: tuple[str, ...]) -> bool:
