@@ -149,7 +149,8 @@ def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
 
 def factors_of(config: Config) -> dict[str, float]:
     """The factor of each part of the reward. Raises ConfigError for functions that cannot be found."""
-    rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
+    counted = config.reward.functions and not derived.is_iterated(config)
+    rules = RewardFunction.from_config(config.reward).factors if counted else {}
     return rules | model_factors(config)
 
 

@@ -78,8 +78,8 @@ class ReplayHistory:
         self.capacity, self.share, self.seed = capacity, share, seed
         self.pairs: list[LabelledPair] = []
         self.num_seen = 0
-        self.owed = 0.0
-        """The part of a pair that rounding has kept from being replayed so far, so that the share is right on average."""
+        self.num_beside = 0
+        """The new pairs that were learnt since there are pairs to replay beside them."""
         self._written: Files = {}
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[LabelledPair]:
@@ -88,7 +88,8 @@ class ReplayHistory:
         Nothing is changed: `add` notes that they were learnt. The choice follows from the seed and the step.
         """
         earlier = [pair for pair in self.pairs if pair.iteration < iteration]
-        wanted = min(math.floor(self._due(num_new)), len(earlier))
+        # What rounding holds back from a small batch comes with a later one: the share is right over all of them.
+        wanted = min(self._due(self.num_beside + num_new) - self._due(self.num_beside), len(earlier))
         if wanted == 0:
             return []
         chosen = np.random.default_rng([self.seed, step]).choice(len(earlier), size=wanted, replace=False)
@@ -97,19 +98,23 @@ class ReplayHistory:
     def add(self, new: Sequence[LabelledPair], iteration: int) -> None:
         """Take in the new pairs of a batch that was learnt, and forget as many as are too many."""
         if any(pair.iteration < iteration for pair in self.pairs):
-            self.owed = self._due(len(new)) % 1.0
+            self.num_beside += len(new)
         self.num_seen += len(new)
-        kept = sorted([*self.pairs, *new], key=lambda pair: _priority(self.seed, pair.number))[: self.capacity]
+        self._keep([*self.pairs, *new])
+
+    def _keep(self, pairs: Sequence[LabelledPair]) -> None:
+        kept = sorted(pairs, key=lambda pair: _priority(self.seed, pair.number))[: self.capacity]
         self.pairs = sorted(kept, key=lambda pair: pair.number)
 
-    def _due(self, num_new: int) -> float:
-        return self.owed + num_new * self.share / (1.0 - self.share)
+    def _due(self, num_new: int) -> int:
+        """Return how many pairs are to be replayed beside so many new ones; what is whole up to rounding is whole."""
+        return math.floor(num_new * self.share / (1.0 - self.share) + 1e-9)
 
     # ---- a part of a checkpoint -----------------------------------------------------------------------------
 
     def save(self, folder: Path) -> Files:
         """Write the history as it is now; pairs never change, so nothing has to be copied before."""
-        head = {"num_seen": self.num_seen, "owed": self.owed}
+        head = {"num_seen": self.num_seen, "num_beside": self.num_beside}
         lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(pair.record() for pair in self.pairs))]
         self._written = {FILE: write_file(folder / FILE, ["\n".join([*lines, ""]).encode("utf-8", "backslashreplace")])}
         return self._written
@@ -133,8 +138,8 @@ class ReplayHistory:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint without it, and for what is no history."""
         try:
             head, *rows = [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
-            self.num_seen, self.owed = int(head["num_seen"]), float(head["owed"])
-            self.pairs = [LabelledPair.from_record(row) for row in rows][: self.capacity]
+            self.num_seen, self.num_beside = int(head["num_seen"]), int(head["num_beside"])
+            self._keep([LabelledPair.from_record(row) for row in rows])
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} has no {FILE}: it was written by a run that trained no reward model in iterations; go on with that "

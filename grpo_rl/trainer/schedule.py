@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.supervised import Demonstrations
-from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved
+from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -42,6 +42,8 @@ class Roles:
     rewarder: Rewarder | None = None
     reference: Reference | None = None
     critic: Critic | None = None
+    reward_model: TrainedRewardModel | None = None
+    """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how many workers failed and came back since the last call."""
     kept: list[Saved] = dataclasses.field(default_factory=list)
@@ -49,7 +51,7 @@ class Roles:
 
     def with_state(self) -> list[Saved]:
         """Return what a checkpoint holds: the roles that are trained, a reference that moves, what the schedule keeps."""
-        trained = [role for role in (self.actor, self.critic) if role is not None]
+        trained = [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
         moving = [self.reference] if isinstance(self.reference, MovingReference) else []
         return [*trained, *moving, *self.kept]
 

@@ -24,6 +24,7 @@ from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.cluster.roles.reference_role import MovingReferenceRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
@@ -140,6 +141,15 @@ def critic_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene
     with _worker_set(slots, folders, "critic", armed_ranks.make_critic, spec) as (ground, worker_set):
         critic = CriticRole(worker_set, rule=ONE_BY_ONE, mini_batch_size=2, epochs=1, splits=True)
         yield Scene(ground, critic, critic.cut, _saved(critic, folders))
+
+
+@contextmanager
+def reference_ranks(
+    slots: Pool, folders: pytest.TempPathFactory, model: PolicySpec
+) -> Iterator[tuple[Ground, MovingReferenceRole]]:
+    """Two ranks of a reference that moves, with the model that an actor began with."""
+    with _worker_set(slots, folders, "reference", armed_ranks.make_reference, model) as (ground, worker_set):
+        yield ground, MovingReferenceRole(worker_set, rule=ONE_BY_ONE, want_hidden=False, splits=True)
 
 
 def _policy(folders: pytest.TempPathFactory) -> PolicySpec:
