@@ -17,7 +17,7 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
 class Trained(Protocol):
-    """A role with a state that training changes: the actor, the critic."""
+    """A role with a state that training changes: the actor, the critic, a reward model that is trained."""
 
     def update(self, batch: Batch) -> Metrics:
         """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
@@ -69,6 +69,23 @@ class Critic(Trained, Protocol):
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with `values_T` filled."""
+
+
+class TrainedRewardModel(Trained, Protocol):
+    """The reward model where the run trains it. The same processes score rollouts for the reward, with the weights they have."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """Take one optimizer step on the whole batch; return its metrics.
+
+        Under loss=bradley_terry the batch is one of pairs, with `chosen_N` and perhaps `margins_N`, each response scored at
+        its last trained token; under loss=steps its trained tokens are the ends of the steps, with `labels_T`.
+        """
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the present score of each rollout of pairs, or that at each trained token of rated steps."""
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder that reward.reward_model.model_path loads."""
 
 
 class RolloutPool(Protocol):

@@ -16,6 +16,11 @@ OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
 
+REWARD_MODEL = "reward_model"
+"""The schedule that trains the reward model alone."""
+_TRAIN_REWARD_MODELS = (REWARD_MODEL, "iterate")
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A machine that a run is planned for, whether it is this one or not."""
@@ -178,6 +183,16 @@ def has_kl_in_reward(config: Config) -> bool:
 def has_reward_model(config: Config) -> bool:
     """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable
+
+
+def trains_reward_model(config: Config) -> bool:
+    """Return whether the run trains its reward model. A schedule of the user's own may."""
+    return config.trainer.schedule in _TRAIN_REWARD_MODELS or ":" in config.trainer.schedule
+
+
+def trains_only_reward_model(config: Config) -> bool:
+    """Return whether the run trains a reward model and no policy."""
+    return config.trainer.schedule == REWARD_MODEL
 
 
 def has_judge(config: Config) -> bool:

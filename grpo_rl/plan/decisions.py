@@ -101,6 +101,11 @@ class Sizes:
         """Optimizer steps of the critic in the whole run."""
         return (self.total_steps or 0) * self.critic_updates_per_step
 
+    @property
+    def reward_model_updates(self) -> int:
+        """Optimizer steps of a trained reward model in the whole run."""
+        return self.total_steps or 0
+
 
 @dataclass(frozen=True, slots=True)
 class RewardPlan:
@@ -175,6 +180,12 @@ class Plan:
     def trains(self) -> bool:
         """Return whether the run changes weights: trainer.val_only measures them only."""
         return not self.config.trainer.val_only
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Return whether the run trains its reward model."""
+        role = self.role("reward_model")
+        return role is not None and role.stateful
 
     @property
     def world_size(self) -> int:
@@ -267,10 +278,13 @@ def _roles(
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
-    if "rewarder" in driven and derived.has_reward_model(config):
+    scores = "rewarder" in driven and derived.has_reward_model(config)
+    if scores or "reward_model" in driven:
         scorers = derived.num_reward_model_ranks(config, machine)
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
-        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), "scores of responses"))
+        is_trained = "reward_model" in driven
+        reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
+        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
     return roles
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import OFFLINE, is_offline, samples_answers
+from grpo_rl.config.derived import OFFLINE, REWARD_MODEL, is_offline, samples_answers, trains_reward_model
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SUPERVISED_LOSS = "sft"
+TRAINED_MODEL = "reward.reward_model.train."
+"""The section of a reward model that is trained."""
 ROWS_ONLY = (
     "data.val_prompt_files",
     "data.response_key",
@@ -91,11 +93,12 @@ def problems(config: Config) -> Iterator[str]:
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
+    idle = {} if trains_reward_model(config) else _of(TRAINED_MODEL, f"is of trainer.schedule={REWARD_MODEL}, which trains it")
     if not is_offline(config):
         if config.trainer.schedule != "sync":
-            return {}  # a schedule of the user's own may read whatever it likes
-        return {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
-    idle = {
+            return idle  # a schedule of the user's own may read whatever it likes
+        return idle | {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+    idle |= {
         key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY)
@@ -110,6 +113,10 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
             why = "has no effect with data.max_length, the longest row"
             idle |= {f"data.{name}": (False, why) for name in ("max_prompt_length", "max_response_length")}
     return idle
+
+
+def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:
+    return {key: (False, reason) for key in leaves() if key.startswith(section)}
 
 
 def _lies_in(key: str, entries: tuple[str, ...]) -> bool:
