@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
@@ -21,13 +22,15 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.protocols import Actor
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
+
+if TYPE_CHECKING:
+    from grpo_rl.trainer.schedule import Roles
 
 TAKEN_DOWN_S = 20.0
 """Seconds that a run which has ended may take to leave a cluster that is gone."""
@@ -101,11 +104,10 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.cluster.inputs import read_inputs
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.models import builtin
         from grpo_rl.telemetry.metrics.sinks import Sinks
         from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
-        from grpo_rl.trainer.schedule import Context, Output, Roles
+        from grpo_rl.trainer.schedule import Context, Output
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
@@ -113,12 +115,10 @@ def train(launch: Launch, stack: ExitStack) -> None:
     plan = inputs.plan
     await_ray(connection, console)
     gc.enable()  # everything is imported
-    folder = inputs.model_folder
-    if config.actor_rollout_ref.model.path.startswith(builtin.PREFIX):
-        folder = str(
-            warm_start.ensure(config.actor_rollout_ref.model.path, inputs.tokenizer, plan.machine, run_dir.logs, console)
-        )
-    cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
+
+    paths = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
+    policy, scorer = (warm_start.ready_folder(path, plan.machine, run_dir.logs, console) for path in paths)
+    cluster = Cluster(plan, policy, scorer, run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
     launch.status.update(workers=cluster.pids())
@@ -131,7 +131,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
 
     context = Context(
         config,
-        Roles(started.actor, started.rollout, rewarder, started.reference, started.critic, cluster.supervisor.log.metrics),
+        started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
@@ -142,18 +142,22 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    leave_results(launch, started.actor, training.step)
+    leave_results(launch, context.roles, training.step)
 
 
-def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
-    """Export the policy of a training that is done, and draw the pictures of its steps."""
+def leave_results(launch: Launch, roles: Roles, step: int) -> None:
+    """Export the models of a training that is done, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
 
     run_dir, console = launch.run_dir, launch.console
-    if actor is not None and launch.composed.config.trainer.export_at_end and launch.plan.trains:
+    exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
+    if exports and roles.actor is not None:
         with console.progress("exporting the policy"):
-            actor.export(run_dir.model)
+            roles.actor.export(run_dir.model)
+    if exports and roles.reward_model is not None:
+        with console.progress("exporting the reward model"):
+            roles.reward_model.export(run_dir.reward_model)
     if step == 0:
         return
     with console.progress("drawing the curves"):

@@ -17,6 +17,8 @@ OFFLINE = "offline"
 
 ITERATE = "iterate"
 """The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
+REWARD_MODEL = "reward_model"
+"""The schedule that trains the reward model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,18 @@ def has_kl_in_reward(config: Config) -> bool:
 def has_reward_model(config: Config) -> bool:
     """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable
+
+
+def trains_reward_model(config: Config) -> bool:
+    """Return whether the run trains its reward model. A schedule of the user's own may."""
+    if is_iterated(config):
+        return config.trainer.iterate.reward_model_steps > 0
+    return trains_only_reward_model(config) or ":" in config.trainer.schedule
+
+
+def trains_only_reward_model(config: Config) -> bool:
+    """Return whether the run trains a reward model and no policy."""
+    return config.trainer.schedule == REWARD_MODEL
 
 
 def has_judge(config: Config) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 REWARD_MODEL, JUDGE = "reward_model", "judge"
 """The names of the scores of models among the parts of the reward."""
-RULE = "rule"
-"""The name of the rules' reward among the parts, where it is no summand."""
+RULE = "by-rule"
+"""The name of the rules' reward among the parts, where it is no summand. No function can be called so."""
 
 
 class ModelScore(NamedTuple):
@@ -63,7 +63,7 @@ class CombinedRewarder:
 
     reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
     model that scores steps gives `steps`, times its weight. With `models_alone` the rules are no summand: their reward is
-    the part `rule`, for iterated training, which shows it beside the model's.
+    the part `by-rule`, for iterated training, which shows it beside the model's.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CombinedRewarder:
         self.config = config
         self.models = list(models)
         self.models_alone = models_alone
-        counted = {} if rules is None or models_alone else rules.factors
+        counted = {RULE: 0.0} if models_alone else {} if rules is None else rules.factors
         self.factors = dict(counted) | {model.name: model.weight for model in models}
 
     def submit(self, rollout: Rollout) -> None:
@@ -138,6 +138,13 @@ def _set_aside(rollouts: Sequence[Rollout]) -> None:
             rollout.reward, rollout.steps = 0.0, None
 
 
+def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts with the reward of the rules, where that is no summand; others, and failed ones, as they are."""
+    return [
+        replace(rollout, reward=rollout.reward_parts[RULE]) if RULE in rollout.reward_parts else rollout for rollout in rollouts
+    ]
+
+
 def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
     assert rollout.reward is not None
     rollout.reward += model.weight * result.score
@@ -149,8 +156,9 @@ def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
 
 def factors_of(config: Config) -> dict[str, float]:
     """The factor of each part of the reward. Raises ConfigError for functions that cannot be found."""
-    counted = config.reward.functions and not derived.is_iterated(config)
-    rules = RewardFunction.from_config(config.reward).factors if counted else {}
+    if derived.is_iterated(config):
+        return {RULE: 0.0} | model_factors(config)
+    rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
     return rules | model_factors(config)
 
 

@@ -101,8 +101,9 @@ class Schedule(Protocol):
     """One way to train. It is constructed once for a run, and keeps in `state_dict` whatever decides its next steps."""
 
     roles: ClassVar[frozenset[str]]
-    """The names of the fields of `Roles` that it can drive. A reference, a critic or a reward model among them is started
-    only where the configuration needs one, engines and rewards only where it samples something."""
+    """The names of the fields of `Roles` that it can drive. A reference or a critic among them is started
+    only where the configuration needs one, engines and rewards only where it samples something; a `reward_model` among them
+    is trained."""
     trained: Sequence[Rollout]
     """The rollouts that the last step trained on, which are kept for a look where its update was not finite; the run empties
     it afterwards. Always empty where a schedule trains on something else."""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from grpo_rl.algos.shaping import PassRates, with_signal
-from grpo_rl.config.derived import is_iterated
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.choose import make_sampler
@@ -17,7 +16,7 @@ from grpo_rl.data.draw_order.sampler import Sampler
 from grpo_rl.data.sources.fingerprint import differences
 from grpo_rl.data.supervised import DemonstrationSet
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
-from grpo_rl.rewards.combined import RULE, factors_of
+from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.reward_failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
@@ -226,8 +225,7 @@ def check_metric(name: str, config: Config) -> None:
     except ConfigError:
         return  # reported by itself
     overlong = ["overlong"] if config.reward.overlong_buffer.len is not None else []
-    rule = [RULE] if is_iterated(config) else []
-    possible = ["score", "seq_reward", *names, *overlong, *rule, *LIFTED]
+    possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
     if name not in possible and name.partition("/")[0] not in names:
         raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
 

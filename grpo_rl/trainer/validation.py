@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from grpo_rl.config.schema.tree import ValSamplingConfig
-from grpo_rl.protocols import Rewarder
+from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.trainer.progress import Timer, advancing
 from grpo_rl.trainer.reward_failures import scored
@@ -16,14 +16,13 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 
 class Validation:
-    """A sampler of responses to the validation prompts, with their scores by `rewarder` (None: the run's own).
+    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role.
 
-    For schedules with a rollout role.
+    Of iterated training, whose reward is the reward model's score, it measures the reward of the rules.
     """
 
-    def __init__(self, context: Context, rewarder: Rewarder | None = None) -> None:
+    def __init__(self, context: Context) -> None:
         self.context = context
-        self.rewarder = rewarder if rewarder is not None else context.roles.rewarder
 
     def __call__(self) -> Metrics:
         """Return metrics of the current policy on all validation prompts, which are sampled as `val_kwargs` says.
@@ -33,7 +32,7 @@ class Validation:
         context, data = self.context, self.context.val_data
         if data is None:
             return {}
-        rollout, rewarder = required(context.roles.rollout, "rollout"), required(self.rewarder, "rewarder")
+        rollout, rewarder = required(context.roles.rollout, "rollout"), required(context.roles.rewarder, "rewarder")
         values, timer = context.config.actor_rollout_ref.rollout.val_kwargs, Timer(context.progress.phase)
         prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
         with timer("testing"), context.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
@@ -42,7 +41,7 @@ class Validation:
                 rollout.sync_weights(context.roles.actor)
             sampling = validation_sampling(values, training_sampling(context.config, VALIDATION))
             rollouts = rollout.generate(prompts, values.n, sampling, advancing(bar, rewarder.submit))
-            rollouts = scored(rewarder, rollouts, context.output.console.warn)
+            rollouts = by_rule(scored(rewarder, rollouts, context.output.console.warn))
         context.output.rollouts.write("val", context.step, rollouts)
         return validation_metrics(rollouts, values.n) | timer.metrics()
 

@@ -13,6 +13,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.reference import ReferenceWorker
+from grpo_rl.workers.reward_model import TrainedRewardModelWorker
 
 _fetched: list[Any] = []
 _get = worker_host._get
@@ -57,6 +58,10 @@ class ArmedReference(Armed, ReferenceWorker):
     pass
 
 
+class ArmedRewardModel(Armed, TrainedRewardModelWorker):
+    pass
+
+
 def make_actor(*arguments: Any) -> ArmedActor:
     return ArmedActor(*arguments)
 
@@ -67,3 +72,7 @@ def make_critic(*arguments: Any) -> ArmedCritic:
 
 def make_reference(*arguments: Any) -> ArmedReference:
     return ArmedReference(*arguments, offload=False)
+
+
+def make_reward_model(*arguments: Any) -> ArmedRewardModel:
+    return ArmedRewardModel(*arguments)

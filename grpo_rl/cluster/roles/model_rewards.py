@@ -6,7 +6,6 @@ from typing import Any
 
 from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.roles.reward_model_role import prepare
-from grpo_rl.config.derived import is_iterated
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
@@ -14,15 +13,17 @@ from grpo_rl.rewards.contract.steps import Decode
 
 
 class ModelRewards:
-    """The reward model and the judge of a run, as far as the plan has them.
+    """The reward model, whose settings and tokenizer lie in `folder`, and the judge of a run, as far as the plan has them.
 
     Raises ConfigError for a model, a template or a parser that cannot be used.
     """
 
-    def __init__(self, plan: Plan, tokenizer: Any, decode: Decode) -> None:
+    def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
         self._config = plan.config.reward
-        self._models_alone = is_iterated(plan.config)
-        self._setup = prepare(plan.config, tokenizer, decode) if plan.role("reward_model") else None
+        self._models_alone = plan.reward.model_alone
+        trained = plan.trains_reward_model
+        scores = plan.reward.scores and plan.role("reward_model") is not None
+        self._setup = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
         self._judge = None
         if plan.reward.judge:
             # The HTTP client is loaded only where there is an endpoint to ask.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dealing import deal, forward, gather
+from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import Rank
-
-FOLDER = "reference"
-"""The folder of a checkpoint that contains the weights of a reference which moves."""
 
 
 class ReferenceRole:
@@ -36,8 +31,14 @@ class ReferenceRole:
         return batch
 
 
-class MovingReferenceRole(ReferenceRole):
+class MovingReferenceRole(SavedRole, ReferenceRole):
     """The `protocols.MovingReference`: the reference of iterated training, whose weights are part of a checkpoint."""
+
+    folder = "reference"
+    absent = (
+        "has no reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
+        "configuration, or start anew with trainer.resume_mode=disable"
+    )
 
     def become(self, actor: ActorRole) -> None:
         """Take over the actor's weights, rank by rank: both sets have as many ranks, and are sharded alike.
@@ -47,38 +48,6 @@ class MovingReferenceRole(ReferenceRole):
         """
         assert len(actor.worker_set) == len(self.worker_set), "the same number of ranks"
         self.worker_set.call_each("update", [(part,) for part in actor.worker_set.parts("weights")])
-
-    def save(self, folder: Path) -> Files:
-        """Write the weights into a folder of their own."""
-        make_folder(folder / FOLDER)
-        return merge(self.worker_set.call("save", str(folder / FOLDER)), FOLDER)
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present weights, beside the training; with `check` the files are read back."""
-        make_folder(folder / FOLDER)
-        self.worker_set.call("begin_save", str(folder / FOLDER), check)
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written, as the actor does."""
-        written = self.worker_set.call("saved", wait_s)
-        return None if None in written else merge(written, FOLDER)
-
-    def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
-        return sum(self.worker_set.call("save_bytes"))
-
-    def committed(self, folder: Path) -> None:
-        """Note that what the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.worker_set.committed(folder / FOLDER)
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises CheckpointError for a checkpoint that has no reference."""
-        if not (folder / FOLDER).is_dir():
-            raise CheckpointError(
-                f"{folder} has no reference: it was written by a run without one; go on without a KL term, or start anew with "
-                "trainer.resume_mode=disable"
-            )
-        self.worker_set.call("load", str(folder / FOLDER))
 
 
 def reference_factory(spec: Any, rank: Rank, offload: bool) -> Any:

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from grpo_rl.config.checks.algorithm_table import ESTIMATORS, NO_FACTS
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import ITERATE, OFFLINE, is_iterated, is_offline, samples_answers
+from grpo_rl.config.derived import (
+    ITERATE,
+    OFFLINE,
+    REWARD_MODEL,
+    is_iterated,
+    is_offline,
+    samples_answers,
+    trains_reward_model,
+)
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -14,7 +22,10 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SUPERVISED_LOSS = "sft"
 SAMPLING = ("sync", ITERATE)
 """The schedules of this program that train on sampled responses."""
+ITERATED = "trainer.iterate."
 REPLAY = ("trainer.iterate.replay_share", "trainer.iterate.replay_pairs")
+TRAINED_MODEL = "reward.reward_model.train."
+"""The section of a reward model that is trained."""
 ROWS_ONLY = (
     "data.val_prompt_files",
     "data.response_key",
@@ -126,23 +137,24 @@ def _iterated(config: Config) -> Iterator[str]:
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
+    idle = {} if trains_reward_model(config) else _of(TRAINED_MODEL, f"is of trainer.schedule={REWARD_MODEL}, which trains it")
     if not is_offline(config):
         if config.trainer.schedule not in SAMPLING:
-            return {}  # a schedule of the user's own may read whatever it likes
-        idle = {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+            return idle  # a schedule of the user's own may read whatever it likes
+        idle |= {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
         if not is_iterated(config):
-            return idle | _not_iterated(f"is of trainer.schedule={ITERATE}")
+            return idle | _of(ITERATED, f"is of trainer.schedule={ITERATE}")
         if config.trainer.iterate.reward_model_steps == 0:
             idle |= {key: (False, "has no effect with trainer.iterate.reward_model_steps=0") for key in REPLAY}
         elif config.trainer.iterate.replay_share == 0:
             idle["trainer.iterate.replay_pairs"] = (False, "has no effect with trainer.iterate.replay_share=0")
         return idle
-    idle = {
+    idle |= {
         key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY)
     }
-    idle |= _not_iterated("has no effect with data.responses=rows, which samples nothing to train on")
+    idle |= _of(ITERATED, "has no effect with data.responses=rows, which samples nothing to train on")
     if not samples_answers(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
@@ -155,8 +167,8 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     return idle
 
 
-def _not_iterated(reason: str) -> dict[str, tuple[bool, str]]:
-    return {key: (False, reason) for key in leaves() if key.startswith("trainer.iterate.")}
+def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:
+    return {key: (False, reason) for key in leaves() if key.startswith(section)}
 
 
 def _lies_in(key: str, entries: tuple[str, ...]) -> bool:

@@ -55,6 +55,8 @@ from grpo_rl.config.schema.reward import (
     OverlongBufferConfig,
     RewardConfig,
     RewardModelConfig,
+    RewardModelOptimConfig,
+    RewardModelTrainConfig,
 )
 from grpo_rl.config.schema.trainer import (
     RayConfig,
@@ -97,6 +99,8 @@ __all__ = [
     "RejectionMode",
     "RewardConfig",
     "RewardModelConfig",
+    "RewardModelOptimConfig",
+    "RewardModelTrainConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "TrainerConfig",

@@ -168,7 +168,7 @@ def _draw_opinions(axes: Axes, records: Records) -> None:
     """
     for first, last in _model_phases(records):
         axes.axvspan(first - 0.5, last + 0.5, color=_GRID, alpha=0.6, linewidth=0)
-    steps, rewards = _series(records, "reward/rule")
+    steps, rewards = _series(records, "reward/by-rule")
     if rewards:
         axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
         axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2.2, label="reward by the rules (faint: each step)")

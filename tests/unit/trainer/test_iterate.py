@@ -17,15 +17,16 @@ from test_sync_trainer import Policy, dataset, make_config
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.derived import iteration_of, policy_steps
 from grpo_rl.config.schema.trainer import IterateConfig
-from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore
+from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore, by_rule
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.iterate import Opinion, Position, by_rule, opinions
-from grpo_rl.trainer.replay import FILE
+from grpo_rl.trainer.iterate.iterations import Position
+from grpo_rl.trainer.iterate.opinions import Opinion, opinions
+from grpo_rl.trainer.iterate.replay import FILE
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -200,7 +201,7 @@ def test_the_policy_is_trained_on_the_score_alone_and_the_rules_reward_is_logged
     by_hand = [deviation / math.sqrt(3.1875 / 3) for deviation in (-0.625, 0.875, -1.125, 0.875)]
     assert made.policy.advantages[0][::2] == pytest.approx(by_hand * 2, abs=1e-5)
     row = made.rows[3]
-    assert row["reward/rule"] == 0.5 and row["reward/reward_model"] == pytest.approx(2.5625)
+    assert row["reward/by-rule"] == 0.5 and row["reward/reward_model"] == pytest.approx(2.5625)
     assert row["reward/mean"] == pytest.approx(2 * 2.5625), "weight * score"
     assert row["iterate/agreement"] == 0.0 and -1.0 < row["iterate/correlation"] < -0.9
     record = read_rollouts(made.run.output.run_dir.rollouts / "step_3.jsonl")[0]

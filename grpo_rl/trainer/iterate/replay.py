@@ -33,7 +33,7 @@ class LabelledPair:
     pair: Pair
     iteration: int
     number: int
-    """How many pairs the run had made before it."""
+    """The number of pairs that the run had made before it."""
     rewards: tuple[float, float]
     """The rule's reward of the chosen and of the rejected response."""
     texts: tuple[str, str]
@@ -68,7 +68,7 @@ class LabelledPair:
 
 
 class ReplayHistory:
-    """At most `capacity` pairs, a uniform sample of all that the run has made. Implements `protocols.Saved`.
+    """A uniform sample, of at most `capacity`, of all pairs that the run has made. Implements `protocols.Saved`.
 
     Every pair has a priority that follows from the seed and its number, and those of the lowest ones stay: so no iteration is
     forgotten as a whole, and the same run keeps the same pairs wherever it was interrupted.
