@@ -125,6 +125,11 @@ def _iterated(config: Config) -> Iterator[str]:
             f"reward.reward_model.step_separator={show(reward.reward_model.step_separator)}: {key} trains the reward model on pairs "
             "of whole responses; leave it out, or set trainer.iterate.reward_model_steps=0"
         )
+    if trains_model and reward.reward_model.train.loss != "bradley_terry":
+        yield (
+            f"reward.reward_model.train.loss={reward.reward_model.train.loss}: {key} makes pairs of whole responses and no rated "
+            "steps; bradley_terry"
+        )
     needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
     if "parts" in needs:
         yield f"algorithm.adv_estimator={estimator}: reads the parts of the reward, and with {key} only the model's score counts"

@@ -14,21 +14,27 @@ from grpo_rl.types import GREEDY, Metrics, Rollout
 
 
 def opinions(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return how well the model's scores agree with the rules.
+    """Return how well the model's scores agree with the rules, within groups: a model of pairs leaves open a constant per prompt.
 
-    `iterate/correlation` is Pearson's, over all responses; `iterate/agreement` is the share of the pairs within a group, of
-    different reward by the rules, that the model orders as they do. Each only where there is something to compare.
+    `iterate/correlation` is Pearson's, of the deviations from the means of the groups; `iterate/agreement` is the share of the
+    pairs within a group, of different reward by the rules, that the model orders as they do. Each only where there is something
+    to compare.
     """
     scored = [rollout for rollout in rollouts if rollout.failure is None and rollout.sample_index != GREEDY]
     rule_N, score_N = (
         torch.tensor([rollout.reward_parts[name] for rollout in scored], dtype=torch.float64) for name in (RULE, REWARD_MODEL)
     )
-    metrics: Metrics = {}
-    if len(scored) > 1 and float(rule_N.std()) > 0 and float(score_N.std()) > 0:
-        metrics["iterate/correlation"] = float(torch.corrcoef(torch.stack([rule_N, score_N]))[0, 1])
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(scored):
         groups.setdefault(rollout.prompt.uid, []).append(index)
+    metrics: Metrics = {}
+    centered = [values_N.clone() for values_N in (rule_N, score_N)]
+    for members in groups.values():
+        for values_N in centered:
+            values_N[members] -= values_N[members].mean()
+    lengths = [float(values_N.norm()) for values_N in centered]
+    if min(lengths) > 1e-12 * len(scored):
+        metrics["iterate/correlation"] = float(centered[0] @ centered[1]) / (lengths[0] * lengths[1])
     pairs = [(i, j) for members in groups.values() for i in members for j in members if rule_N[i] > rule_N[j]]
     if pairs:
         better_P, worse_P = (score_N[torch.tensor(side)] for side in zip(*pairs, strict=True))

@@ -296,14 +296,14 @@ def rollouts(rules: Sequence[float], scores: Sequence[float], per_group: int = 2
     ]
 
 
-def test_agreement_compares_within_groups_and_correlation_over_all():
+def test_agreement_and_correlation_compare_within_groups():
     # Group 1 in the right order, group 2 in the wrong one, group 3 equal, group 4 without a difference of the rules.
     found = opinions(rollouts([1, 0, 0, 1, 1, 0, 1, 1], [5.0, 4.0, 1.0, 0.0, 2.0, 2.0, 9.0, 1.0]))
     assert found["iterate/agreement"] == pytest.approx((1 + 0 + 0.5) / 3)
-    rule, score = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1.0]), torch.tensor([5, 4, 1, 0, 2, 2, 9, 1.0])
-    centered = (rule - rule.mean()), (score - score.mean())
-    by_hand = (centered[0] * centered[1]).sum() / (centered[0].norm() * centered[1].norm())
-    assert found["iterate/correlation"] == pytest.approx(float(by_hand), rel=1e-6)
+    # Deviations of the rules: ±.5 -.5.5 .5-.5 0 0, of the scores: .5-.5 .5-.5 0 0 4-4.
+    by_hand = (0.5 - 0.5 + 0.0) / math.sqrt(6 * 0.25 * (4 * 0.25 + 2 * 16))
+    assert found["iterate/correlation"] == pytest.approx(by_hand, abs=1e-12)
+    assert opinions(rollouts([1, 0, 0, 1], [5.0, 4.0, 11.0, 12.0]))["iterate/correlation"] == pytest.approx(1.0)
     assert opinions(rollouts([1, 1], [1.0, 2.0])) == {} == opinions([]), "nothing to compare"
 
 
