@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.tokens import Array, Held, Stretch
+
 Metrics = dict[str, float]
 Versions = tuple[tuple[int, int], ...]
 """Weight versions of a response's tokens, run-length encoded: (version, number of tokens), in the tokens' order.
@@ -35,12 +37,17 @@ class _ComparesArrays:
         if type(self) is not type(other):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray | Stretch) else a == b for a, b in pairs)
 
 
 def _as_array(record: object, name: str, dtype: type[np.int32] | type[np.float32]) -> None:
-    """Make a field an array of this type: any sequence of numbers may be given, an array of the type is not copied."""
-    object.__setattr__(record, name, np.asarray(getattr(record, name), dtype=dtype))
+    """Make a field an array of this type: any sequence of numbers may be given, an array of the type is not copied.
+
+    A stretch stays one: its values are not read.
+    """
+    value = getattr(record, name)
+    if not isinstance(value, Stretch):
+        object.__setattr__(record, name, np.asarray(value, dtype=dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +97,9 @@ class Sampling:
 class Support(_ComparesArrays):
     """The tokens that top-k, top-p and min-p left to sample from, for each token of a response: the sampling mask."""
 
-    counts: np.ndarray
+    counts: Array
     """int32 [tokens]: how many were left."""
-    token_ids: np.ndarray
+    token_ids: Array
     """int32 [counts.sum()]: their ids, in any order."""
 
 
@@ -130,6 +137,10 @@ class Completion(_ComparesArrays):
         _as_array(self, "response_ids", np.int32)
         _as_array(self, "logprobs", np.float32)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.response_ids)
+
 
 @dataclass(slots=True, eq=False)
 class Rollout(_ComparesArrays):
@@ -137,10 +148,10 @@ class Rollout(_ComparesArrays):
 
     prompt: Prompt
     sample_index: int
-    response_ids: np.ndarray
-    """int32 [tokens]"""
-    rollout_logprobs: np.ndarray
-    """float32 [tokens]"""
+    response_ids: Array
+    """int32 [tokens]. From a rollout pool it is a stretch of a block, which is read where something asks for values."""
+    rollout_logprobs: Array
+    """float32 [tokens], likewise."""
     finish_reason: FinishReason
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
@@ -170,8 +181,11 @@ class Rollout(_ComparesArrays):
         return min((version for version, _ in self.versions), default=None)
 
     def same_response(self, other: Rollout) -> bool:
-        """Return whether both have the same response tokens."""
-        return np.array_equal(self.response_ids, other.response_ids)
+        """Return whether both have the same response tokens; where they lie in the same place, they are not read."""
+        mine, theirs = self.response_ids, other.response_ids
+        if mine is theirs or (isinstance(mine, Stretch) and mine.same_place(theirs)):
+            return True
+        return np.array_equal(mine, theirs)
 
 
 def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
@@ -211,6 +225,9 @@ class Batch:
     output and other context lie between them, which the model reads and nothing trains. Columns `_T` cover the trained
     tokens only, in that order; columns `_K` run over reasoning steps; a column `_M` holds `support_counts_T` entries for
     each trained token. Columns that a run does not need stay None.
+
+    With `held`, `token_ids_S` and `rollout_logprobs_T` are tensors on the device `meta`: they have lengths and no values,
+    and reading them is an error. The values lie where `held` says; `data/collate.py` and the ranks read them.
     """
 
     prompt_lengths_N: Tensor
@@ -268,6 +285,8 @@ class Batch:
     """Targets from 0 to 1 of the scores at the trained tokens, only for reward models that learn from rated steps."""
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
+    held: Held | None = None
+    """The places of ids, log-probs and supports, rollout by rollout, where the batch has none of their values."""
 
     def __post_init__(self) -> None:
         if (self.positions_T is None) != (self.trained_lengths_N is None):
@@ -276,7 +295,7 @@ class Batch:
             self.trained_lengths_N = self.response_lengths_N
             self.positions_T = self._response_positions()
 
-    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Tensor]]]:
+    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
         """Pickle the columns that are there; positions that are whole responses follow from the lengths."""
         columns = {column.name: getattr(self, column.name) for column in dataclasses.fields(self)}
         if torch.equal(self.positions_T, self._response_positions()):
@@ -285,7 +304,7 @@ class Batch:
 
     def _response_positions(self) -> Tensor:
         starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
-        return _consecutive(starts_N, self.response_lengths_N)
+        return segment_positions(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -320,6 +339,8 @@ class Batch:
         starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
         moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
         columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
+        if self.held is not None:
+            columns["held"] = self.held.select(index_K.tolist())
         return Batch(**columns)
 
     def keep(self, trained_T: Tensor) -> Batch:
@@ -341,7 +362,7 @@ class Batch:
             step_rewards_K=None,
         )
 
-    def replace(self, **columns: Tensor | None) -> Batch:
+    def replace(self, **columns: Tensor | Held | None) -> Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
@@ -350,17 +371,17 @@ class Batch:
         return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
 
 
-def _batch_of(columns: dict[str, Tensor]) -> Batch:
+def _batch_of(columns: dict[str, Any]) -> Batch:
     return Batch(**columns)
 
 
 def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
     """Return the flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
     starts_N = lengths_N.cumsum(0) - lengths_N
-    return _consecutive(starts_N[index_K], lengths_N[index_K])
+    return segment_positions(starts_N[index_K], lengths_N[index_K])
 
 
-def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+def segment_positions(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     """Return start, start + 1, ... of each segment, one segment after the other."""
     within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
     return torch.repeat_interleave(starts_N, lengths_N) + within

@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 NUM_EOS = 64
 VOCABULARY = 2048
 
@@ -248,7 +250,7 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
             context.step += 1
             metrics = schedule.step()
             metrics["whole"] = time.perf_counter() - started
-            batch = [(r.prompt.token_ids, r.response_ids, 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
+            batch = [(r.prompt.token_ids, np.asarray(r.response_ids), 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
             prompts = [prompt for prompt, _, _ in batch[::8]]
             metrics["bare_gen"] = bare_engine.call("generate", prompts, 8, list(range(step * 1000, step * 1000 + len(batch))))[
                 0

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "grpo_rl"
 
 FLOORS = {
     "types": 0,
+    "tokens": 0,
     "registry": 0,
     "errors": 0,
     "gym": 0,
@@ -43,6 +44,8 @@ FLOORS = {
     "main": 4,
 }
 NEIGHBOURS = {
+    # A rollout holds arrays, or their places in a block of tokens.
+    ("types", "tokens"),
     # What the plan decides is carried out by the cluster.
     ("cluster", "plan"),
     # A checkpoint holds a sharded model's state.

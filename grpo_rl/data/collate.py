@@ -1,4 +1,4 @@
-"""Makes the columns of a Batch from rollouts."""
+"""Makes the columns of a Batch from rollouts, and reads the tokens of a batch that only says where they lie."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.types import Batch, Rollout, Support
+from grpo_rl.tokens import Array, Held, Stretch
+from grpo_rl.types import Batch, Rollout, segment_index, segment_positions
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
@@ -17,9 +18,10 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     `parts` name the columns of `reward_parts_NP`.
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
-    makes two groups. Raises ValueError for a rollout without reward, or whose log-probs and tokens
-    differ in number; where only some have a baseline, or steps, or a support; and where a support does not fit
-    its tokens.
+    makes two groups. Where responses are stretches of a rollout process's blocks, the batch has no token of them: `held`
+    says where they lie. Raises ValueError for a rollout without reward, or whose log-probs and tokens differ in number;
+    where only some have a baseline, or steps, or a support; and where a support does not fit its tokens, as far as they
+    are read here.
     """
     for rollout in rollouts:
         if rollout.reward is None:
@@ -31,17 +33,17 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     group_of: dict[str, int] = {}
     for rollout in rollouts:
         group_of.setdefault(rollout.prompt.uid, len(group_of))
-    sequences = [ids for rollout in rollouts for ids in (rollout.prompt.token_ids, rollout.response_ids)]
-    support_counts_T, support_ids_M = _supports(rollouts)
-    return Batch(
-        prompt_lengths_N=_column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64),
-        response_lengths_N=_column((len(rollout.response_ids) for rollout in rollouts), np.int64),
+    prompt_lengths_N = _column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64)
+    response_lengths_N = _column((len(rollout.response_ids) for rollout in rollouts), np.int64)
+    num_trained = int(response_lengths_N.sum())
+    batch = Batch(
+        prompt_lengths_N=prompt_lengths_N,
+        response_lengths_N=response_lengths_N,
         group_N=_column((group_of[rollout.prompt.uid] for rollout in rollouts), np.int64),
-        token_ids_S=_joined(sequences, np.int64),
+        token_ids_S=torch.empty(int(prompt_lengths_N.sum()) + num_trained, dtype=torch.long, device="meta"),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
-        rollout_logprobs_T=_joined([rollout.rollout_logprobs for rollout in rollouts], np.float32),
-        support_counts_T=support_counts_T,
-        support_ids_M=support_ids_M,
+        rollout_logprobs_T=torch.empty(num_trained, device="meta"),
+        held=_held(rollouts),
         truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
         reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
         if parts
@@ -50,6 +52,76 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         if _all_have("baseline", rollouts)
         else None,
         **_step_columns(rollouts),
+    )
+    lies_elsewhere = any(isinstance(rollout.response_ids, Stretch) for rollout in rollouts)
+    return batch if lies_elsewhere else with_tokens(batch)
+
+
+def with_tokens(batch: Batch) -> Batch:
+    """Return the batch with the values of its tokens, read where `held` says they lie; one that has them as it is.
+
+    The tokens that are trained, and the columns that the batch has, stay what they are. Raises ValueError where a support
+    does not fit its tokens.
+    """
+    held = batch.held
+    if held is None:
+        return batch
+    sequences = [ids for pair in zip(held.prompt_ids, held.response_ids, strict=True) for ids in pair]
+    token_ids_S = _joined(sequences, np.int64)
+    trained = _trained(batch)
+    counts, ids = None, None
+    if held.support_counts is not None and held.support_ids is not None:
+        for number in range(batch.num_rollouts):
+            _check_support(held, number)
+        counts, ids = _joined(held.support_counts, np.int64), _joined(held.support_ids, np.int32)
+        if trained is not None:
+            counts, ids = counts[trained], ids[segment_index(counts, trained)]
+    return batch.replace(
+        token_ids_S=token_ids_S,
+        rollout_logprobs_T=_logprobs(held, trained),
+        support_counts_T=counts,
+        support_ids_M=ids,
+        held=None,
+    )
+
+
+def with_rollout_logprobs(batch: Batch) -> Batch:
+    """Return the batch with the engine's log-probs, where it lacks them: for what the controller computes with them."""
+    if batch.held is None or batch.rollout_logprobs_T is None or not batch.rollout_logprobs_T.is_meta:
+        return batch
+    return batch.replace(rollout_logprobs_T=_logprobs(batch.held, _trained(batch)))
+
+
+def _logprobs(held: Held, trained: Tensor | None) -> Tensor:
+    logprobs = _joined(held.logprobs, np.float32)
+    return logprobs if trained is None else logprobs[trained]
+
+
+def _trained(batch: Batch) -> Tensor | None:
+    """Return which of the responses' tokens are trained, as indices into all of them; None for all."""
+    if batch.num_trained_tokens == int(batch.response_lengths_N.sum()):
+        return None
+    is_trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
+    is_trained_S[batch.positions_T] = True
+    starts_N = batch.sequence_lengths_N.cumsum(0) - batch.response_lengths_N
+    return is_trained_S[segment_positions(starts_N, batch.response_lengths_N)].nonzero()[:, 0]
+
+
+def _held(rollouts: Sequence[Rollout]) -> Held:
+    supports = [rollout.support for rollout in rollouts]
+    has_support = any(support is not None for support in supports)
+    # A response without tokens was not sampled from anything.
+    if has_support and any(rollout.support is None and len(rollout.response_ids) for rollout in rollouts):
+        raise ValueError(
+            "some rollouts contain the tokens they were sampled from and some do not: their log-probs cannot be compared"
+        )
+    nothing = np.empty(0, dtype=np.int32)
+    return Held(
+        tuple(rollout.prompt.token_ids for rollout in rollouts),
+        tuple(rollout.response_ids for rollout in rollouts),
+        tuple(rollout.rollout_logprobs for rollout in rollouts),
+        tuple(nothing if one is None else one.counts for one in supports) if has_support else None,
+        tuple(nothing if one is None else one.token_ids for one in supports) if has_support else None,
     )
 
 
@@ -73,42 +145,27 @@ def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:
     return bool(rollouts) and not without
 
 
-def _supports(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
-    """Return sizes [T] and ids [M] of the sets that every token was sampled from; None where nothing was left out."""
-    given = [rollout for rollout in rollouts if rollout.support is not None]
-    if not given:
-        return None, None
-    # A response without tokens was not sampled from anything.
-    if any(rollout.support is None and len(rollout.response_ids) for rollout in rollouts):
-        raise ValueError(
-            "some rollouts contain the tokens they were sampled from and some do not: their log-probs cannot be compared"
-        )
-    for rollout in given:
-        _check_support(rollout)
-    supports = [rollout.support for rollout in given if rollout.support is not None]
-    counts = np.concatenate([support.counts for support in supports])
-    token_ids = np.concatenate([support.token_ids for support in supports])
-    return torch.from_numpy(counts.astype(np.int64)), torch.from_numpy(token_ids.astype(np.int32))
-
-
-def _check_support(rollout: Rollout) -> None:
+def _check_support(held: Held, number: int) -> None:
     """Raise ValueError unless there is one set for each token, with that token in it."""
-    support = rollout.support
-    assert isinstance(support, Support)
-    if len(support.counts) != len(rollout.response_ids) or int(support.counts.sum()) != len(support.token_ids):
+    assert held.support_counts is not None and held.support_ids is not None
+    response_ids = np.asarray(held.response_ids[number])
+    counts, token_ids = np.asarray(held.support_counts[number]), np.asarray(held.support_ids[number])
+    where = f"rollout {number} of {len(held.response_ids)}"
+    if len(counts) != len(response_ids) or int(counts.sum()) != len(token_ids):
         raise ValueError(
-            f"rollout {_name(rollout)} has {len(rollout.response_ids)} tokens and {len(support.counts)} sets of "
-            f"{int(support.counts.sum())} that they were sampled from, with {len(support.token_ids)} ids"
+            f"{where} has {len(response_ids)} tokens and {len(counts)} sets of {int(counts.sum())} that they were sampled "
+            f"from, with {len(token_ids)} ids"
         )
-    of_token = np.repeat(np.arange(len(support.counts)), support.counts)
-    sampled = support.token_ids == rollout.response_ids[of_token]
-    if len(np.unique(of_token[sampled])) < len(support.counts):
-        raise ValueError(f"rollout {_name(rollout)} has a token that is not among those it was sampled from")
+    of_token = np.repeat(np.arange(len(counts)), counts)
+    sampled = token_ids == response_ids[of_token]
+    if len(np.unique(of_token[sampled])) < len(counts):
+        raise ValueError(f"{where} has a token that is not among those it was sampled from")
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64] | type[np.float32]) -> Tensor:
-    """The arrays back to back."""
-    return torch.from_numpy(np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype))
+def _joined(arrays: Sequence[Array], dtype: type[np.int64] | type[np.int32] | type[np.float32]) -> Tensor:
+    """Return the arrays back to back."""
+    read = [np.asarray(one) for one in arrays]
+    return torch.from_numpy(np.concatenate(read, dtype=dtype) if read else np.empty(0, dtype=dtype))
 
 
 def _column(values: Iterable[int | float | None], dtype: type[np.int64] | type[np.float32]) -> Tensor:

@@ -14,6 +14,7 @@ from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimat
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
+from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.registry import needs_of, options_of
 from grpo_rl.trainer.reward_failures import BASELINE_FAILED
@@ -102,8 +103,12 @@ def check_finite(batch: Batch) -> None:
     An update with them would be left out as not finite at best, and nothing would say that the reference or the engine is
     broken.
     """
+    if batch.held is not None and not batch.held.finite:
+        batch = with_rollout_logprobs(batch)
+    engine_T = batch.rollout_logprobs_T
     columns = {
-        "the engine's log-probs": batch.rollout_logprobs_T,
+        # Those that lie elsewhere were looked at where they were packed.
+        "the engine's log-probs": None if engine_T is None or engine_T.is_meta else engine_T,
         "the reference's log-probs": batch.ref_logprobs_T,
         "the old log-probs": batch.old_logprobs_T,
     }

@@ -40,9 +40,7 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     `rollout/support_mean`: tokens that top_p, top_k and min_p leave to sample from.
     """
     lengths_N = batch.response_lengths_N
-    counts_T = batch.support_counts_T
-    sampled_from = {} if counts_T is None or not len(counts_T) else {"rollout/support_mean": float(counts_T.double().mean())}
-    return sampled_from | {
+    return _sampled_from(batch) | {
         "response_length/mean": float(lengths_N.float().mean()),
         "response_length/max": float(lengths_N.max()),
         "response_length/min": float(lengths_N.min()),
@@ -51,6 +49,17 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
         "perf/total_num_tokens": float(len(batch.token_ids_S)),
         "perf/tokens_per_s": len(batch.token_ids_S) / max(1e-9, timer.total()),
     }
+
+
+def _sampled_from(batch: Batch) -> Metrics:
+    """Return the mean number of tokens that could be sampled, where some were left out."""
+    if batch.held is not None and batch.held.support_ids is not None:
+        num_tokens, num_ids = batch.num_trained_tokens, sum(map(len, batch.held.support_ids))
+    elif batch.support_counts_T is not None:
+        num_tokens, num_ids = len(batch.support_counts_T), int(batch.support_counts_T.sum())
+    else:
+        return {}
+    return {"rollout/support_mean": num_ids / num_tokens} if num_tokens else {}
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:

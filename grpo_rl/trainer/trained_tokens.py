@@ -10,6 +10,7 @@ from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.shaping import overlong_penalty
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
+from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.types import Batch, Metrics, Rollout
 
 
@@ -55,6 +56,8 @@ class TrainedTokens:
             whole_N = ~batch.truncated_N
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
         before = batch.num_trained_tokens
+        if batch.old_logprobs_T is not None and not self.correction.bypass_mode:
+            batch = with_rollout_logprobs(batch)
         if self.mask_truncated:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and not self.correction.bypass_mode:

@@ -52,6 +52,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         outputs = self._forward(batch)
         if batch is None:
             return outputs.logprobs_T.sum() * 0.0, {}
+        if self.spec.old_from_engine:
+            batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
         # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
         # the first with these weights, its own log-probs are those of the sampling policy.

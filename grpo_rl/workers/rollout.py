@@ -15,7 +15,9 @@ from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
 from grpo_rl.rollout.engines import ENGINES
+from grpo_rl.rollout.reports import Report, pack
 from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.tokens import TokenBlock
 from grpo_rl.types import Completion, Metrics, Request
 
 T = TypeVar("T")
@@ -84,6 +86,13 @@ class RolloutWorker:
         with self._changed:
             ended, self._ended = self._ended, []
         return [replace(one, text=self._decode(one.response_ids)) for one in ended]
+
+    def report(self, timeout_s: float) -> tuple[list[Report], TokenBlock]:
+        """Return what `poll` returns, as two objects: reports, which the controller reads, and the tokens of all of them.
+
+        The tokens stay in the object store, where the ranks that train on them fetch them.
+        """
+        return pack(self.poll(timeout_s))
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and what ended but was not polled."""

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_rl import faults
@@ -16,7 +17,7 @@ from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightBucket, pack
 from grpo_rl.rollout.weights.update_order import WeightUpdate
-from grpo_rl.types import Completion, Request
+from grpo_rl.types import Batch, Completion, Request
 from grpo_rl.workers.rollout import RolloutWorker
 
 NAMES = ("first", "second", "third")
@@ -145,3 +146,49 @@ def make_draining_rollout(seconds_per_step: float) -> TinyRollout:
     if "draining" not in ENGINES:
         ENGINES.register("draining")(lambda spec: TinyEngine(seconds_per_step, updates_in_flight=False))
     return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="draining"))
+
+
+def bulk_ids(prompt: int, count: int) -> np.ndarray:
+    """The response of `BulkEngine` to a prompt that begins with this id."""
+    return (np.arange(count, dtype=np.int32) * 7 + prompt * 100_003).astype(np.int32)
+
+
+class BulkEngine(TinyEngine):
+    """Answers every request at once, with as many tokens as it may."""
+
+    def step(self) -> list[Completion]:
+        ended = []
+        for name, (request, _, _) in self.running.items():
+            count = request.sampling.max_tokens
+            ids = bulk_ids(int(request.prompt_ids[0]), count)
+            ended.append(Completion(name, ids, np.full(count, -0.5), "length", ((self.weight_version, count),)))
+        self.running.clear()
+        return ended
+
+
+def make_bulk_rollout(seconds_per_step: float) -> TinyRollout:
+    if "bulk" not in ENGINES:
+        ENGINES.register("bulk")(lambda spec: BulkEngine(seconds_per_step))
+    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="bulk"))
+
+
+def checksum(token_ids: np.ndarray) -> int:
+    """A number that depends on every id and on its place."""
+    places = np.arange(1, len(token_ids) + 1, dtype=np.int64)
+    return int((token_ids.astype(np.int64) * places % 1_000_003).sum())
+
+
+class Reader:
+    """A rank that adds up the tokens of its share of a batch, and keeps the share as ranks do."""
+
+    def read(self, share: Batch) -> int:
+        assert len(share.rollout_logprobs_T) == int(share.response_lengths_N.sum())
+        assert bool((share.rollout_logprobs_T == -0.5).all())
+        return checksum(share.token_ids_S.numpy())
+
+    def forget(self) -> None:
+        """Nothing: the call shows that the process is there."""
+
+
+def make_reader(rank: int) -> Reader:
+    return Reader()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_rl.errors import CheckpointError, ConfigError
+from grpo_rl.rollout.reports import Report, pack
+from grpo_rl.tokens import TokenBlock
 from grpo_rl.types import Completion, Request
 
 
@@ -88,6 +90,9 @@ class TinyEngine:
         ids = request.prompt_ids[::-1]
         versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))
         return [Completion(request.request_id, ids, [-0.5] * len(ids), "stop", versions, text=text)]
+
+    def report(self, timeout_s: float) -> tuple[list[Report], TokenBlock]:
+        return pack(self.poll(timeout_s))
 
     def done(self) -> int:
         return self.num_done

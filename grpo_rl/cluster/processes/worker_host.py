@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
@@ -52,6 +53,14 @@ class Stored:
     ref: Any
     key: str
     """The value's key, different for every value."""
+
+
+class InPieces(ABC):
+    """A stored value that names other objects of the store, and is put together in the process that uses it."""
+
+    @abstractmethod
+    def whole(self, fetch: Callable[[Any], Any]) -> Any:
+        """Return the value that the worker gets; `fetch` returns the values of a list of references."""
 
 
 class WorkerHost:
@@ -118,7 +127,8 @@ class WorkerHost:
         if self._fetched[0] != argument.key:
             # The old one goes first: two shares of a batch need not fit beside each other.
             self._fetched = ("", None)
-            self._fetched = (argument.key, _get(argument.ref))
+            value = _get(argument.ref)
+            self._fetched = (argument.key, value.whole(_get) if isinstance(value, InPieces) else value)
         return self._fetched[1]
 
     def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:

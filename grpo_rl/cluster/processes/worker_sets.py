@@ -83,6 +83,18 @@ class Worker:
             return self.actor.call_told.remote(told, method, *args, **kwargs)
         return self.actor.call.remote(method, *args, **kwargs)
 
+    def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """Start a call of a method that returns a pair, as two objects: either may be fetched without the other.
+
+        What a call returns belongs to the process that made the call. Above Ray's limit for values that travel in the
+        answer itself (100 KiB, `RAY_max_direct_call_object_size`) it lies in the object store of the worker's machine,
+        and stays there when the worker dies.
+        """
+        told = faults.told()
+        if told is not None:
+            return self.actor.call_told.options(num_returns=2).remote(told, method, *args)
+        return self.actor.call.options(num_returns=2).remote(method, *args)
+
     def again(self) -> Worker:
         """Another process in the same place, with no worker in it yet."""
         return Worker(self.name, self.place, self.log_file)

@@ -20,6 +20,7 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
+from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.types import Batch, Metrics
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ _READ = (
     "chosen_N",
     "group_tokens_N",
 )
-"""The columns that an update reads beside those of the ranks' shares."""
+"""The columns that an update reads beside those of the ranks' shares. Where the engine's log-probs are the old ones, the
+ranks have them."""
 
 
 class ActorRole:
@@ -80,6 +82,8 @@ class ActorRole:
         if self.old_from == "none":
             return batch
         if self.old_from == "engine":
+            # For what the controller computes with them. The ranks have the engine's log-probs, and send none here.
+            batch = with_rollout_logprobs(batch)
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
 
@@ -96,7 +100,8 @@ class ActorRole:
         if self.objective.needs_group_tokens:
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
-        call = update_call(dealt, batch, chosen, _READ, entropy_coeff=coefficient, selected=self._selected(batch, chosen))
+        names = [name for name in _READ if name != "old_logprobs_T" or self.old_from != "engine"]
+        call = update_call(dealt, batch, chosen, names, entropy_coeff=coefficient, selected=self._selected(batch, chosen))
         results = self.train_cut.call("update", call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None

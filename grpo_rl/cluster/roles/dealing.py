@@ -3,7 +3,8 @@
 The rollouts are assigned to ranks once. Each rank's share goes into Ray's object store, and every call of the step (old
 log-probs, values, the update, a second try after a failure) only refers to it: which rows of the share make which
 micro-batch, and the columns that did not exist when the share was stored. A process fetches its share with the first
-call that refers to it and keeps it (`worker_host.Stored`).
+call that refers to it and keeps it (`worker_host.Stored`). The tokens of sampled responses are no part of what is sent:
+a share names the rollout processes' blocks that hold them (`shares.Share`), and the rank fetches those.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.balance import cut_shares, split_over_ranks
 from grpo_rl.types import Batch, Counts, Metrics
@@ -106,8 +108,13 @@ def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (),
     """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share."""
     lengths = batch.sequence_lengths_N.tolist()
     shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches)
-    bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}).replace(token_ids_S=batch.token_ids_S.int())
-    return Dealt(batch, shares, ranks.store([bare.select(share) for share in shares]), units)
+    bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}, held=batch.held)
+    bare = bare.replace(token_ids_S=batch.token_ids_S.int())
+    if batch.held is not None and batch.rollout_logprobs_T is not None:
+        # The controller may have read them for itself; the ranks read theirs where they lie.
+        bare = bare.replace(rollout_logprobs_T=batch.rollout_logprobs_T.to("meta"))
+    parts = [bare.select(share) for share in shares]
+    return Dealt(batch, shares, ranks.store([one if one.held is None else Share.of(one) for one in parts]), units)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, s
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
+from grpo_rl.cluster.roles.shares import StoredBlock
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
+from grpo_rl.rollout.reports import Report, Reported, unpack
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 # A replica gets a little more than it samples at once, so that it never waits for the controller.
@@ -63,9 +65,10 @@ class ReplicaPool:
         self._wanted: dict[str, tuple[Prompt, int]] = {}
         """The rollouts that were asked for and have not been handed over, by request id."""
         self._ledger: Ledger[Worker] = Ledger()
-        self._polls: dict[ray.ObjectRef, Worker] = {}
-        self._ended: dict[str, Completion] = {}
-        """Completions that were not handed over yet, in the order in which they ended."""
+        self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
+        """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
+        self._ended: dict[str, Reported] = {}
+        """Reports that were not handed over yet, in the order in which their requests ended."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
 
@@ -236,11 +239,12 @@ class ReplicaPool:
         if top_up:
             self._top_up()
         in_flight = self._ledger.in_flight
-        self._polls = {ref: worker for ref, worker in self._polls.items() if worker in in_flight}
-        polled = set(self._polls.values())
+        self._polls = {ref: poll for ref, poll in self._polls.items() if poll[0] in in_flight}
+        polled = {worker for worker, _ in self._polls.values()}
         for worker, mine in in_flight.items():
             if mine and worker not in polled:
-                self._polls[worker.call("poll", POLL_S)] = worker
+                reports, block = worker.call_for_two("report", POLL_S)
+                self._polls[reports] = (worker, StoredBlock(block))
         if self._polls:
             done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
         else:
@@ -253,15 +257,15 @@ class ReplicaPool:
             raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
     def _take(self, ref: ray.ObjectRef) -> bool:
-        """Keep the completions of one poll; return whether one of them was waited for."""
-        worker = self._polls.pop(ref)
+        """Keep the reports of one poll; return whether one of them was waited for. The block of tokens is not fetched."""
+        worker, block = self._polls.pop(ref)
         try:
-            completions: list[Completion] = fetch(worker, ref, "sampling")
+            reports: list[Report] = fetch(worker, ref, "sampling")
         except WorkerFailed as error:
             self.replicas.failed(worker, error)
             return False
-        counting = [one for one in completions if self._ledger.answered(worker, one.request_id)]
-        self._ended |= {one.request_id: one for one in counting}
+        counting = [one for one in unpack(reports, block) if self._ledger.answered(worker, one.report.request_id)]
+        self._ended |= {one.report.request_id: one for one in counting}
         return bool(counting)
 
     def _admit(self) -> None:
@@ -288,21 +292,21 @@ class ReplicaPool:
 
     def _hand_over(self, request_id: str) -> Rollout:
         """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
-        completion, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
-        check_versions(completion, self.version, self.options.max_staleness)
+        ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
+        check_versions(ended.report, self.version, self.options.max_staleness)
         return Rollout(
             prompt=prompt,
             sample_index=sample,
-            response_ids=completion.response_ids,
-            rollout_logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            versions=completion.versions,
-            text=completion.text,
-            support=completion.support,
+            response_ids=ended.response_ids,
+            rollout_logprobs=ended.logprobs,
+            finish_reason=ended.report.finish_reason,
+            versions=ended.report.versions,
+            text=ended.report.text,
+            support=ended.support,
         )
 
 
-def check_versions(completion: Completion, version: int, max_staleness: int) -> None:
+def check_versions(completion: Report | Completion, version: int, max_staleness: int) -> None:
     """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older."""
     where = f"rollout {completion.request_id}"
     for sampled_with, _ in completion.versions:
@@ -312,8 +316,8 @@ def check_versions(completion: Completion, version: int, max_staleness: int) -> 
                 f"{where} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"
             )
     labelled = sum(num_tokens for _, num_tokens in completion.versions)
-    if labelled != len(completion.response_ids):
-        raise WeightVersionError(f"{where} has {len(completion.response_ids)} tokens, and weight versions for {labelled}")
+    if labelled != completion.num_tokens:
+        raise WeightVersionError(f"{where} has {completion.num_tokens} tokens, and weight versions for {labelled}")
 
 
 def rollout_id(prompt: Prompt, sample: int) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.telemetry.metrics.metrics_file import dump_line
 from grpo_rl.telemetry.rundir import RunDir
@@ -55,7 +57,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
 
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    logprobs = rollout.rollout_logprobs
+    logprobs = np.asarray(rollout.rollout_logprobs)
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
         "baseline": rollout.baseline,

@@ -1,0 +1,89 @@
+"""Reports of a rollout process on requests that ended: light ones for the controller, and one block with all their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_rl.tokens import Source, Stretch, TokenBlock
+from grpo_rl.types import Completion, FinishReason, Support, Versions
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A completion without its tokens: what rewards, metrics and the ledger of requests need."""
+
+    request_id: str
+    num_tokens: int
+    finish_reason: FinishReason
+    versions: Versions
+    text: str = ""
+    finite: bool = True
+    """True where every log-prob is a finite number."""
+    support_size: int | None = None
+    """The number of ids in the completion's support, None where it has none."""
+
+
+def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
+    """Return a report of each completion, and their tokens back to back in the same order.
+
+    Raises ValueError for a completion whose tokens and log-probs differ in number.
+    """
+    for one in completions:
+        if len(one.logprobs) != len(one.response_ids):
+            raise ValueError(f"completion {one.request_id} has {one.num_tokens} tokens and {len(one.logprobs)} log-probs")
+    reports = [
+        Report(
+            one.request_id,
+            one.num_tokens,
+            one.finish_reason,
+            one.versions,
+            one.text,
+            bool(np.isfinite(one.logprobs).all()),
+            None if one.support is None else len(one.support.token_ids),
+        )
+        for one in completions
+    ]
+    supports = [one.support for one in completions if one.support is not None]
+    return reports, TokenBlock(
+        token_ids=_joined([one.response_ids for one in completions], np.int32),
+        logprobs=_joined([one.logprobs for one in completions], np.float32),
+        support_counts=_joined([np.asarray(support.counts) for support in supports], np.int32),
+        support_ids=_joined([np.asarray(support.token_ids) for support in supports], np.int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A report with the places of its tokens."""
+
+    report: Report
+    response_ids: Stretch
+    logprobs: Stretch
+    support: Support | None
+
+
+def unpack(reports: Sequence[Report], source: Source) -> Iterator[Reported]:
+    """Yield each report with its stretches of the block that came with all of them. Nothing of the block is read."""
+    start = counts = ids = 0
+    for report in reports:
+        support = None
+        if report.support_size is not None:
+            support = Support(
+                Stretch(source, "support_counts", counts, report.num_tokens),
+                Stretch(source, "support_ids", ids, report.support_size),
+            )
+            counts, ids = counts + report.num_tokens, ids + report.support_size
+        yield Reported(
+            report,
+            Stretch(source, "token_ids", start, report.num_tokens),
+            Stretch(source, "logprobs", start, report.num_tokens, report.finite),
+            support,
+        )
+        start += report.num_tokens
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
+    return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype)

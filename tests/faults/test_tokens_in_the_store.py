@@ -1,0 +1,136 @@
+"""Tokens in Ray's object store: they outlive the replica that reported them, pass the controller by, and are freed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import tiny_roles
+from ray._private.internal_api import node_stats
+from recovery_ground import START_S, Ground, until
+from test_recovery_replicas import Actor
+
+from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.roles.dealing import Dealt, deal
+from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
+from grpo_rl.cluster.roles.shares import StoredBlock
+from grpo_rl.data.collate import collate
+from grpo_rl.tokens import Stretch
+from grpo_rl.types import Prompt, Rollout, Sampling
+
+NUM_TOKENS = 40_000
+"""Of one response: 320 kB with its log-probs, which is more than Ray puts into a message."""
+
+
+class Scene:
+    """Two replicas that answer at once with long responses, and two processes that read shares of a batch."""
+
+    def __init__(self, slots: Pool, logs: Path) -> None:
+        self.ground = Ground(slots, logs)
+        supervisor = self.ground.supervisor()
+        self.readers: SupervisedSet = self.ground.ranks("reader", 2, tiny_roles.make_reader, supervisor, stateful=False)
+        self.actor = Actor(self.ground.ranks("actor", 1, tiny_roles.make_actor, supervisor, stateful=True))
+        self.pool: ReplicaPool = self.ground.pool(2, tiny_roles.make_bulk_rollout, 0.0, self.actor.worker_set)
+
+    def sample(self, tag: str, count: int = 6) -> list[Rollout]:
+        prompts = [Prompt(f"{tag}{i}", (i, 1), "?", "test") for i in range(count)]
+        rollouts = self.pool.generate(prompts, 1, Sampling(max_tokens=NUM_TOKENS, seed=3))
+        for rollout in rollouts:
+            rollout.reward = 0.0
+        return rollouts
+
+    def expected(self, dealt: Dealt) -> list[int]:
+        """What each reader's share comes to, worked out from the prompts."""
+        sums = []
+        for share in dealt.shares:
+            ids = [np.concatenate([(index, 1), tiny_roles.bulk_ids(index, NUM_TOKENS)]) for index in share]
+            sums.append(tiny_roles.checksum(np.concatenate(ids)))
+        return sums
+
+    def read(self, dealt: Dealt) -> list[int]:
+        return self.readers.call_each("read", [(stored,) for stored in dealt.stored])
+
+
+def stored_bytes() -> int:
+    """What Ray's object store holds."""
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    return int(stats.store_stats.object_store_bytes_used)
+
+
+def blocks(rollouts: list[Rollout]) -> list[StoredBlock]:
+    found = {}
+    for rollout in rollouts:
+        assert isinstance(rollout.response_ids, Stretch) and isinstance(rollout.response_ids.source, StoredBlock)
+        found[id(rollout.response_ids.source)] = rollout.response_ids.source
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    made = Scene(slots, tmp_path_factory.mktemp("logs"))
+    yield made
+    made.ground.close()
+
+
+def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene) -> None:
+    rollouts = scene.sample("dies")
+    for worker in list(scene.pool.replicas.serving):
+        pid = worker.pid
+        worker.kill("the test ends it")
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
+    dealt = deal(scene.readers, collate(rollouts))
+    assert scene.read(dealt) == scene.expected(dealt)
+    until(lambda: bool(scene.pool.replicas.ready()) or bool(scene.pool.replicas.serving), START_S, "a replica is there again")
+    again = scene.sample("after", 2)
+    assert again[1].response_ids.tolist() == tiny_roles.bulk_ids(1, NUM_TOKENS).tolist()
+
+
+def test_the_controller_fetches_no_block_and_a_process_in_anothers_place_fetches_them_again(scene: Scene) -> None:
+    rollouts = scene.sample("read")
+    dealt = deal(scene.readers, collate(rollouts))
+    assert scene.read(dealt) == scene.expected(dealt)
+    scene.readers.workers[0].kill("the test ends it")
+    assert scene.read(dealt) == scene.expected(dealt)
+    assert [block._block for block in blocks(rollouts)] == [None] * len(blocks(rollouts))
+    # One view of shared memory serves all that is read here.
+    assert rollouts[2].response_ids.tolist() == tiny_roles.bulk_ids(2, NUM_TOKENS).tolist()
+    first, second = (np.asarray(rollouts[2].response_ids) for _ in range(2))
+    assert np.shares_memory(first, second) and not first.flags.writeable
+
+
+def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
+    def one_step(tag: str) -> int:
+        rollouts = scene.sample(tag, 12)
+        dealt = deal(scene.readers, collate(rollouts))
+        assert scene.read(dealt) == scene.expected(dealt)
+        rollouts[0].response_ids.tolist()  # reading here must not keep it either
+        return stored_bytes()
+
+    gc.collect()
+    scene.readers.call("forget")
+    before = stored_bytes()
+    for number in range(3):
+        during = one_step(f"free{number}")
+        assert during - before > 12 * NUM_TOKENS * 8 * 0.9, "the step's tokens lie in the store"
+        gc.collect()
+        until(lambda: stored_bytes() <= before + 100_000, 20.0, f"{stored_bytes() - before} bytes are freed")
+
+
+def test_a_block_is_freed_although_a_reader_still_has_the_share(scene: Scene) -> None:
+    rollouts = scene.sample("kept", 4)
+    dealt = deal(scene.readers, collate(rollouts))
+    scene.read(dealt)
+    refs = [block.ref.hex() for block in blocks(rollouts)]
+    del rollouts, dealt
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while any(ref in ray._private.worker.global_worker.core_worker.get_all_reference_counts() for ref in refs):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
