@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data import rejection
 from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.pairs import PairSet, load_pairs
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.supervised import DemonstrationSet, load_demonstrations
 from grpo_rl.data.training_set import TrainingRows
@@ -24,7 +26,7 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 
-T = TypeVar("T", PromptDataset, DemonstrationSet)
+T = TypeVar("T", PromptDataset, DemonstrationSet | PairSet)
 
 
 class _Data(NamedTuple):
@@ -41,8 +43,6 @@ class Inputs:
 
     plan: Plan
     """The plan, with the number of rows that the training data turned out to have."""
-    model_folder: str
-    """The policy's folder; for an embedded model the one with its tokenizer and initial weights, before its warm start."""
     tokenizer: Any
     train_data: PromptDataset | None
     """The prompts that are trained on; None where nothing is trained, or given answers are."""
@@ -64,10 +64,12 @@ def read_inputs(
     config = plan.config
     path = config.actor_rollout_ref.model.path
     folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
+    scorer = config.reward.reward_model.model_path or ""
+    scorer = warm_start.unstarted_folder(scorer) if scorer.startswith(builtin.PREFIX) else scorer
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
     data = _data(plan, tokenizer, console, run_dir.path, collected, part)
-    models = ModelRewards(plan, tokenizer, decoder(tokenizer))
+    models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
@@ -81,7 +83,7 @@ def read_inputs(
     trained = data.train if data.rows is None else data.rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, folder, tokenizer, data.train, data.val, data.rows, rules, models)
+    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:
@@ -114,10 +116,12 @@ def _data(
         if data.responses != "policy":
             rows = config if collected is None else rejection.reading(config, str(collected))
             of_train = {"max_samples": data.train_max_samples if collected is None else -1} | reading("train")
-            train = done("train", load_demonstrations(rows.data.train_files, rows, tokenizer, **of_train))
+            load: Callable[..., DemonstrationSet | PairSet]
+            load = load_pairs if plan.objective.needs_pairs else load_demonstrations
+            train = done("train", load(rows.data.train_files, rows, tokenizer, **of_train))
             val = val_prompts = None
             if data.val_files:
-                found = load_demonstrations(data.val_files, config, tokenizer, **of_val, **reading("val"))
+                found = load(data.val_files, config, tokenizer, **of_val, **reading("val"))
                 val = done("validation", found)
             if data.val_prompt_files:
                 prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))

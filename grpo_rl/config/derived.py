@@ -10,10 +10,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_rl.config.checks.algorithm_table import LOSSES, NO_FACTS
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
+PAIR_AVERAGE = "seq-mean-token-mean"
+"""The average of losses over pairs where none is set: the mean over pairs."""
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
+
+ITERATE = "iterate"
+"""The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
+REWARD_MODEL = "reward_model"
+"""The schedule that trains the reward model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,16 @@ def is_offline(config: Config) -> bool:
     return config.data.responses != "policy"
 
 
+def trains_pairs(config: Config) -> bool:
+    """Return whether the loss compares the two sides of pairs. A loss of the user's own is known only once it is imported."""
+    return "pairs" in LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode, NO_FACTS)["needs"]
+
+
+def estimates_advantages(config: Config) -> bool:
+    """Return whether rewards are turned into advantages: not where the responses are given, nor where the loss compares pairs."""
+    return not is_offline(config) and not trains_pairs(config)
+
+
 def collects(config: Config) -> bool:
     """Return whether a run samples the responses that it trains on once, from the policy that it starts with."""
     return config.data.responses == "initial_policy"
@@ -58,6 +77,26 @@ def collects(config: Config) -> bool:
 def samples_answers(config: Config) -> bool:
     """Return whether anything is sampled and scored while training: where the responses are fixed, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
+
+
+def is_iterated(config: Config) -> bool:
+    """Return whether the policy is trained in iterations, on the score of the reward model alone."""
+    return config.trainer.schedule == ITERATE and not is_offline(config)
+
+
+def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
+    """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
+
+    An iteration's first `reward_model_steps` steps train the reward model, its other `steps_per_iteration` the policy.
+    """
+    before, inside = divmod(step - 1, reward_model_steps + steps_per_iteration)
+    return before + 1, inside
+
+
+def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
+    """Return how many of the first `total` training steps train the policy."""
+    iterations, rest = divmod(total, reward_model_steps + steps_per_iteration)
+    return iterations * steps_per_iteration + max(0, rest - reward_model_steps)
 
 
 def collection(config: Config) -> Config:
@@ -77,11 +116,14 @@ def collection(config: Config) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with the settings that its schedule fixes, whatever their keys say.
+    """Return the configuration with the settings that its schedule and its loss fix, whatever their keys say.
 
-    Supervised training takes one optimizer step on each batch, on the distribution that the model itself has, and compares
-    it with no reference. Keys that say otherwise are refused before (`switch_rules.py`).
+    A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
+    Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
+    term. Keys that say otherwise are refused before (`schedule_rules.py`).
     """
+    if trains_pairs(config):
+        config = _with_pairs(config)
     if not is_offline(config):
         return config
     trainer = dataclasses.replace(config.trainer, schedule=OFFLINE)
@@ -89,10 +131,17 @@ def settled(config: Config) -> Config:
     actor = dataclasses.replace(
         parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
     )
-    rollout = dataclasses.replace(parts.rollout, n=1, temperature=1.0)
+    rollout = dataclasses.replace(parts.rollout, n=2 if trains_pairs(config) else 1, temperature=1.0)
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
     data = dataclasses.replace(config.data, gen_batch_size=None)
     return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
+
+
+def _with_pairs(config: Config) -> Config:
+    actor = dataclasses.replace(config.actor_rollout_ref.actor, use_kl_loss=False)
+    if actor.loss_agg_mode == leaves()["actor_rollout_ref.actor.loss_agg_mode"].default:
+        actor = dataclasses.replace(actor, loss_agg_mode=PAIR_AVERAGE)
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, actor=actor))
 
 
 def longest_sequence(config: Config) -> int:
@@ -200,6 +249,18 @@ def has_kl_in_reward(config: Config) -> bool:
 def has_reward_model(config: Config) -> bool:
     """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable
+
+
+def trains_reward_model(config: Config) -> bool:
+    """Return whether the run trains its reward model. A schedule of the user's own may."""
+    if is_iterated(config):
+        return config.trainer.iterate.reward_model_steps > 0
+    return trains_only_reward_model(config) or ":" in config.trainer.schedule
+
+
+def trains_only_reward_model(config: Config) -> bool:
+    """Return whether the run trains a reward model and no policy."""
+    return config.trainer.schedule == REWARD_MODEL
 
 
 def has_judge(config: Config) -> bool:

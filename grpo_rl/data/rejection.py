@@ -15,7 +15,7 @@ from grpo_rl.data.pairs import pairs_of_groups
 from grpo_rl.types import Rollout
 
 Rows = list[dict[str, Any]]
-_COLUMNS = ("prompt_key", "response_key", "messages_key", "custom_cls", "system_prompt")
+_COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key", "custom_cls", "system_prompt")
 
 
 def parts_of(config: Config, num_prompts: int) -> list[range]:

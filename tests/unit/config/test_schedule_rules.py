@@ -15,6 +15,13 @@ from grpo_rl.plan.decisions import decide
 
 ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
 VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
+ITERATE = {
+    "trainer.schedule": "iterate",
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "builtin:arithmetic",
+    f"{R}.n": 4,
+}
+FIXED = ITERATE | {"trainer.iterate.reward_model_steps": 0}
 ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
 
 
@@ -48,10 +55,82 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
+        (ROWS | {"trainer.iterate.replay_share": 0.2}, "replay_share=0.2: has no effect with data.responses=rows"),
+        ({"trainer.iterate.steps_per_iteration": 5}, "steps_per_iteration=5: is of trainer.schedule=iterate"),
+        ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
+        (ITERATE | {"reward.functions": []}, "whose reward labels the reward model's pairs"),
+        (ITERATE | {"reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}, "the reward model's score alone"),
+        (ITERATE | {"trainer.critic_warmup": 3}, "trainer.critic_warmup=3: counts first steps"),
+        (ITERATE | {f"{R}.n": 1}, "the best and the worst of a group"),
+        (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),
+        (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
+        (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
+        (ITERATE | {f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages"),
+        (ITERATE | {"data.max_length": 64}, "data.max_length=64: is of data.responses=rows"),
+        (FIXED | {"trainer.iterate.replay_share": 0.2}, "has no effect with trainer.iterate.reward_model_steps=0"),
+        (
+            ITERATE | {"trainer.iterate.replay_share": 0, "trainer.iterate.replay_pairs": 7},
+            "with trainer.iterate.replay_share=0",
+        ),
     ],
 )
 def test_a_key_that_the_schedule_does_not_read_is_refused(given: dict[str, Any], message: str) -> None:
     assert any(message in problem for problem in check(config_of(given), CPU))
+
+
+PAIRS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "dpo"}
+SAMPLED_PAIRS = {f"{A}.policy_loss.loss_mode": "dpo"}
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo"])
+def test_pairs_in_rows_need_the_actor_alone_also_for_the_reference(loss: str) -> None:
+    given = PAIRS | VAL | {f"{A}.policy_loss.loss_mode": loss, f"{A}.use_kl_loss": True}
+    assert check(config_of(given), CPU) == []
+    plan = decide(config_of(given), CPU)
+    assert [role.name for role in plan.roles] == ["actor"] and plan.passes.old_logprobs == "none"
+    assert plan.objective.needs_ref == (loss != "simpo") and plan.objective.kl_loss_type is None
+    # A mean over pairs, a whole batch of which is one optimizer step.
+    assert plan.objective.loss_agg_mode == "seq-mean-token-mean" and plan.sizes.updates_per_step == 1
+    assert plan.sizes.rollouts_per_step == 2 * plan.config.data.train_batch_size
+
+
+@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("ipo", True), ("simpo", False)])
+def test_sampled_pairs_need_a_reference_where_the_loss_reads_one_and_never_old_logprobs(loss: str, reference: bool) -> None:
+    given = {f"{A}.policy_loss.loss_mode": loss, f"{A}.ppo_epochs": 2}
+    assert check(config_of(given), CPU) == []
+    plan = decide(config_of(given), CPU)
+    assert (plan.role("reference") is not None) == reference and plan.role("critic") is None
+    assert plan.passes.old_logprobs == "none" and plan.objective.kl_loss_type is None
+    assert plan.objective.loss_agg_mode == "seq-mean-token-mean"
+
+
+def test_a_dpo_without_its_reference_starts_none() -> None:
+    free = SAMPLED_PAIRS | {f"{A}.policy_loss.options": {"reference_free": True}}
+    assert check(config_of(free), CPU) == [] and decide(config_of(free), CPU).role("reference") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (PAIRS | {"data.response_key": "answer"}, "loss_mode=dpo reads rows with pairs"),
+        (PAIRS | {"data.truncation": "left"}, "compares whole answers"),
+        (PAIRS | {f"{R}.n": 4}, "has no effect with data.responses=rows"),
+        (PAIRS | {f"{A}.loss_agg_mode": "token-sum"}, "makes no mean over pairs"),
+        (PAIRS | {"data.max_length": 10_000, f"{A}.ppo_max_token_len_per_gpu": 16_384}, "shorter than a pair"),
+        (ROWS | {"data.chosen_key": "good"}, "loss_mode=sft reads rows with answers to learn"),
+        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "loss_mode=dpo compares two"),
+        ({"data.chosen_key": "good"}, "is of data.responses=rows"),
+        (SAMPLED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst response"),
+        (SAMPLED_PAIRS | {"algorithm.adv_estimator": "rloo"}, "compares pairs and reads no advantages"),
+        (SAMPLED_PAIRS | {"algorithm.mask_truncated": True}, "compares pairs and reads no advantages"),
+        (SAMPLED_PAIRS | {"algorithm.use_kl_in_reward": True, f"{A}.use_kl_loss": False}, "reads no advantages"),
+        (SAMPLED_PAIRS | {f"{A}.kl_loss_coef": 0.1}, "has the reference in it and no KL term"),
+        (SAMPLED_PAIRS | {f"{A}.clip_ratio": 0.3}, "clip_ratio"),
+    ],
+)
+def test_a_key_that_pairs_do_not_read_is_refused(given: dict[str, Any], message: str) -> None:
+    problems = check(config_of(given), CPU)
+    assert any(message in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -70,3 +149,19 @@ def test_a_key_of_verls_sft_trainer_is_answered_with_ours(word: str, key: str) -
         compose(["recipe=paradigm/sft", word])
     (problem,) = caught.value.problems
     assert problem.startswith(word.partition("=")[0]) and f"use {key}" in problem
+
+
+def test_an_iterated_run_counts_its_steps_by_phase_and_its_reference_moves() -> None:
+    steps = {
+        "trainer.total_training_steps": 27,
+        "trainer.iterate.reward_model_steps": 4,
+        "trainer.iterate.steps_per_iteration": 6,
+    }
+    plan = decide(config_of(ITERATE | steps), CPU)
+    assert plan.sizes.policy_steps == 15 == plan.sizes.actor_updates // plan.sizes.updates_per_step
+    roles = {role.name: role for role in plan.roles}
+    assert roles["reference"].stateful and roles["reward_model"].stateful and plan.sizes.reward_model_updates == 12
+    fixed = decide(config_of(FIXED | {"trainer.total_training_steps": 27}), CPU)
+    assert fixed.sizes.policy_steps == 27 and fixed.sizes.reward_model_updates == 0
+    assert {role.name: role.stateful for role in fixed.roles}["reward_model"] is False
+    assert not {role.name: role for role in decide(config_of({}), CPU).roles}["reference"].stateful

@@ -22,6 +22,7 @@ from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.conversations import Demonstration
+from grpo_rl.data.pairs import load_pairs
 from grpo_rl.data.supervised import load_demonstrations, supervised_batch
 from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.errors import CheckpointError
@@ -49,14 +50,18 @@ class Learner:
     def __init__(self, losses: list[float] | None = None) -> None:
         self.batches: list[Batch] = []
         self.losses = losses
-        self.updates = self.validations = 0
+        self.updates = self.validations = self.num_asked = 0
 
     def update(self, batch: Batch) -> Metrics:
         self.batches.append(batch)
         self.updates += 1
         return {"actor/pg_loss": 1.0 / self.updates, "actor/loss": 1.0 / self.updates, "actor/nonfinite": 0.0}
 
+    def fingerprint(self) -> str:
+        return f"{self.updates} updates"
+
     def logprobs(self, batch: Batch) -> Tensor:
+        self.num_asked += batch.num_rollouts
         loss = 1.0 / (1 + self.updates) if self.losses is None else self.losses[self.validations]
         self.validations += 1
         return torch.full((batch.num_trained_tokens,), -loss)
@@ -115,6 +120,54 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     given = TrainingRows(train, held_out)
     context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=given)
     return Run(context, schedule_of(config))
+
+
+PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
+
+
+def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> Run:
+    """Six pairs of a right and a wrong sum, and three to validate on; a folder's second run follows the first."""
+    base, tokenizer = make_config(**trainer), build_tokenizer(128)
+    keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
+    parts = base.actor_rollout_ref
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="dpo")))
+    data = replace(base.data, responses="rows", train_batch_size=2, **keys)
+    config = settled(replace(base, data=data, actor_rollout_ref=parts))
+    train, val = (
+        load_pairs([f"{PAIRED}&{more}"], config, tokenizer, max_samples=-1) for more in ("num_rows=6", "num_rows=3&split=val")
+    )
+    run_dir = RunDir.create(folder, "run")
+    run_dir.release()
+    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=TrainingRows(train, val))
+    return Run(context, schedule_of(config))
+
+
+def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(tmp_path: Path) -> None:
+    whole, first, second = Learner(), Learner(), Learner()
+    run_on_pairs(tmp_path / "whole", whole, 6, save_freq=2).fit()
+    run_on_pairs(tmp_path / "cut", first, 2, save_freq=2, val_before_train=False, test_freq=-1).fit()
+    asked = first.num_asked
+    again = run_on_pairs(tmp_path / "cut", second, 6, save_freq=2, val_before_train=False, test_freq=-1)
+    assert second.num_asked == 0, "the file of the first run has them"
+    again.resume(again.store.folder / "step_2")
+    again.fit()
+    assert trained(first) + trained(second) == trained(whole)
+    # Each row once by the policy before its first update, whose loss is 1; then validations alone.
+    assert asked == 2 * (6 + 3) + 2 * 3
+    for batch in whole.batches + second.batches:
+        assert batch.ref_logprobs_T is not None and torch.equal(batch.ref_logprobs_T, -torch.ones(batch.num_trained_tokens))
+        assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * 2
+
+
+def test_validation_on_pairs_measures_their_loss_accuracy_and_margin(tmp_path: Path) -> None:
+    run = run_on_pairs(tmp_path, Learner(), 3, test_freq=1)
+    run.fit()
+    rows = read_metrics(run.output.run_dir.metrics_file)
+    # This policy finds each token as likely as any other, so both sides, of equal lengths, have gained the same: a tie.
+    assert [row["val/loss"] for row in rows] == pytest.approx([math.log(2)] * 4)
+    assert [row["val/accuracy"] for row in rows] == [0.0] * 4 and [row["val/margin"] for row in rows] == [0.0] * 4
+    assert "val/perplexity" not in rows[0] and rows[1]["train/loss"] == 1.0
 
 
 def trained(actor: Learner) -> list[list[int]]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, TrainerConfig
+from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
@@ -34,6 +35,7 @@ class Policy:
         self.samplings: list[Sampling] = []
         self.prompts: list[list[str]] = []
         self.version = 0
+        self.trained: list[Batch] = []
         self.is_solved: Callable[[str], bool] = lambda uid: False
         """Prompts that it always answers right."""
 
@@ -59,8 +61,9 @@ class Policy:
             for sample in [*range(n), *([GREEDY] if greedy else [])]:
                 # Greedily it knows every other prompt.
                 knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
-                text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
-                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
+                right = knows or self.is_solved(prompt.uid)
+                text, ids = (str(prompt.ground_truth), (2, 3)) if right else ("no idea", (2, 4))
+                rollouts.append(Rollout(prompt, sample, ids, (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
         return rollouts
@@ -76,6 +79,7 @@ class Policy:
     def update(self, batch: Batch) -> Metrics:
         assert batch.advantages_T is not None
         self.calls.append("update")
+        self.trained.append(batch)
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
 
@@ -224,6 +228,40 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others
     assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
     # Rewards 1 0 1 0, minus 1 where the greedy response was right, and minus 0 where it was not.
     assert [record["advantage"] for record in records] == [0.0, -1.0, 0.0, -1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def with_loss(config: Config, loss: str) -> Config:
+    """This configuration with another policy loss."""
+    parts = config.actor_rollout_ref
+    actor = dataclasses.replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss))
+    return settled(dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor)))
+
+
+@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("simpo", False)])
+def test_groups_become_pairs_which_are_trained_whole_and_without_advantages(make, loss, reference):
+    trainer, policy = make(with_loss(make_config(), loss), total_steps=1, with_val=False, reference=reference)
+    policy.is_solved = lambda uid: uid == policy.prompts[0][1]
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "old", *(["ref"] if reference else []), "update"]
+    # The prompt that is always answered right makes no pair.
+    [batch] = policy.trained
+    assert batch.chosen_N.tolist() == [True, False] and batch.rewards_N.tolist() == [1.0, 0.0]
+    assert (batch.ref_logprobs_T is not None) == reference
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert (row["pairs/num_pairs"], row["pairs/tied_fraction"], row["pairs/reward_gap"]) == (1.0, 0.5, 1.0)
+    assert row["reward/mean"] == 0.75 and "advantage/abs_mean" not in row
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["advantage"] for record in records] == [1.0, -1.0, *[None] * 6]
+
+
+def test_a_step_whose_groups_are_all_ties_makes_no_update(make):
+    trainer, policy = make(with_loss(make_config(), "dpo"), total_steps=2, with_val=False, reference=True)
+    policy.is_solved = lambda uid: policy.version == 0 and len(policy.prompts) == 1
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "sync", "generate 2x4", "old", "ref", "update"]
+    first, second = read_metrics(trainer.output.run_dir.metrics_file)
+    assert (first["pairs/num_pairs"], first["pairs/tied_fraction"]) == (0.0, 1.0) and "actor/loss" not in first
+    assert (second["pairs/num_pairs"], second["pairs/tied_fraction"]) == (2.0, 0.0)
 
 
 def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):
