@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,11 +16,9 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
-class Trained(Protocol):
-    """A role with a state that training changes: the actor, the critic."""
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
+@runtime_checkable
+class Saved(Protocol):
+    """A part of a checkpoint: it has a state that decides the steps to come."""
 
     def save(self, folder: Path) -> Files:
         """Write weights, optimizer, scheduler and random states into `folder`; return size and SHA-256 of each file."""
@@ -42,6 +40,13 @@ class Trained(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
+
+
+class Trained(Saved, Protocol):
+    """A role that is trained: the actor, the critic."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
 
 
 class Actor(Trained, Protocol):
@@ -67,11 +72,36 @@ class Reference(Protocol):
         """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
 
 
+@runtime_checkable
+class MovingReference(Reference, Saved, Protocol):
+    """The reference of iterated training, which becomes the policy from time to time."""
+
+    def become(self, actor: Any) -> None:
+        """Take over the weights of `actor`, a role of the same cluster, as they are now."""
+
+
 class Critic(Trained, Protocol):
     """The estimate of how good the state before each token is, which learns beside the policy."""
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with `values_T` filled."""
+
+
+class TrainedRewardModel(Trained, Protocol):
+    """The reward model where the run trains it. The same processes score rollouts for the reward, with the weights they have."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """Take one optimizer step on the whole batch; return its metrics.
+
+        Under loss=bradley_terry the batch is one of pairs, with `chosen_N` and perhaps `margins_N`, each response scored at
+        its last trained token; under loss=steps its trained tokens are the ends of the steps, with `labels_T`.
+        """
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the present score of each rollout of pairs, or that at each trained token of rated steps."""
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder that reward.reward_model.model_path loads."""
 
 
 class RolloutPool(Protocol):

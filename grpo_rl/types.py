@@ -279,6 +279,10 @@ class Batch:
 
     A pair is two rollouts of one group, one of them chosen, and each with a trained token.
     """
+    margins_N: Tensor | None = None
+    """The distance by which the chosen rollout of a pair is better, on both of them; only for reward models that learn from pairs."""
+    labels_T: Tensor | None = None
+    """Targets from 0 to 1 of the scores at the trained tokens, only for reward models that learn from rated steps."""
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
     held: Held | None = None

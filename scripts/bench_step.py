@@ -218,7 +218,7 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
         train = load_dataset(config.data.train_files, config.data, tokenizer, max_samples=-1)
         stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus, run_dir.session_file))
         plan = decide(config, machine, num_train_rows=len(train))
-        cluster = Cluster(plan, str(model), run_dir.logs, console)
+        cluster = Cluster(plan, str(model), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
         started = start_roles(cluster, plan, tokenizer)
         rollout = started.rollout

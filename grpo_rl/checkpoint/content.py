@@ -59,7 +59,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("sampler", "advantage", "nonfinite", "pass_rates", "entropy"), _OBJECT),
     **dict.fromkeys(("passes", "places"), _COUNTS),
     "credits": ("a list of finite numbers", _are(_is_number)),
-    "shuffle": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("shuffle", "frozen"), ("true or false", lambda value: isinstance(value, bool))),
     "unlogged": ("an object or null", lambda value: value is None or isinstance(value, dict)),
     "rates": ("a list", lambda value: isinstance(value, list)),
     "retired": ("a list", lambda value: isinstance(value, list)),
@@ -147,7 +147,8 @@ def _check_ranks(folder: Path, place: str, names: Collection[str]) -> None:
     if missing_fields:
         raise CheckpointError(f"{folder}: {prefix}{_TRAINING} cannot be used: its field {missing_fields[0]} is missing")
     ranks = range(training["world_size"])
-    expected = {f"{prefix}{part}_rank{rank}.safetensors" for part in _PARTS for rank in ranks[: len(names)]}
+    parts = _PARTS[:1] if training.get("frozen") else _PARTS
+    expected = {f"{prefix}{part}_rank{rank}.safetensors" for part in parts for rank in ranks[: len(names)]}
     present = {name for name in names if name.rpartition("/")[0] == place and _RANK_FILE.fullmatch(Path(name).name)}
     if expected - present:
         raise CheckpointError(f"{folder}: {min(expected - present)} is missing: {len(ranks)} ranks wrote the checkpoint")

@@ -13,19 +13,29 @@ from grpo_rl.checkpoint.policy_state import rng_state, set_rng_state, set_schedu
 RankState = dict[str, Any]
 
 
-def num_bytes(policy: nn.Module) -> int:
-    """Size of this rank's share: its weights and AdamW's two moments of each, in their own type."""
-    return sum(3 * local(p).numel() * p.element_size() for p in policy.parameters())
+def num_bytes(policy: nn.Module, *, moments: bool = True) -> int:
+    """Size of this rank's share: its weights, and with `moments` AdamW's two of each, in their own type."""
+    return sum((3 if moments else 1) * local(p).numel() * p.element_size() for p in policy.parameters())
+
+
+def weights_of(policy: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of this rank's share of the weights. Not a collective."""
+    return {name: _copy(parameter) for name, parameter in policy.named_parameters()}
+
+
+@torch.no_grad()
+def put_weights(weights: dict[str, Tensor], policy: nn.Module) -> None:
+    """Give a rank, of the same place in a set of the same size, the weights of another. Not a collective."""
+    for name, parameter in policy.named_parameters():
+        local(parameter).copy_(weights[name])
 
 
 def take(policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> RankState:
     """A copy of everything that decides this rank's future. Not a collective."""
-    weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in policy.named_parameters():
-        weights[name] = _copy(parameter)
         moments[name] = {key: _copy(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    return {"weights": weights, "moments": moments, "num_steps": scheduler.last_epoch, "rng": rng_state()}
+    return {"weights": weights_of(policy), "moments": moments, "num_steps": scheduler.last_epoch, "rng": rng_state()}
 
 
 @torch.no_grad()
@@ -33,9 +43,8 @@ def put_back(
     state: RankState, policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
 ) -> None:
     """Give a newly built rank, of the same place in a group of the same size, what `take` took. Not a collective."""
+    put_weights(state["weights"], policy)
     by_parameter = {parameter: name for name, parameter in policy.named_parameters()}
-    for parameter, name in by_parameter.items():
-        local(parameter).copy_(state["weights"][name])
     entries: dict[int, dict[str, Any]] = {}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(ordered):

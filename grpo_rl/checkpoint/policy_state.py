@@ -1,4 +1,7 @@
-"""A policy's weights, optimizer, schedule and random state in files: every rank writes its own, any number of ranks reads them."""
+"""A policy's weights, optimizer, schedule and random state in files: every rank writes its own, any number of ranks reads them.
+
+A frozen policy, which has neither optimizer nor schedule, has weights alone.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ class Share:
     weights: dict[str, Part]
     moments: dict[str, Part]
     rng: dict[str, Part]
+    frozen: bool = False
+    """True where there are weights alone."""
 
 
 @torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
@@ -56,6 +61,15 @@ def take(
     return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng)
 
 
+@torch.no_grad()
+def take_frozen(policy: nn.Module, rank: int) -> Share:
+    """Return this rank's rows of the weights of a policy that is not trained; as `take` does."""
+    weights: dict[str, Part] = {}
+    for name, parameter in policy.named_parameters():
+        _keep(weights, name, parameter, rank)
+    return Share(rank, dist.get_world_size(), 0, weights, {}, {}, frozen=True)
+
+
 def copied(share: Share, memory: HostMemory) -> Share:
     """The share in this host memory, where it stays what it is while training goes on."""
     return replace(share, weights=memory.copy("weights", share.weights), moments=memory.copy("moments", share.moments))
@@ -64,12 +78,14 @@ def copied(share: Share, memory: HostMemory) -> Share:
 def write(folder: Path, share: Share) -> Files:
     """Write the share into `folder`, which is there; the files that were written, all of them flushed."""
     entries: Files = {}
-    for kind, parts in (("weights", share.weights), ("optimizer", share.moments), ("rng", share.rng)):
+    kinds = {"weights": share.weights} | ({} if share.frozen else {"optimizer": share.moments, "rng": share.rng})
+    for kind, parts in kinds.items():
         path = _path(folder, kind, share.rank)
         entries[path.name] = write_parts(path, parts)
     if share.rank == 0:
-        text = json.dumps({"num_optimizer_steps": share.num_optimizer_steps, "world_size": share.world_size})
-        entries[TRAINING] = write_file(folder / TRAINING, [text.encode()])
+        training = {"num_optimizer_steps": share.num_optimizer_steps, "world_size": share.world_size}
+        training |= {"frozen": True} if share.frozen else {}
+        entries[TRAINING] = write_file(folder / TRAINING, [json.dumps(training).encode()])
     flush(folder)
     return entries
 
@@ -87,13 +103,8 @@ def load(
 
     Raises CheckpointError when names or shapes are not those of this policy.
     """
-    training = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    training = load_weights(folder, policy)
     world_size = int(training["world_size"])
-    with Shards([_path(folder, "weights", number) for number in range(world_size)]) as shards:
-        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in policy.named_parameters()})
-        with torch.no_grad():
-            for name, parameter in policy.named_parameters():
-                _local(parameter).copy_(shards.rows(name, *_rows(parameter)) if parameter.dim() else shards.whole(name))
     with Shards([_path(folder, "optimizer", number) for number in range(world_size)]) as shards:
         _load_optimizer(shards, policy, optimizer)
     set_schedule(scheduler, training["num_optimizer_steps"])
@@ -102,15 +113,26 @@ def load(
             set_rng_state({name.removeprefix("rng_"): shards.whole(name) for name in shards.shapes})
 
 
+@torch.no_grad()
+def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
+    """Restore the weights that `write` wrote, and return what else it noted. Raises as `load`."""
+    training: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    with Shards([_path(folder, "weights", number) for number in range(int(training["world_size"]))]) as shards:
+        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in policy.named_parameters()})
+        for name, parameter in policy.named_parameters():
+            _local(parameter).copy_(shards.rows(name, *_rows(parameter)) if parameter.dim() else shards.whole(name))
+    return training
+
+
 def share_bytes(share: Share) -> int:
     """Size of the tensors in a share."""
     parts = [*share.weights.values(), *share.moments.values(), *share.rng.values()]
     return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
 
 
-def state_bytes(policy: nn.Module) -> int:
-    """Return about how many bytes this rank writes: its rows of the weights and of AdamW's two moments of each."""
-    return sum(3 * _local(p).numel() * p.element_size() for p in policy.parameters())
+def state_bytes(policy: nn.Module, *, frozen: bool = False) -> int:
+    """Return about how many bytes this rank writes: its rows of the weights and, unless frozen, of AdamW's two moments of each."""
+    return sum((1 if frozen else 3) * _local(p).numel() * p.element_size() for p in policy.parameters())
 
 
 def _path(folder: Path, kind: str, rank: int) -> Path:

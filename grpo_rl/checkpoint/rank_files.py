@@ -27,20 +27,22 @@ needs the interpreter's lock for moments, and a thread with less right to a busy
 
 
 class RankFiles:
-    """Saves and loads a trained rank. Nothing here is a collective."""
+    """Saves and loads a trained rank, or without an optimizer a frozen one. Nothing here is a collective."""
 
     def __init__(
         self,
         policy: PackedModel,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LambdaLR,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: torch.optim.lr_scheduler.LambdaLR | None,
         rank: int,
     ) -> None:
-        self.policy, self.optimizer, self.scheduler, self.rank = policy, optimizer, scheduler, rank
+        self.policy, self.rank = policy, rank
+        self.training = None if optimizer is None or scheduler is None else (optimizer, scheduler)
         self._memory = HostMemory()
         self._copied = threading.Event()
         self._copied.set()
-        optimizer.register_step_pre_hook(self._wait_for_copy)
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self.wait_for_copy)
         self._thread: threading.Thread | None = None
         self._outcome: Files | CheckpointError | None = None
 
@@ -59,7 +61,10 @@ class RankFiles:
                 raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
         self._outcome = self._thread = None
         fsdp.reshard(self.policy)
-        share = policy_state.take(self.policy, self.optimizer, self.scheduler, self.rank)
+        if self.training is None:
+            share = policy_state.take_frozen(self.policy, self.rank)
+        else:
+            share = policy_state.take(self.policy, *self.training, self.rank)
         texts = texts if texts and self.rank == 0 else {}
         if not background:
             self._write(folder, share, texts, check)
@@ -87,16 +92,19 @@ class RankFiles:
 
     def num_bytes(self) -> int:
         """Return about how many bytes `save` writes."""
-        return policy_state.state_bytes(self.policy)
+        return policy_state.state_bytes(self.policy, frozen=self.training is None)
 
     def load(self, folder: Path) -> None:
         """Restore what ranks of any number wrote into `folder`."""
-        self._wait_for_copy()
+        self.wait_for_copy()
         fsdp.reshard(self.policy)
-        policy_state.load(folder, self.policy, self.optimizer, self.scheduler, self.rank)
+        if self.training is None:
+            policy_state.load_weights(folder, self.policy)
+        else:
+            policy_state.load(folder, self.policy, *self.training, self.rank)
 
-    def _wait_for_copy(self, *_: Any) -> None:
-        """Wait for a running copy; called before anything changes what is being copied."""
+    def wait_for_copy(self, *_: Any) -> None:
+        """Wait for a running copy; to be called before anything changes what is being copied."""
         if not self._copied.wait(GIVEN_UP_S):
             raise CheckpointError(f"the state of rank {self.rank} was not copied for its checkpoint within {GIVEN_UP_S:.0f} s")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
-from grpo_rl.cluster.inputs import Inputs, read_inputs
+from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.config.schema.tree import Config, RejectionConfig
 from grpo_rl.data.dataset import PromptDataset
@@ -49,12 +49,12 @@ def collect(
     console: Console,
     status: Status,
     phase: Callable[[str], None],
-    model_folder: Callable[[Inputs], Path],
+    model_folders: Callable[[], tuple[str, str]],
 ) -> tuple[Path, Metrics]:
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
 
-    `plan` is the plan of the whole run. `phase` is called as each phase begins; `model_folder` waits for Ray and returns
-    the folder of the policy. A run that goes on from a checkpoint has trained on the rows that are there: they stay.
+    `plan` is the plan of the whole run. `phase` is called as each phase begins; `model_folders` waits for Ray and returns
+    the folders of the policy and of the reward model. A run that goes on from a checkpoint has trained on the rows that are there: they stay.
     Raises DataError where nothing is left to train on.
     """
     files = CollectedFiles(run_dir.collected)
@@ -64,15 +64,15 @@ def collect(
     with ExitStack() as stack:
         inputs = read_inputs(plan.collection, run_dir, console, stack, part="prompts")
         assert inputs.val_data is not None, "a collection has prompts"
-        folder = model_folder(inputs)
+        folder, scorer = model_folders()
         collection = Collection(plan.collection.config, inputs.val_data, files, pairs=plan.objective.needs_pairs)
-        settings = collection.settings(folder)
+        settings = collection.settings(Path(folder))
         if not files.has(settings):
             if files.folder.exists():
                 console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(files.folder)}")
             files.begin(settings)
         if not files.complete:
-            cluster = Cluster(plan.collection, str(folder), run_dir.logs, console, status.count_restart)
+            cluster = Cluster(plan.collection, folder, scorer, run_dir.logs, console, status.count_restart)
             stack.callback(cluster.shutdown)
             started = start_roles(cluster, plan.collection, inputs.tokenizer)
             status.update(workers=cluster.pids())

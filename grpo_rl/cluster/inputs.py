@@ -43,8 +43,6 @@ class Inputs:
 
     plan: Plan
     """The plan, with the number of rows that the training data turned out to have."""
-    model_folder: str
-    """The policy's folder; for an embedded model the one with its tokenizer and initial weights, before its warm start."""
     tokenizer: Any
     train_data: PromptDataset | None
     """The prompts that are trained on; None where nothing is trained, or given answers are."""
@@ -66,10 +64,12 @@ def read_inputs(
     config = plan.config
     path = config.actor_rollout_ref.model.path
     folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
+    scorer = config.reward.reward_model.model_path or ""
+    scorer = warm_start.unstarted_folder(scorer) if scorer.startswith(builtin.PREFIX) else scorer
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
     data = _data(plan, tokenizer, console, run_dir.path, collected, part)
-    models = ModelRewards(plan, tokenizer, decoder(tokenizer))
+    models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
@@ -83,7 +83,7 @@ def read_inputs(
     trained = data.train if data.rows is None else data.rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, folder, tokenizer, data.train, data.val, data.rows, rules, models)
+    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:

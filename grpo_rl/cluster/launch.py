@@ -23,7 +23,6 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.protocols import Actor
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
@@ -32,7 +31,7 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
-    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
 TAKEN_DOWN_S = 20.0
@@ -112,19 +111,18 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.telemetry.metrics.sinks import Sinks
         from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
-        from grpo_rl.trainer.schedule import Context, Output, Roles
+        from grpo_rl.trainer.schedule import Context, Output
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
     collected: Metrics = {}
     rows = None
     if plan.collection is not None:
-        rows, collected = collect(
-            plan, run_dir, console, launch.status, phase_of(launch), partial(policy_folder, launch, connection)
-        )
+        folders = partial(model_folders, launch, connection)
+        rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
     inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
-    plan, folder = inputs.plan, str(policy_folder(launch, connection, inputs))
-    cluster = Cluster(plan, folder, run_dir.logs, console, launch.status.count_restart)
+    plan = inputs.plan
+    cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
     launch.status.update(workers=cluster.pids())
@@ -137,7 +135,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
 
     context = Context(
         config,
-        Roles(started.actor, started.rollout, rewarder, started.reference, started.critic, cluster.supervisor.log.metrics),
+        started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
@@ -149,21 +147,19 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    leave_results(launch, started.actor, training.step)
+    leave_results(launch, context.roles, training.step)
 
 
-def policy_folder(launch: Launch, connection: Connection, inputs: Inputs) -> Path:
-    """Wait for Ray, and return the folder of the policy: an embedded model may have to be trained first."""
-    from grpo_rl.cluster import warm_start
-    from grpo_rl.models import builtin
+def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
+    """Wait for Ray, and return the folders of the policy and of the reward model: embedded ones may have to be trained first."""
+    from grpo_rl.cluster.warm_start import ready_folder
 
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
-    plan = launch.plan
-    path = plan.config.actor_rollout_ref.model.path
-    if not path.startswith(builtin.PREFIX):
-        return Path(inputs.model_folder)
-    return warm_start.ensure(path, inputs.tokenizer, plan.machine, launch.run_dir.logs, launch.console)
+    config = launch.plan.config
+    policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
+    ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)
+    return ready(policy), ready(scorer)
 
 
 def phase_of(launch: Launch) -> Callable[[str], None]:
@@ -176,15 +172,19 @@ def phase_of(launch: Launch) -> Callable[[str], None]:
     return begins
 
 
-def leave_results(launch: Launch, actor: Actor | None, step: int) -> None:
-    """Export the policy of a training that is done, and draw the pictures of its steps."""
+def leave_results(launch: Launch, roles: Roles, step: int) -> None:
+    """Export the models of a training that is done, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
 
     run_dir, console = launch.run_dir, launch.console
-    if actor is not None and launch.composed.config.trainer.export_at_end and launch.plan.trains:
+    exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
+    if exports and roles.actor is not None:
         with console.progress("exporting the policy"):
-            actor.export(run_dir.model)
+            roles.actor.export(run_dir.model)
+    if exports and roles.reward_model is not None:
+        with console.progress("exporting the reward model"):
+            roles.reward_model.export(run_dir.reward_model)
     if step == 0:
         return
     with console.progress("drawing the curves"):

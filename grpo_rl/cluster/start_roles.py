@@ -20,14 +20,23 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.roles.reference_role import ReferenceRole, reference_factory
+from grpo_rl.cluster.roles.reference_role import MovingReferenceRole, ReferenceRole, reference_factory
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
+from grpo_rl.cluster.roles.trained_reward_model_role import (
+    TrainedRewardModelRole,
+    make_trained_reward_model,
+    trained_reward_model_factory,
+    trained_reward_model_spec,
+)
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.plan.decisions import Plan, RoleName
+from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.console import Console
+from grpo_rl.trainer.schedule import Roles
+from grpo_rl.types import Metrics
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
 
@@ -38,6 +47,7 @@ class Cluster:
         self,
         plan: Plan,
         model_path: str,
+        reward_model_path: str,
         log_dir: Path,
         console: Console,
         on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
@@ -46,6 +56,8 @@ class Cluster:
         self.config = plan.config
         self.model_path = model_path
         """The policy's folder on this machine, which an embedded model has only once it is made."""
+        self.reward_model_path = reward_model_path
+        """The reward model's folder, empty without one."""
         self.log_dir = log_dir
         self.console = console
         self.worker_sets: list[SupervisedSet] = []
@@ -145,6 +157,12 @@ class StartedRoles:
     critic: CriticRole | None
     scorers: WorkerSet | None
     """The reward model's processes."""
+    reward_model: TrainedRewardModelRole | None
+    """The reward model where the run trains it, over the same processes."""
+
+    def as_roles(self, rewarder: Rewarder | None, recoveries: Callable[[], Metrics]) -> Roles:
+        """Return the roles as a schedule drives them."""
+        return Roles(self.actor, self.rollout, rewarder, self.reference, self.critic, self.reward_model, recoveries)
 
 
 def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
@@ -174,8 +192,12 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
         ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if critics is not None:
         ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
-    if scorers is not None:
-        ranked.append((scorers, reward_model_factory, (reward_model_spec(plan.config.reward.reward_model),), ()))
+    if scorers is not None and plan.trains_reward_model:
+        trained = trained_reward_model_spec(plan, cluster.reward_model_path)
+        ranked.append((scorers, trained_reward_model_factory, (trained,), ()))
+    elif scorers is not None:
+        frozen = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
+        ranked.append((scorers, reward_model_factory, (frozen,), ()))
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
@@ -186,6 +208,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
         reference=None if references is None else make_reference(plan, references),
         critic=None if critics is None else make_critic(plan, critics),
         scorers=scorers,
+        reward_model=make_trained_reward_model(plan, scorers, tokenizer) if scorers and plan.trains_reward_model else None,
     )
 
 
@@ -227,8 +250,10 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
 
 def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
     """Return the reference's role over its processes."""
-    passes = plan.passes
-    return ReferenceRole(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
+    passes, planned = plan.passes, plan.role("reference")
+    moves = planned is not None and planned.stateful
+    role = MovingReferenceRole if moves else ReferenceRole
+    return role(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_rl.cluster.roles.actor_role import actor_factory
 from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
@@ -23,6 +22,7 @@ from grpo_rl.config.schema.tree import (
 )
 from grpo_rl.data.tasks.demonstrations import demonstrations
 from grpo_rl.models import builtin
+from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import decide
 from grpo_rl.telemetry.console import Console
 from grpo_rl.trainer.rows import offline
@@ -39,14 +39,20 @@ def unstarted_folder(name: str) -> str:
     return str(builtin.build(name, warm.with_name(warm.name + ".random")))
 
 
-def ensure(name: str, tokenizer: Any, machine: Machine, log_dir: Path, console: Console) -> Path:
+def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -> str:
+    """Return the folder of a model: that of an embedded one, warm-started, or the path of any other as it is."""
+    return str(ensure(path, machine, log_dir, console)) if path.startswith(builtin.PREFIX) else path
+
+
+def ensure(name: str, machine: Machine, log_dir: Path, console: Console) -> Path:
     """Return the folder of the warm-started model, which is trained now if it is not in the cache."""
     warm = builtin.cache_folder(name)
     if _is_complete(warm):
         return warm
+    tokenizer = load_tokenizer(unstarted_folder(name))
     spec = builtin.get_builtin(name).warm_start
     plan = decide(_config(spec, unstarted_folder(name)), machine)
-    cluster = Cluster(plan, unstarted_folder(name), log_dir / "warm_start", console)
+    cluster = Cluster(plan, unstarted_folder(name), "", log_dir / "warm_start", console)
     try:
         worker_set = cluster.start("actor")
         assert worker_set is not None, "a plan that trains has an actor"

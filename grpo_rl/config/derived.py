@@ -19,6 +19,11 @@ PAIR_AVERAGE = "seq-mean-token-mean"
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
+ITERATE = "iterate"
+"""The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
+REWARD_MODEL = "reward_model"
+"""The schedule that trains the reward model alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -72,6 +77,26 @@ def collects(config: Config) -> bool:
 def samples_answers(config: Config) -> bool:
     """Return whether anything is sampled and scored while training: where the responses are fixed, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
+
+
+def is_iterated(config: Config) -> bool:
+    """Return whether the policy is trained in iterations, on the score of the reward model alone."""
+    return config.trainer.schedule == ITERATE and not is_offline(config)
+
+
+def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
+    """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
+
+    An iteration's first `reward_model_steps` steps train the reward model, its other `steps_per_iteration` the policy.
+    """
+    before, inside = divmod(step - 1, reward_model_steps + steps_per_iteration)
+    return before + 1, inside
+
+
+def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
+    """Return how many of the first `total` training steps train the policy."""
+    iterations, rest = divmod(total, reward_model_steps + steps_per_iteration)
+    return iterations * steps_per_iteration + max(0, rest - reward_model_steps)
 
 
 def collection(config: Config) -> Config:
@@ -224,6 +249,18 @@ def has_kl_in_reward(config: Config) -> bool:
 def has_reward_model(config: Config) -> bool:
     """Return whether a reward model adds its score."""
     return config.reward.reward_model.enable
+
+
+def trains_reward_model(config: Config) -> bool:
+    """Return whether the run trains its reward model. A schedule of the user's own may."""
+    if is_iterated(config):
+        return config.trainer.iterate.reward_model_steps > 0
+    return trains_only_reward_model(config) or ":" in config.trainer.schedule
+
+
+def trains_only_reward_model(config: Config) -> bool:
+    """Return whether the run trains a reward model and no policy."""
+    return config.trainer.schedule == REWARD_MODEL
 
 
 def has_judge(config: Config) -> bool:

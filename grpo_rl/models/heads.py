@@ -63,13 +63,16 @@ def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor
     )
 
 
-def load_score_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the transformers config of a reward model.
+def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bool = False) -> Any:
+    """Return the transformers config of a reward model. One that is `trained` may start as a causal LM, and gets one label.
 
     Raises ConfigError for one that does not give one score, or cannot be read.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, key=KEY)
     architectures = list(getattr(config, "architectures", None) or ["none"])
+    if trained and any(name.endswith("ForCausalLM") for name in architectures):
+        config.num_labels = 1
+        return config
     if not any(_is_classifier(name) for name in architectures):
         raise ConfigError(
             f"{KEY}={path}: its architecture is {', '.join(architectures)}; a reward model is a "
@@ -83,13 +86,15 @@ def load_score_config(path: str, *, trust_remote_code: bool = False) -> Any:
 def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False) -> Any:
     """Return the classification model with float32 weights and packed attention; `on_meta` without storage.
 
-    Raises ConfigError for weights that are missing, and for a model that is no causal decoder.
+    The folder of a causal LM gives its body; the head is new and starts at 0, as the critic's does: every score is 0 before
+    the first update, and the loss of a pair log 2. Raises ConfigError for weights that are missing, and for a model that is no causal decoder.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     by_token = any(name.endswith("ForTokenClassification") for name in config.architectures)
     auto_class = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
-    lm = packed_model(auto_class, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=KEY)
+    new = () if any(_is_classifier(name) for name in config.architectures) else ("score.weight", "score.bias")
+    lm = packed_model(auto_class, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=KEY, new=new)
     has_layers = isinstance(getattr(lm.base_model, "layers", None), nn.ModuleList)
     if (
         not has_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +99,27 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
     return lm
 
 
-def packed_model(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str) -> Any:
+def packed_model(
+    auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, on_meta: bool, key: str, new: Collection[str] = ()
+) -> Any:
     """Return the model of this auto class in float32 with packed attention: its weights read, or `on_meta` no storage.
 
     Raises ConfigError as `read_weights` does.
     """
     attention.register()
     if not on_meta:
-        return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key)
+        return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key, new=new)
     config._attn_implementation = attention.ATTENTION_NAME
     with torch.device("meta"):
         return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
 
 
-def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY) -> Any:
-    """Return the model of this auto class with the folder's weights.
+def read_weights(
+    auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY, new: Collection[str] = ()
+) -> Any:
+    """Return the model of this auto class with the folder's weights; those of the names `new` may be missing, and are 0 then.
 
-    Raises ConfigError when they are not there, or not all of them.
+    Raises ConfigError when others are not there.
     """
     where = f"{key}={path}"
     try:
@@ -131,10 +136,13 @@ def read_weights(auto_class: Any, path: str, config: Any, *, trust_remote_code: 
         raise ConfigError(f"{where}: its weights cannot be read: {_first_line(error)}") from error
     lm, report = loaded
     # transformers makes up weights that are not there or do not fit; training would start from noise.
-    made_up = [f"{name} is not there" for name in sorted(report["missing_keys"])]
+    missing = set(report["missing_keys"])
+    made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
     made_up += [f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])]
     if made_up:
         raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
+    for name in missing.intersection(new):
+        torch.nn.init.zeros_(lm.get_parameter(name))
     return lm
 
 

@@ -90,16 +90,30 @@ class Sizes:
     """Rows of the training data; None where they are counted only when the data is read."""
     total_steps: int | None = None
     """Training steps; None where they depend on data that is not read yet."""
+    iteration: tuple[int, int] | None = None
+    """Training steps of the reward model and of the policy in one iteration; None where there are no iterations."""
+
+    @property
+    def policy_steps(self) -> int:
+        """Training steps that train the policy."""
+        total = self.total_steps or 0
+        return total if self.iteration is None else derived.policy_steps(total, *self.iteration)
 
     @property
     def actor_updates(self) -> int:
         """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 where it learns nothing."""
-        return max(0, (self.total_steps or 0) - self.critic_warmup) * self.updates_per_step
+        return max(0, self.policy_steps - self.critic_warmup) * self.updates_per_step
 
     @property
     def critic_updates(self) -> int:
         """Optimizer steps of the critic in the whole run."""
-        return (self.total_steps or 0) * self.critic_updates_per_step
+        return self.policy_steps * self.critic_updates_per_step
+
+    @property
+    def reward_model_updates(self) -> int:
+        """Optimizer steps of a trained reward model in the whole run."""
+        total = self.total_steps or 0
+        return total if self.iteration is None else total - self.policy_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +128,8 @@ class RewardPlan:
     """True where a language model behind an endpoint judges the responses."""
     steps_from: Literal["rules", "model", "none"]
     """The part that gives the rewards of reasoning steps to an estimator that reads them."""
+    model_alone: bool = False
+    """True where the reward model's score is the whole reward, and that of the rules is only shown beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +195,12 @@ class Plan:
         return not self.config.trainer.val_only
 
     @property
+    def trains_reward_model(self) -> bool:
+        """Return whether the run trains its reward model."""
+        role = self.role("reward_model")
+        return role is not None and role.stateful
+
+    @property
     def world_size(self) -> int:
         """Ranks of the actor; 0 where none starts."""
         return self._num_workers("actor")
@@ -218,6 +240,8 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
     driven = schedule.roles if derived.samples_answers(config) else schedule.roles - {"rollout", "rewarder"}
+    if not derived.trains_reward_model(config):
+        driven -= {"reward_model"}
     roles = _roles(config, machine, driven, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes)
     return Plan(
         config=config,
@@ -270,13 +294,17 @@ def _roles(
     }
     if "reference" in driven and any(readers.values()):
         reason = next(reader for reader, reads in readers.items() if reads)
-        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason))
+        moves = derived.is_iterated(config)
+        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason, stateful=moves))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
-    if "rewarder" in driven and derived.has_reward_model(config):
+    scores = "rewarder" in driven and derived.has_reward_model(config)
+    if scores or "reward_model" in driven:
         scorers = derived.num_reward_model_ranks(config, machine)
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
-        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), "scores of responses"))
+        is_trained = "reward_model" in driven
+        reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
+        roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
     return roles
 
 
@@ -331,11 +359,12 @@ def _passes(config: Config, objective: Objective) -> Passes:
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
     by_model = derived.scores_steps_by_model(config)
     steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
-    return RewardPlan(scores, scores and bool(config.reward.functions), scores and derived.has_judge(config), steps_from)
+    rules, judge = scores and bool(config.reward.functions), scores and derived.has_judge(config)
+    return RewardPlan(scores, rules, judge, steps_from, derived.is_iterated(config))
 
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
-    data, actor = config.data, config.actor_rollout_ref.actor
+    data, actor, iterate = config.data, config.actor_rollout_ref.actor, config.trainer.iterate
     mini_batch_size = derived.critic_mini_batch_size(config)
     may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     epochs = config.critic.ppo_epochs or actor.ppo_epochs
@@ -349,6 +378,7 @@ def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
         critic_updates_per_step=data.train_batch_size // mini_batch_size * epochs,
         num_train_rows=num_train_rows,
         total_steps=_total_steps(config, None if may_drop_rows else num_train_rows),
+        iteration=(iterate.reward_model_steps, iterate.steps_per_iteration) if derived.is_iterated(config) else None,
     )
 
 

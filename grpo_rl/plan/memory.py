@@ -34,7 +34,7 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if critic := plan.role("critic"):
         roles.append(_critic(plan, critic.num_workers, size))
     if scorers := plan.role("reward_model"):
-        roles += _reward_model(config, machine, scorers.num_workers)
+        roles += _reward_model(plan, scorers.num_workers)
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
@@ -50,16 +50,23 @@ def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:
     return RoleMemory("critic", state + activations, f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}")
 
 
-def _reward_model(config: Config, machine: Machine, ranks: int) -> list[RoleMemory]:
-    """The need of the scoring model, which has sizes of its own and no backward pass; none where its folder does not say them."""
-    own = config.reward.reward_model
+def _reward_model(plan: Plan, ranks: int) -> list[RoleMemory]:
+    """The need of the scoring model, which has sizes of its own; none where its folder does not say them."""
+    own = plan.config.reward.reward_model
     size = model_size(own.model_path or "")
     if size is None:
         return []
+    width = _width(own.dtype, plan.machine)
+    one_layer = _layer_activations(size, own.max_token_len_per_gpu, width)
+    if plan.trains_reward_model:
+        state = size.num_params * _TRAINING_BYTES // ranks
+        kept = size.layers * own.max_token_len_per_gpu * size.hidden * width
+        activations = kept + one_layer if own.train.enable_gradient_checkpointing else size.layers * one_layer
+        parts = f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}"
+        return [RoleMemory("reward model", state + activations, parts)]
     weights = size.num_params * 4 // ranks
-    passing = _layer_activations(size, own.max_token_len_per_gpu, _width(own.dtype, machine))
-    parts = f"weights {gib(weights)}{' while it scores' if own.param_offload else ''} + activations {gib(passing)}"
-    return [RoleMemory("reward model", weights + passing, parts)]
+    parts = f"weights {gib(weights)}{' while it scores' if own.param_offload else ''} + activations {gib(one_layer)}"
+    return [RoleMemory("reward model", weights + one_layer, parts)]
 
 
 def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory:

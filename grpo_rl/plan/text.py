@@ -11,7 +11,15 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, collects, estimates_advantages, gen_batch_size, is_offline, longest_sequence
+from grpo_rl.config.derived import (
+    MicroBatchRule,
+    collects,
+    estimates_advantages,
+    gen_batch_size,
+    is_iterated,
+    is_offline,
+    longest_sequence,
+)
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -125,7 +133,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if plan.engine is not None:
         yield "rollout", _engines(plan, plan.engine)
     if reference := plan.role("reference"):
-        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
+        moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
+        yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
     elif plan.trains and not is_offline(config):
         why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
         yield "reference", f"not started: {why}"
@@ -148,7 +157,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
         config.reward.on_failure
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    yield "reward", f"{' + '.join([*functions, *describe_models(config)])}{rules}; failures {failed}"
+    summed = describe_models(config) if is_iterated(config) else [*functions, *describe_models(config)]
+    beside = f" alone; beside it {' + '.join(functions)}" if is_iterated(config) else ""
+    yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
     scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
 
@@ -183,6 +194,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     yield from _selection(config)
+    if sizes.iteration is not None:
+        yield "iteration", _iteration(config, *sizes.iteration)
     yield (
         "update",
         f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {actor.ppo_mini_batch_size} prompts "
@@ -209,6 +222,19 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
         yield "not read", line
+
+
+def _iteration(config: Config, model_steps: int, steps: int) -> str:
+    """Describe what happens at the beginning of an iteration, and what its steps train on."""
+    rules = " + ".join(config.reward.functions)
+    trained = f"{_count(steps, 'step')} of the policy on the model's score alone, beside which the reward of {rules} is logged"
+    if model_steps == 0:
+        return f"reference <- policy; the reward model stays as it is; {trained}"
+    replayed = f", {config.trainer.iterate.replay_share:.3g} of them from earlier iterations"
+    return (
+        f"reference <- policy; {_count(model_steps, 'step')} of the reward model on the best and worst of new groups by {rules}"
+        f"{replayed if config.trainer.iterate.replay_share else ''}; {trained}"
+    )
 
 
 def _selection(config: Config) -> Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REWARD_MODEL, JUDGE = "reward_model", "judge"
 """The names of the scores of models among the parts of the reward."""
+RULE = "by-rule"
+"""The name of the rules' reward among the parts, where it is no summand. No function can be called so."""
 
 
 class ModelScore(NamedTuple):
@@ -60,14 +62,19 @@ class CombinedRewarder:
     """Rules and models together; implements `protocols.Rewarder`.
 
     reward = sum of the rules + sum of weight * score over the models, whose scores stand in `reward_parts` by name. A
-    model that scores steps gives `steps`, times its weight.
+    model that scores steps gives `steps`, times its weight. With `models_alone` the rules are no summand: their reward is
+    the part `by-rule`, for iterated training, which shows it beside the model's.
     """
 
-    def __init__(self, rules: Rewarder | None, models: Sequence[ModelReward], config: RewardConfig) -> None:
+    def __init__(
+        self, rules: Rewarder | None, models: Sequence[ModelReward], config: RewardConfig, *, models_alone: bool = False
+    ) -> None:
         self.rules = rules
         self.config = config
         self.models = list(models)
-        self.factors = dict(rules.factors if rules is not None else {}) | {model.name: model.weight for model in models}
+        self.models_alone = models_alone
+        counted = {RULE: 0.0} if models_alone else {} if rules is None else rules.factors
+        self.factors = dict(counted) | {model.name: model.weight for model in models}
 
     def submit(self, rollout: Rollout) -> None:
         """Start scoring one rollout by everything there is; returns at once."""
@@ -90,6 +97,8 @@ class CombinedRewarder:
         if self.rules is None:
             for rollout in scored:
                 rollout.reward, rollout.reward_parts, rollout.failure, rollout.failure_cause = 0.0, {}, None, None
+        if self.models_alone:
+            _set_aside(scored)
         for model in self.models:
             for rollout, result in zip(scored, model.wait(scored), strict=True):
                 if rollout.failure is not None:
@@ -120,6 +129,22 @@ class CombinedRewarder:
             model.close()
 
 
+def _set_aside(rollouts: Sequence[Rollout]) -> None:
+    """Make the rules' reward a part of the reward that counts nothing, and forget the steps that they rewarded."""
+    for rollout in rollouts:
+        if rollout.failure is None:
+            assert rollout.reward is not None
+            rollout.reward_parts = {**rollout.reward_parts, RULE: rollout.reward}
+            rollout.reward, rollout.steps = 0.0, None
+
+
+def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts with the reward of the rules, where that is no summand; others, and failed ones, as they are."""
+    return [
+        replace(rollout, reward=rollout.reward_parts[RULE]) if RULE in rollout.reward_parts else rollout for rollout in rollouts
+    ]
+
+
 def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
     assert rollout.reward is not None
     rollout.reward += model.weight * result.score
@@ -131,6 +156,8 @@ def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
 
 def factors_of(config: Config) -> dict[str, float]:
     """The factor of each part of the reward. Raises ConfigError for functions that cannot be found."""
+    if derived.is_iterated(config):
+        return {RULE: 0.0} | model_factors(config)
     rules = RewardFunction.from_config(config.reward).factors if config.reward.functions else {}
     return rules | model_factors(config)
 

@@ -106,6 +106,11 @@ class RunDir:
         """The folder of the exported policy, which the export makes."""
         return self.path / "model"
 
+    @property
+    def reward_model(self) -> Path:
+        """The folder of the exported reward model of a run that trained one."""
+        return self.path / "reward_model"
+
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):

@@ -22,6 +22,8 @@ PHASES = {
     "adv": "advantages",
     "update_critic": "updating the critic",
     "update_actor": "updating the actor",
+    "refresh_reference": "reference <- policy",
+    "update_reward_model": "updating the reward model",
     "testing": "validating",
     "save": "saving",
 }

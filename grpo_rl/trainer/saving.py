@@ -14,7 +14,7 @@ from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
-from grpo_rl.protocols import Trained
+from grpo_rl.protocols import Saved
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
@@ -183,7 +183,7 @@ class BackgroundSave:
         self,
         draft: Draft,
         store: CheckpointStore,
-        roles: Sequence[Trained],
+        roles: Sequence[Saved],
         flush: Callable[[], None],
         committed: Callable[[Path], None],
     ) -> None:

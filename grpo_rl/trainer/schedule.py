@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.training_set import TrainingRows
-from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained
+from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -42,12 +42,18 @@ class Roles:
     rewarder: Rewarder | None = None
     reference: Reference | None = None
     critic: Critic | None = None
+    reward_model: TrainedRewardModel | None = None
+    """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how many workers failed and came back since the last call."""
+    kept: list[Saved] = dataclasses.field(default_factory=list)
+    """Parts of a checkpoint that are no role, and that the schedule adds when it is constructed."""
 
-    def with_state(self) -> list[Trained]:
-        """Return the roles that a checkpoint holds."""
-        return [role for role in (self.actor, self.critic) if role is not None]
+    def with_state(self) -> list[Saved]:
+        """Return what a checkpoint holds: the roles that are trained, a reference that moves, what the schedule keeps."""
+        trained = [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
+        moving = [self.reference] if isinstance(self.reference, MovingReference) else []
+        return [*trained, *moving, *self.kept]
 
     def committed(self, folder: Path) -> None:
         """Report to the roles with a state that their last checkpoint is complete and lies in `folder`."""
@@ -97,8 +103,9 @@ class Schedule(Protocol):
     """One way to train. It is constructed once for a run, and keeps in `state_dict` whatever decides its next steps."""
 
     roles: ClassVar[frozenset[str]]
-    """The names of the fields of `Roles` that it can drive. A reference, a critic or a reward model among them is started
-    only where the configuration needs one, engines and rewards only where it samples something."""
+    """The names of the fields of `Roles` that it can drive. A reference or a critic among them is started
+    only where the configuration needs one, engines and rewards only where it samples something; a `reward_model` among them
+    is trained."""
     trained: Sequence[Rollout]
     """The rollouts that the last step trained on, which are kept for a look where its update was not finite; the run empties
     it afterwards. Always empty where a schedule trains on something else."""

@@ -8,6 +8,7 @@ import types
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
+from grpo_rl.trainer.iterate.iterations import IterateSchedule
 from grpo_rl.trainer.rows.offline import OfflineSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
@@ -15,6 +16,7 @@ from grpo_rl.trainer.validation import ValidationOnly
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
+SCHEDULES.register("iterate")(IterateSchedule)
 SCHEDULES.register("offline")(OfflineSchedule)
 METHODS = {
     "__init__": "Schedule(context: Context)",
@@ -35,7 +37,7 @@ def schedule_of(config: Config) -> type[Schedule]:
         raise ConfigError(f"schedule {name!r} is no class: see grpo_rl/trainer/schedule.py, class Schedule")
     if asked := [member for member in ("roles", *METHODS) if not hasattr(schedule, member)]:
         raise ConfigError(f"schedule {name!r} has no {', '.join(asked)}: see grpo_rl/trainer/schedule.py, class Schedule")
-    known = {field.name for field in dataclasses.fields(Roles)} - {"recoveries"}
+    known = {field.name for field in dataclasses.fields(Roles)} - {"recoveries", "kept"}
     if unknown := sorted(set(schedule.roles) - known):
         raise ConfigError(f"schedule {name!r} names the roles {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     if config.trainer.val_only:

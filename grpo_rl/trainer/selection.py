@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]
 """Scored rollouts of prompts."""
+Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,17 @@ class Selection:
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
         """
+        return self._or_again(self._next, sample)
+
+    def draw(self, sample: Sample) -> list[Rollout]:
+        """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
+        return self._or_again(self._draw, sample)
+
+    def _or_again(self, draw: Callable[[Sample], Drawn], sample: Sample) -> Drawn:
+        """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
         position = self.sampler.position()
         try:
-            return self._next(sample)
+            return draw(sample)
         except DataError:
             self.sampler.seek(position)
             raise

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from grpo_rl.config.schema.tree import ValSamplingConfig
+from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.trainer.progress import Timer, advancing
 from grpo_rl.trainer.reward_failures import scored
@@ -15,7 +16,10 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 
 class Validation:
-    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role."""
+    """A sampler of responses to the validation prompts, with their scores; for schedules with a rollout role.
+
+    Of iterated training, whose reward is the reward model's score, it measures the reward of the rules.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -37,7 +41,7 @@ class Validation:
                 rollout.sync_weights(context.roles.actor)
             sampling = validation_sampling(values, training_sampling(context.config, VALIDATION))
             rollouts = rollout.generate(prompts, values.n, sampling, advancing(bar, rewarder.submit))
-            rollouts = scored(rewarder, rollouts, context.output.console.warn)
+            rollouts = by_rule(scored(rewarder, rollouts, context.output.console.warn))
         context.output.rollouts.write("val", context.step, rollouts)
         return validation_metrics(rollouts, values.n) | timer.metrics()
 

@@ -1,12 +1,16 @@
-"""The reference policy: frozen weights, log-probs on request."""
+"""The reference policy: frozen weights, log-probs on request; of iterated training, a copy of the policy from time to time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from grpo_rl.checkpoint import memory_state
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
@@ -20,6 +24,7 @@ class ReferenceWorker:
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
         self.device = join_set(rank)
         self.policy = build_policy(spec, rank, self.device)
+        self.files = RankFiles(self.policy, None, None, rank.rank)
         self.offload = offload
         if offload:
             self.policy.to("cpu")
@@ -39,3 +44,47 @@ class ReferenceWorker:
             fsdp.reshard(self.policy)
             self.policy.to("cpu")
         return columns
+
+    # ---- iterated training: new weights, which are part of checkpoints, and survive this process. No collectives ----
+
+    def update(self, weights: dict[str, Tensor]) -> None:
+        """Take over the weights of an actor's rank in the same place of a set of the same size."""
+        fault_point("reference.update")
+        self.files.wait_for_copy()
+        fsdp.reshard(self.policy)
+        memory_state.put_weights(weights, self.policy)
+
+    def save(self, folder: str) -> Files:
+        """Write this rank's share of the weights; return the files that it wrote."""
+        self.files.save(Path(folder))
+        return self.files.saved() or {}
+
+    def begin_save(self, folder: str, check: bool) -> None:
+        """Begin to write what `save` would write now; with `check` it is read back."""
+        self.files.save(Path(folder), check=check, background=True)
+
+    def saved(self, wait_s: float) -> Files | None:
+        """Return the files of the last save; None while they are written, and where this process has not begun one."""
+        return self.files.saved(wait_s)
+
+    def save_bytes(self) -> int:
+        """Return about how much `save` writes."""
+        return self.files.num_bytes()
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, by any number of ranks."""
+        self.files.load(Path(folder))
+
+    def state_bytes(self) -> int:
+        """Return the size of a `snapshot`."""
+        return memory_state.num_bytes(self.policy, moments=False)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return a copy of this rank's share of the weights."""
+        fsdp.reshard(self.policy)
+        return memory_state.weights_of(self.policy)
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Go on with a `snapshot` of a rank in the same place of a set of the same size."""
+        fsdp.reshard(self.policy)
+        memory_state.put_weights(weights, self.policy)

@@ -1,4 +1,4 @@
-"""The reward model: frozen weights, scores of whole sequences or of the ends of their steps."""
+"""The reward model: scores of whole sequences or of the ends of their steps, with frozen weights or with trained ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.models import fsdp
+from grpo_rl.models.forward import Sequences
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import compute_dtype, join_set
-from grpo_rl.workers.specs import Rank, RewardModelSpec, ScoreBatch
+from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
+from grpo_rl.workers.trained_rank import TrainedRank
+
+_DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.tensor([0]))
+"""The input of a rank without work: it runs the layers all the same, so that every rank enters every collective."""
 
 
 class RewardModelWorker:
-    """One rank of the reward model's worker set."""
+    """One rank of the worker set of a frozen reward model."""
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.spec = spec
@@ -26,39 +34,121 @@ class RewardModelWorker:
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Return, for each micro-batch, the float32 scores at its positions.
-
-        An empty one becomes a dummy, so that every rank enters every collective.
-        """
+        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
         if self.spec.param_offload:
             self.model.to(self.device)
-        columns = []
-        for batch in micro_batches:
-            filled = batch or ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.tensor([0]))
-            sequences = scored_sequences(filled.token_ids_S, filled.lengths_N, filled.positions_P, self.device)
-            scores_P = self.model(sequences).to("cpu")
-            columns.append(None if batch is None else scores_P)
+        columns = _scores(self.model, micro_batches, self.device)
         if self.spec.param_offload:
             fsdp.reshard(self.model)
             self.model.to("cpu")
         return columns
 
 
-def _build(spec: RewardModelSpec, rank: Rank, device: torch.device) -> ScoreModel:
-    """Return the model, sharded over the worker set; only rank 0 reads the weights."""
-    alone = rank.world_size == 1
-    model = _load(spec, on_meta=not alone)
-    model.eval()
-    model.requires_grad_(False)
+class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
+    """One FSDP2 rank of a reward model that is trained, and scores rollouts with the weights it has.
+
+    The trained tokens of its batches are those at which a score stands: the model's score at position p has read the tokens
+    up to p, that one included.
+    """
+
+    role = "reward_model"
+
+    def build(self) -> ScoreModel:
+        return _build(self.spec.scorer, self.rank, self.device, checkpointing=self.spec.train.enable_gradient_checkpointing)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
+        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
+        self.onload()
+        self.model.eval()
+        columns = _scores(self.model, micro_batches, self.device)
+        self.model.train()
+        self.offload()
+        return columns
+
+    def position_scores(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+        """Return the score at each trained token of the micro-batches."""
+        columns = self.per_token(share, micro_batches)
+        self.offload()
+        return columns
+
+    def measure(self, batch: Batch | None) -> Tensor:
+        if batch is None:
+            at_T: Tensor = self.model(_sequences(_DUMMY, self.device))[:0]
+            return at_T
+        scored = ScoreBatch(batch.token_ids_S.long(), batch.sequence_lengths_N, batch.positions_T)
+        scores_T: Tensor = self.model(_sequences(scored, self.device))
+        return scores_T
+
+    def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's share of the mean over all pairs, or over all labelled steps."""
+        scores_T = self.measure(batch)
+        if batch is None:
+            return scores_T.sum() * 0.0, {}
+        if self.spec.train.loss == "steps":
+            assert batch.labels_T is not None
+            loss_K, stats = step_classification(scores_T, batch.labels_T.to(self.device))
+            total = step.counts.num_tokens
+        else:
+            loss_K, stats = self._pair_loss(scores_T, batch)
+            total = step.counts.num_groups
+        loss = loss_K.sum() / total
+        return loss, {"share/loss": loss.detach()} | {f"share/{name}": value_K.sum() / total for name, value_K in stats.items()}
+
+    def _pair_loss(self, scores_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each pair; each rollout has one score."""
+        assert batch.chosen_N is not None
+        pairs = Pairs.of(batch.group_N, batch.chosen_N)
+        chosen_P, rejected_P = pairs.chosen_P.to(self.device), pairs.rejected_P.to(self.device)
+        margins_N = batch.margins_N
+        margin_P = None if margins_N is None else margins_N[pairs.chosen_P].to(self.device)
+        center_coef = self.spec.train.center_coef
+        return bradley_terry(scores_T[chosen_P], scores_T[rejected_P], margin_P=margin_P, center_coef=center_coef)
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder with a classification head of one label; the controller adds the tokenizer.
+
+        A collective.
+        """
+        self.onload()
+        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.model)}
+        if self.rank.rank == 0:
+            self.model.lm.save_pretrained(folder, state_dict=state)
+        self.offload()
+
+
+def _scores(model: ScoreModel, micro_batches: Sequence[ScoreBatch | None], device: torch.device) -> list[Tensor | None]:
+    columns = []
+    for batch in micro_batches:
+        scores_P = model(_sequences(batch or _DUMMY, device)).to("cpu")
+        columns.append(None if batch is None else scores_P)
+    return columns
+
+
+def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
+    return scored_sequences(batch.token_ids_S, batch.lengths_N, batch.positions_P, device)
+
+
+def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
+    """Return the model, sharded over the worker set; only rank 0 reads the weights.
+
+    `checkpointing` is None for a frozen model.
+    """
+    alone, trained = rank.world_size == 1, checkpointing is not None
+    model = _load(spec, on_meta=not alone, trained=trained)
+    if checkpointing:
+        model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(trained)
+    model.requires_grad_(trained)
     if alone:
         model.to(device)
     mesh = init_device_mesh(device.type, (rank.world_size,))
     fsdp.shard(model, mesh, compute_dtype=compute_dtype(spec.dtype, device), reshard_after_forward=True)
     if not alone:
-        fsdp.materialize(model, _load(spec, on_meta=False) if rank.rank == 0 else None, device)
+        fsdp.materialize(model, _load(spec, on_meta=False, trained=trained) if rank.rank == 0 else None, device)
     return model
 
 
-def _load(spec: RewardModelSpec, *, on_meta: bool) -> ScoreModel:
-    config = load_score_config(spec.path, trust_remote_code=spec.trust_remote_code)
+def _load(spec: RewardModelSpec, *, on_meta: bool, trained: bool) -> ScoreModel:
+    config = load_score_config(spec.path, trust_remote_code=spec.trust_remote_code, trained=trained)
     return ScoreModel(load_scorer(spec.path, config, trust_remote_code=spec.trust_remote_code, on_meta=on_meta))

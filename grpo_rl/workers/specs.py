@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
 from grpo_rl.models.load import POLICY_KEY
 from grpo_rl.rollout.engine import WeightBackend
 from grpo_rl.types import Batch, Counts
@@ -118,6 +118,28 @@ class RewardModelSpec:
     dtype: str
     trust_remote_code: bool = False
     param_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRewardModelSpec:
+    """Settings of every rank of a reward model that is trained."""
+
+    scorer: RewardModelSpec
+    train: RewardModelTrainConfig
+    total_optimizer_steps: int
+    seed: int
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.train.optim
+
+    @property
+    def param_offload(self) -> bool:
+        return self.scorer.param_offload
+
+    @property
+    def optimizer_offload(self) -> bool:
+        return self.train.optimizer_offload
 
 
 @dataclass(frozen=True, slots=True)

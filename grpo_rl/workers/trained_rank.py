@@ -177,6 +177,11 @@ class TrainedRank(ABC, Generic[S, M]):
         """Return the size of a `snapshot`."""
         return memory_state.num_bytes(self.model)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return a copy of this rank's share of the weights, which a frozen model of the same sharding can take over."""
+        fsdp.reshard(self.model)
+        return memory_state.weights_of(self.model)
+
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of this rank's share of weights, optimizer, schedule and random state."""
         fsdp.reshard(self.model)

@@ -12,6 +12,8 @@ from grpo_rl.cluster.processes import worker_host
 from grpo_rl.models import fsdp
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
+from grpo_rl.workers.reference import ReferenceWorker
+from grpo_rl.workers.reward_model import TrainedRewardModelWorker
 
 _fetched: list[Any] = []
 _get = worker_host._get
@@ -52,9 +54,25 @@ class ArmedCritic(Armed, CriticWorker):
     pass
 
 
+class ArmedReference(Armed, ReferenceWorker):
+    pass
+
+
+class ArmedRewardModel(Armed, TrainedRewardModelWorker):
+    pass
+
+
 def make_actor(*arguments: Any) -> ArmedActor:
     return ArmedActor(*arguments)
 
 
 def make_critic(*arguments: Any) -> ArmedCritic:
     return ArmedCritic(*arguments)
+
+
+def make_reference(*arguments: Any) -> ArmedReference:
+    return ArmedReference(*arguments, offload=False)
+
+
+def make_reward_model(*arguments: Any) -> ArmedRewardModel:
+    return ArmedRewardModel(*arguments)

@@ -59,6 +59,13 @@ def actor_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
+def reward_model_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
+    """Two ranks of a reward model that learns from pairs, which tests may break, since they are made anew."""
+    with ranks_ground.reward_model_scene(slots, tmp_path_factory) as scene:
+        yield scene
+
+
+@pytest.fixture(scope="session")
 def critic_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
     """Two critic ranks, which tests may break, since they are made anew."""
     with ranks_ground.critic_scene(slots, tmp_path_factory) as scene:

@@ -24,10 +24,12 @@ from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.cluster.roles.reference_role import MovingReferenceRole
+from grpo_rl.cluster.roles.trained_reward_model_role import TrainedRewardModelRole
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig, RewardModelOptimConfig, RewardModelTrainConfig
 from grpo_rl.types import Batch, Metrics
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, Rank
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, Rank, RewardModelSpec, TrainedRewardModelSpec
 
 VOCAB = 32
 RANK_HEARTBEAT_S = 2.0
@@ -60,6 +62,7 @@ def make_batch(seed: int) -> Batch:
         advantages_T=torch.randn(8, generator=generator).repeat_interleave(lengths_N),
         values_T=0.1 * torch.randn(num_trained, generator=generator),
         returns_T=torch.randn(num_trained, generator=generator),
+        chosen_N=torch.arange(8) % 2 == 0,
     )
 
 
@@ -140,6 +143,26 @@ def critic_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene
     with _worker_set(slots, folders, "critic", armed_ranks.make_critic, spec) as (ground, worker_set):
         critic = CriticRole(worker_set, rule=ONE_BY_ONE, mini_batch_size=2, epochs=1, splits=True)
         yield Scene(ground, critic, critic.cut, _saved(critic, folders))
+
+
+@contextmanager
+def reward_model_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]:
+    scorer = RewardModelSpec(str(make_model(folders.mktemp("model"))), "float32")
+    optim = RewardModelOptimConfig(lr=1e-2)
+    train = RewardModelTrainConfig(optim=optim, center_coef=0.01, enable_gradient_checkpointing=False)
+    spec = TrainedRewardModelSpec(scorer, train, total_optimizer_steps=100, seed=1)
+    with _worker_set(slots, folders, "reward_model", armed_ranks.make_reward_model, spec) as (ground, worker_set):
+        role = TrainedRewardModelRole(worker_set, rule=MicroBatchRule(None, 2), pairs=True, splits=True)
+        yield Scene(ground, role, role.cut, _saved(role, folders))
+
+
+@contextmanager
+def reference_ranks(
+    slots: Pool, folders: pytest.TempPathFactory, model: PolicySpec
+) -> Iterator[tuple[Ground, MovingReferenceRole]]:
+    """Two ranks of a reference that moves, with the model that an actor began with."""
+    with _worker_set(slots, folders, "reference", armed_ranks.make_reference, model) as (ground, worker_set):
+        yield ground, MovingReferenceRole(worker_set, rule=ONE_BY_ONE, want_hidden=False, splits=True)
 
 
 def _policy(folders: pytest.TempPathFactory) -> PolicySpec:

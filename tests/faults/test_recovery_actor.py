@@ -44,6 +44,10 @@ def test_a_critic_rank_lost_in_its_second_optimizer_step_leaves_no_trace_in_the_
     lose_a_rank(critic_ranks, "critic.update.loss:kill9@micro_batch=1,n=2", 1)
 
 
+def test_a_reward_models_rank_lost_in_its_optimizer_step_leaves_no_trace_in_the_state(reward_model_ranks):
+    lose_a_rank(reward_model_ranks, "reward_model.update.loss:kill9@micro_batch=1", 1)
+
+
 def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(actor_ranks, tmp_path_factory):
     # Not the test's own folder, which goes with it: the set keeps to this checkpoint until it has another state.
     scene, folder = actor_ranks, tmp_path_factory.mktemp("checkpoint")

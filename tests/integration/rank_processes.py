@@ -7,7 +7,6 @@ import multiprocessing
 import socket
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_rl.algos.losses.reward_scores import bradley_terry
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import forward, fsdp
-from grpo_rl.models.heads import ValueModel
 from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
-from grpo_rl.workers.reward_model import RewardModelWorker
-from grpo_rl.workers.sharded_policy import build_sharded, sequences_of
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, PolicySpec, Rank, RewardModelSpec
-from grpo_rl.workers.trained_rank import TrainedRank
+from grpo_rl.workers.reward_model import RewardModelWorker, TrainedRewardModelWorker
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec
 
 VOCAB = 64
 DEADLINE_S = 120.0
@@ -108,43 +103,21 @@ class RecordingCritic(Recording, CriticWorker):
         self.record()
 
 
-@dataclass(frozen=True)
-class PairSpec:
-    """Settings of a model that learns which of two responses is the better one."""
+class RecordingRewardModel(Recording, TrainedRewardModelWorker):
+    """A rank of a reward model that is trained."""
 
-    model: PolicySpec
-    optim: OptimConfig
-    total_optimizer_steps: int = 100
-    seed: int = 1
-    param_offload: bool = False
-    optimizer_offload: bool = False
-
-
-class PairWorker(Recording, TrainedRank[PairSpec, ValueModel]):
-    """A third kind of trained rank: the preferred response of each group comes first, and each has one trained token."""
-
-    role = "critic"
-
-    def __init__(self, spec: PairSpec, rank: Rank) -> None:
+    def __init__(self, spec: TrainedRewardModelSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
         self.trained = self.model
         self.record()
 
-    def build(self) -> ValueModel:
-        return build_sharded(self.spec.model, self.rank, self.device, ValueModel)
 
-    def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of Bradley and Terry, averaged over the pairs."""
-        scores_T = self.model(sequences_of(batch, self.device))
-        if batch is None:
-            return scores_T.sum() * 0.0, {}
-        better_N, worse_N = scores_T[0::2], scores_T[1::2]
-        assert torch.equal(batch.group_N[0::2], batch.group_N[1::2]), "a pair was torn apart"
-        loss = bradley_terry(better_N, worse_N)[0].sum() / step.counts.num_groups
-        return loss, {"share/loss": loss.detach()}
-
-
-KINDS = {PairSpec: PairWorker, ActorSpec: RecordingActor, CriticSpec: RecordingCritic, RewardModelSpec: RewardModelWorker}
+KINDS = {
+    ActorSpec: RecordingActor,
+    CriticSpec: RecordingCritic,
+    RewardModelSpec: RewardModelWorker,
+    TrainedRewardModelSpec: RecordingRewardModel,
+}
 
 
 class RankProcesses:
@@ -167,7 +140,7 @@ class RankProcesses:
     def __len__(self) -> int:
         return len(self.pipes)
 
-    def build(self, spec: ActorSpec | CriticSpec | PairSpec | RewardModelSpec) -> None:
+    def build(self, spec: ActorSpec | CriticSpec | RewardModelSpec | TrainedRewardModelSpec) -> None:
         """New actors, critics or reward models in all processes, in a new process group."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -204,7 +177,7 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    worker: RecordingActor | RecordingCritic | PairWorker | RewardModelWorker | None = None
+    worker: RecordingActor | RecordingCritic | RecordingRewardModel | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
         try:

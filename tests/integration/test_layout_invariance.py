@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import PairSpec, RankProcesses, actor_group, make_batch, make_model
+from rank_processes import RankProcesses, actor_group, make_batch, make_model
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.roles.dealing import combine_stats, deal, update_call
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch, Metrics
@@ -254,39 +251,3 @@ def test_the_head_never_runs_on_a_token_that_is_not_trained(ranks, models, layou
     monkeypatch.setattr(processes, "call_each", call_each)
     actor.update(batch)
     assert len(rows) == layout.ranks and sum(rows) == batch.num_trained_tokens
-
-
-def test_a_third_kind_of_rank_trains_pairs_that_stay_together_alike_in_every_layout(ranks, models):
-    batch = make_batch(7, num_groups=6, group_size=2)
-    alive_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0], invert=True)
-    batch = batch.select(alive_N.nonzero()[:, 0])
-    last_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
-    last_T[batch.trained_lengths_N.cumsum(0) - 1] = True
-    batch, pairs = batch.keep(last_T), batch.group_N.tolist()
-    spec = PairSpec(
-        PolicySpec(ModelConfig(str(models[True]), enable_gradient_checkpointing=False), 1.0, "float32", train=True),
-        OptimConfig(lr=1e-2, clip_grad=1e6),
-    )
-
-    def learn(num_ranks: int, rule: MicroBatchRule) -> tuple[list[dict[str, Tensor]], list[float]]:
-        processes = ranks[num_ranks]
-        processes.build(spec)
-        rows = list(range(batch.num_rollouts))
-        losses = []
-        for _ in range(8):
-            dealt = deal(processes, batch, [rows], pairs)
-            call = update_call(dealt, batch, [rows], ())
-            results = Cut(processes, rule).call("update", call.lengths, call.arguments)
-            losses.append(combine_stats(results, call.counts, "pairs")["pairs/loss"])
-        return processes.call("gradients")[0], losses
-
-    gradients, losses = learn(1, WHOLE)
-    assert losses[0] == pytest.approx(math.log(2)) and losses[-1] < 0.5 * losses[0]
-    for num_ranks, rule in ((1, MicroBatchRule(None, 1)), (2, MicroBatchRule(None, 2)), (2, MicroBatchRule(70, None))):
-        other, other_losses = learn(num_ranks, rule)
-        assert other_losses[:3] == pytest.approx(losses[:3], rel=1e-4)
-        # The first step moves the head alone, which begins at 0; the second one moves the body.
-        for ours, theirs in zip(gradients[:2], other[:2], strict=True):
-            largest = max(float(gradient.abs().max()) for gradient in ours.values())
-            for name, gradient in ours.items():
-                torch.testing.assert_close(theirs[name], gradient, atol=1e-4 * largest, rtol=0, msg=name)

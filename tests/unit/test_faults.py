@@ -16,6 +16,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.faults import InjectedFault, arm, fault_point, tell, told
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
+from grpo_rl.workers.reward_model import TrainedRewardModelWorker
 
 PACKAGE = Path(faults.__file__).parent
 POINT = "actor.update.mid_backward"
@@ -40,7 +41,7 @@ def test_every_point_in_the_code_is_in_the_table_and_every_row_of_the_table_is_i
         f"{kind.role}.update.{point}"
         for function, point in calls
         if function == "_passes"
-        for kind in (ActorWorker, CriticWorker)
+        for kind in (ActorWorker, CriticWorker, TrainedRewardModelWorker)
     }
     assert found == set(faults.POINTS)
 

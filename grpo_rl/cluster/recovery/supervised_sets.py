@@ -53,15 +53,9 @@ class Keeper:
             self._set(None, Path(arguments[0][0]))
         elif method in ("save", "begin_save"):
             self._num_saved = len(self._updates)
-        if method not in ("update", "load") or not self.in_memory:
-            return
-        while True:
-            try:
-                self._set(self.worker_set.parts("snapshot"), None)
-                return
-            except WorkerFailed as error:
-                # The update is among those that the recovery makes again.
-                self.worker_set.recover(error, f"{self.worker_set.role}.snapshot")
+        if method in ("update", "load") and self.in_memory:
+            # Where it fails, the update is among those that the recovery makes again.
+            self._set(self.worker_set.parts("snapshot"), None)
 
     def committed(self, folder: Path) -> None:
         """Note that the files of the last `save` are complete and stay in `folder`."""
@@ -147,10 +141,17 @@ class SupervisedSet(WorkerSet):
                 worker.excused = False
 
     def parts(self, method: str) -> list[ray.ObjectRef]:
-        """Return each rank's result as a reference to an object that is in the store, and was not fetched."""
-        pairs = [w.actor.call_pair.options(num_returns=2).remote(method) for w in self.workers]
-        wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
-        return [pair[1] for pair in pairs]
+        """Return each rank's result as a reference to an object that is in the store, and was not fetched.
+
+        A set that fails is made anew, and asked again.
+        """
+        while True:
+            try:
+                pairs = [w.actor.call_pair.options(num_returns=2).remote(method) for w in self.workers]
+                wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
+                return [pair[1] for pair in pairs]
+            except WorkerFailed as error:
+                self.recover(error, f"{self.role}.{method}")
 
     def recover(self, error: ClusterError, what: str) -> None:
         """Make the set anew, with its state. Raises `error` where it has no supervisor, ClusterError at the budget's end."""

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from grpo_rl.algos.losses.value import explained_variance
-from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
+from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
 
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
 
-FOLDER = "critic"
-"""The folder of a checkpoint that contains the critic's part."""
 
-
-class CriticRole:
+class CriticRole(SavedRole):
     """The `protocols.Critic` whose work is done by FSDP2 ranks."""
+
+    folder = "critic"
+    absent = (
+        "has no critic: it was written by a run whose estimator needed none; go on with that algorithm.adv_estimator, "
+        "or start anew with trainer.resume_mode=disable"
+    )
 
     def __init__(
         self, worker_set: SupervisedSet, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
@@ -59,38 +60,6 @@ class CriticRole:
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
         return mini_batches(batch, self.mini_batch_size, [None] * self.epochs)
-
-    def save(self, folder: Path) -> Files:
-        """Write the critic's state into a folder of its own."""
-        make_folder(folder / FOLDER)
-        return merge(self.worker_set.call("save", str(folder / FOLDER)), FOLDER)
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
-        make_folder(folder / FOLDER)
-        self.worker_set.call("begin_save", str(folder / FOLDER), check)
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written, as the actor does."""
-        written = self.worker_set.call("saved", wait_s)
-        return None if None in written else merge(written, FOLDER)
-
-    def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
-        return sum(self.worker_set.call("save_bytes"))
-
-    def committed(self, folder: Path) -> None:
-        """Note that what the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.worker_set.committed(folder / FOLDER)
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises CheckpointError for a checkpoint of a run without a critic."""
-        if not (folder / FOLDER).is_dir():
-            raise CheckpointError(
-                f"{folder} has no critic: it was written by a run whose estimator needed none; go on with that "
-                "algorithm.adv_estimator, or start anew with trainer.resume_mode=disable"
-            )
-        self.worker_set.call("load", str(folder / FOLDER))
 
 
 def _fit(values_T: Tensor, returns_T: Tensor) -> Metrics:

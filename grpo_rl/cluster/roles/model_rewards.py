@@ -13,14 +13,17 @@ from grpo_rl.rewards.contract.steps import Decode
 
 
 class ModelRewards:
-    """The reward model and the judge of a run, as far as the plan has them.
+    """The reward model, whose settings and tokenizer lie in `folder`, and the judge of a run, as far as the plan has them.
 
     Raises ConfigError for a model, a template or a parser that cannot be used.
     """
 
-    def __init__(self, plan: Plan, tokenizer: Any, decode: Decode) -> None:
+    def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
         self._config = plan.config.reward
-        self._setup = prepare(plan.config, tokenizer, decode) if plan.role("reward_model") else None
+        self._models_alone = plan.reward.model_alone
+        trained = plan.trains_reward_model
+        scores = plan.reward.scores and plan.role("reward_model") is not None
+        self._setup = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
         self._judge = None
         if plan.reward.judge:
             # The HTTP client is loaded only where there is an endpoint to ask.
@@ -36,4 +39,4 @@ class ModelRewards:
             models.append(self._setup.over(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        return CombinedRewarder(rules, models, self._config)
+        return CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_rl.cluster.processes.worker_sets import WorkerSet
 from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dealing import deal, forward, gather
+from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import Rank
@@ -15,7 +17,7 @@ from grpo_rl.workers.specs import Rank
 class ReferenceRole:
     """The `protocols.Reference` whose work is done by forward-only ranks."""
 
-    def __init__(self, worker_set: WorkerSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
+    def __init__(self, worker_set: SupervisedSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
         self.worker_set = worker_set
         self.cut = Cut(worker_set, rule, splits)
         self.want_hidden = want_hidden
@@ -27,6 +29,25 @@ class ReferenceRole:
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, order, [c["hidden_TD"] for c in columns]))
         return batch
+
+
+class MovingReferenceRole(SavedRole, ReferenceRole):
+    """The `protocols.MovingReference`: the reference of iterated training, whose weights are part of a checkpoint."""
+
+    folder = "reference"
+    absent = (
+        "has no reference that moves: it was written by a run without a KL term, or of another trainer.schedule; go on with that "
+        "configuration, or start anew with trainer.resume_mode=disable"
+    )
+
+    def become(self, actor: ActorRole) -> None:
+        """Take over the actor's weights, rank by rank: both sets have as many ranks, and are sharded alike.
+
+        Each rank's share goes through Ray's object store, from which only the rank in the same place reads it. A set that
+        fails is made anew with the state it had, and asked again.
+        """
+        assert len(actor.worker_set) == len(self.worker_set), "the same number of ranks"
+        self.worker_set.call_each("update", [(part,) for part in actor.worker_set.parts("weights")])
 
 
 def reference_factory(spec: Any, rank: Rank, offload: bool) -> Any:

@@ -232,16 +232,20 @@ class RewardModelSetup:
         )
 
 
-def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
-    """Read the reward model's config and tokenizer.
+def prepare(config: Config, folder: str, tokenizer: Any, decode: Decode, *, trained: bool = False) -> RewardModelSetup:
+    """Read config and tokenizer of the reward model in `folder`; one that is `trained` may start as a causal LM.
 
     Raises ConfigError for what cannot be a reward model of this policy.
     """
     own = config.reward.reward_model
-    assert own.model_path is not None
-    model_config = load_score_config(own.model_path, trust_remote_code=own.trust_remote_code)
-    its_tokenizer = load_tokenizer(own.tokenizer_path or own.model_path, trust_remote_code=own.trust_remote_code)
+    model_config = load_score_config(folder, trust_remote_code=own.trust_remote_code, trained=trained)
+    its_tokenizer = load_tokenizer(own.tokenizer_path or folder, trust_remote_code=own.trust_remote_code)
     rendered_by = tokenizer_for(tokenizer, its_tokenizer, own.rerender)
+    if rendered_by is not None and trained:
+        raise ConfigError(
+            f"reward.reward_model.model_path={own.model_path}: is trained on the policy's own tokens, and would score others, of "
+            "its own tokenizer or chat template; start from a model with the policy's, or set reward.reward_model.rerender=never"
+        )
     longest = config.data.max_prompt_length + config.data.max_response_length
     limit = getattr(model_config, "max_position_embeddings", None) or own.max_token_len_per_gpu
     if rendered_by is None and limit < longest:
@@ -254,10 +258,9 @@ def prepare(config: Config, tokenizer: Any, decode: Decode) -> RewardModelSetup:
     return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None))
 
 
-def reward_model_spec(config: RewardModelConfig) -> RewardModelSpec:
-    """Return the settings of every rank."""
-    assert config.model_path is not None
-    return RewardModelSpec(config.model_path, config.dtype, config.trust_remote_code, config.param_offload)
+def reward_model_spec(config: RewardModelConfig, path: str) -> RewardModelSpec:
+    """Return the settings of every rank; `path` is the model's folder on this machine."""
+    return RewardModelSpec(path, config.dtype, config.trust_remote_code, config.param_offload)
 
 
 def reward_model_factory(*arguments: Any) -> Any:

@@ -35,6 +35,8 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
         return
     if model.model_path is None:
         yield f"{_MODEL}.enable=true: needs {_MODEL}.model_path, a folder with a sequence-classification model of one label"
+    elif derived.trains_reward_model(config) and model.model_path.startswith("builtin:"):
+        pass  # its name is looked up by the plan
     elif problem := model_folder(model.model_path, needs_tokenizer=False):
         yield f"{_MODEL}.model_path={model.model_path}: {problem}"
     if model.tokenizer_path is not None and not Path(model.tokenizer_path).expanduser().is_dir():

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_rl.config.checks.algorithm_table import ESTIMATORS, NO_FACTS
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import OFFLINE, collects, is_offline, samples_answers, trains_pairs
+from grpo_rl.config.derived import (
+    ITERATE,
+    OFFLINE,
+    REWARD_MODEL,
+    collects,
+    is_iterated,
+    is_offline,
+    samples_answers,
+    trains_pairs,
+    trains_reward_model,
+)
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -15,6 +26,12 @@ ANSWER_COLUMNS = ("data.response_key", "data.messages_key", "data.tools_key", "d
 """Columns of rows with an answer to learn."""
 PAIR_COLUMNS = ("data.chosen_key", "data.rejected_key")
 """Columns of rows with two answers to compare."""
+SAMPLING = ("sync", ITERATE)
+"""The schedules of this program that train on sampled responses."""
+ITERATED = "trainer.iterate."
+REPLAY = ("trainer.iterate.replay_share", "trainer.iterate.replay_pairs")
+TRAINED_MODEL = "reward.reward_model.train."
+"""The section of a reward model that is trained."""
 ROWS_ONLY = (
     "data.val_prompt_files",
     *ANSWER_COLUMNS,
@@ -72,11 +89,13 @@ def problems(config: Config) -> Iterator[str]:
     if not is_offline(config):
         if trainer.schedule == OFFLINE:
             yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
-        if loss == SUPERVISED_LOSS and trainer.schedule == "sync":
+        if loss == SUPERVISED_LOSS and trainer.schedule in SAMPLING:
             yield (
                 f"{key}={loss}: reads no advantages, so the reward would have no effect with trainer.schedule={trainer.schedule}; "
                 f"data.responses=rows learns the answers in the data, {key}=reinforce weighs sampled ones"
             )
+        if is_iterated(config):
+            yield from _iterated(config)
         return
     chosen = f"data.responses={config.data.responses}"
     if trainer.schedule != leaves()["trainer.schedule"].default:
@@ -114,17 +133,54 @@ def problems(config: Config) -> Iterator[str]:
         yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
 
 
+def _iterated(config: Config) -> Iterator[str]:
+    """Yield what iterated training cannot do: its reward is the model's score, and the labels are those of the rules."""
+    key, iterate, reward = f"trainer.schedule={ITERATE}", config.trainer.iterate, config.reward
+    trains_model, estimator = iterate.reward_model_steps > 0, config.algorithm.adv_estimator
+    if not reward.reward_model.enable:
+        yield f"{key}: trains on the score of a reward model; give reward.reward_model.enable=true and its model_path"
+    if not reward.functions:
+        yield f"{key}: needs reward.functions, whose reward labels the reward model's pairs and shows the true accuracy"
+    if reward.judge.base_url is not None:
+        yield f"reward.judge.base_url: with {key} the reward is the reward model's score alone; leave the judge out"
+    if config.trainer.critic_warmup:
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: counts first steps, which with {key} may be the reward model's"
+    if trains_model and config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {key} compares the best and the worst of a group; 2 or more"
+    if trains_model and reward.reward_model.step_separator is not None:
+        yield (
+            f"reward.reward_model.step_separator={show(reward.reward_model.step_separator)}: {key} trains the reward model on pairs "
+            "of whole responses; leave it out, or set trainer.iterate.reward_model_steps=0"
+        )
+    if trains_model and reward.reward_model.train.loss != "bradley_terry":
+        yield (
+            f"reward.reward_model.train.loss={reward.reward_model.train.loss}: {key} makes pairs of whole responses and no rated "
+            "steps; bradley_terry"
+        )
+    needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
+    if "parts" in needs:
+        yield f"algorithm.adv_estimator={estimator}: reads the parts of the reward, and with {key} only the model's score counts"
+    if "steps" in needs and reward.reward_model.step_separator is None:
+        yield (
+            f"algorithm.adv_estimator={estimator}: reads rewards of steps, which with {key} come from the reward model alone "
+            "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
+        )
+
+
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
+    idle = {} if trains_reward_model(config) else _of(TRAINED_MODEL, f"is of trainer.schedule={REWARD_MODEL}, which trains it")
     if not is_offline(config):
-        if config.trainer.schedule != "sync":
-            return {}  # a schedule of the user's own may read whatever it likes
-        idle = {key: (False, "is of data.responses=rows and initial_policy") for key in ROWS_ONLY}
-        idle |= {key: (False, "is of data.responses=initial_policy") for key in leaves() if key.startswith(REJECTION)}
-        return idle | (_without_advantages(config) if trains_pairs(config) else {})
+        if config.trainer.schedule not in SAMPLING:
+            return idle  # a schedule of the user's own may read whatever it likes
+        idle |= {key: (False, "is of data.responses=rows and initial_policy") for key in ROWS_ONLY}
+        idle |= _of(REJECTION, "is of data.responses=initial_policy")
+        if trains_pairs(config):
+            idle |= _without_advantages(config)
+        return idle | _of_iterations(config)
     fixed = "samples its responses before training" if collects(config) else "trains on the answers in the data"
     read = COLLECTING if collects(config) else ()
-    idle = {
+    idle |= {
         key: (False, f"has no effect with data.responses={config.data.responses}, which {fixed}")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY) and not _lies_in(key, read)
@@ -135,6 +191,7 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if trains_pairs(config):
         why = f"has no effect with policy_loss.loss_mode={loss}, which compares the best with the worst response, however good"
         idle["algorithm.rejection.min_reward"] = (False, why)
+    idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
     if not samples_answers(config) and not collects(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
@@ -157,6 +214,21 @@ def _without_advantages(config: Config) -> dict[str, tuple[bool, str]]:
         for reads in (_lies_in(key, estimated),)
         if reads or key.startswith(f"{_A}.kl_loss_")
     }
+
+
+def _of_iterations(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys of iterated training that a run does not read whose responses the policy samples."""
+    if not is_iterated(config):
+        return _of(ITERATED, f"is of trainer.schedule={ITERATE}")
+    if config.trainer.iterate.reward_model_steps == 0:
+        return {key: (False, "has no effect with trainer.iterate.reward_model_steps=0") for key in REPLAY}
+    if config.trainer.iterate.replay_share == 0:
+        return {"trainer.iterate.replay_pairs": (False, "has no effect with trainer.iterate.replay_share=0")}
+    return {}
+
+
+def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:
+    return {key: (False, reason) for key in leaves() if key.startswith(section)}
 
 
 def _lies_in(key: str, entries: tuple[str, ...]) -> bool:

@@ -58,6 +58,7 @@ def _sampling(config: Config) -> Iterator[str]:
 def _optimizer(config: Config) -> Iterator[str]:
     yield from _one_optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
     yield from _one_optimizer(config.critic.optim, "critic.optim")
+    yield from _one_optimizer(config.reward.reward_model.train.optim, "reward.reward_model.train.optim")
 
 
 def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
@@ -195,7 +196,7 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for rewards, the run and Ray."""
-    trainer = config.trainer
+    trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
     return {
@@ -204,6 +205,14 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "reward.custom_reward_function.reward_kwargs": (
             config.reward.custom_reward_function.path is not None,
             _NEEDS_REWARD_FILE,
+        ),
+        "reward.reward_model.train.optim.min_lr_ratio": (
+            scorer.optim.lr_scheduler_type != "constant",
+            "needs reward.reward_model.train.optim.lr_scheduler_type=linear or cosine",
+        ),
+        "reward.reward_model.train.center_coef": (
+            scorer.loss == "bradley_terry",
+            "needs reward.reward_model.train.loss=bradley_terry",
         ),
         "reward.failure_value": (config.reward.on_failure == "value", "needs reward.on_failure=value"),
         "reward.overlong_buffer.penalty_factor": (

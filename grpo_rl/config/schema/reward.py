@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    Coefficient,
     Count,
     Devices,
     Factor,
+    LearningRate,
     Length,
     NodesOrNone,
     Positive,
@@ -20,6 +22,7 @@ from grpo_rl.config.schema.kinds import (
     Tokens,
     Tries,
 )
+from grpo_rl.config.schema.model import OptimConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,25 @@ class OverlongBufferConfig:
     """Soft penalty for long training responses: it grows over so many tokens before data.max_response_length (DAPO); null: none."""
     penalty_factor: Positive = 1.0
     """Penalty of a response of the full length."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelOptimConfig(OptimConfig):
+    lr: LearningRate = 1e-5
+    """Peak learning rate of AdamW."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelTrainConfig:
+    loss: Literal["bradley_terry", "steps"] = "bradley_terry"
+    """The loss of a reward model that is trained. bradley_terry: pairs, -log sigmoid(r_chosen - r_rejected - margin); steps: rated steps, the cross-entropy of "this step is good" at each step's last token."""
+    center_coef: Coefficient = 0.0
+    """bradley_terry: weight of (r_chosen + r_rejected)², which pulls the mean of the scores to 0; 0.01 is usual."""
+    optim: RewardModelOptimConfig = field(default_factory=RewardModelOptimConfig)
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    optimizer_offload: bool = False
+    """GPU: keep the optimizer state in host memory between updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,7 @@ class RewardModelConfig:
     """The number type the layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
     param_offload: bool = False
     """Keep the reward model's weights on the host between scorings."""
+    train: RewardModelTrainConfig = field(default_factory=RewardModelTrainConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_rl.config.schema.kinds import Cores, Count, CountOrOff, CountOrZero, Devices, Gib, Nodes, Seconds, Seed
+from grpo_rl.config.schema.kinds import (
+    Cores,
+    Count,
+    CountOrOff,
+    CountOrZero,
+    Devices,
+    Gib,
+    MinorShare,
+    Nodes,
+    Pairs,
+    Seconds,
+    Seed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class IterateConfig:
+    steps_per_iteration: Count = 100
+    """Training steps of the policy in one iteration, each rewarded by the reward model's score alone."""
+    reward_model_steps: CountOrZero = 20
+    """Training steps of the reward model at the beginning of each iteration, each on data.train_batch_size new groups of the
+    policy that reward.functions labels; 0: the reward model stays as it is, and only the reference is refreshed."""
+    replay_share: MinorShare = 0.1
+    """The share of the pairs in the reward model's batches that comes from earlier iterations."""
+    replay_pairs: Pairs = 4096
+    """The most pairs that are kept to replay; the oldest go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +46,10 @@ class TrainerConfig:
     )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
     schedule: str = "sync"
-    """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it; or
-    your own, `path/to/file.py:Class`."""
+    """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
+    iterate: the same in iterations, each of which begins with the reference and the reward model (iterate.*); or your own,
+    `path/to/file.py:Class`."""
+    iterate: IterateConfig = field(default_factory=IterateConfig)
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None

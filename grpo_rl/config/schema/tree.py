@@ -56,6 +56,8 @@ from grpo_rl.config.schema.reward import (
     OverlongBufferConfig,
     RewardConfig,
     RewardModelConfig,
+    RewardModelOptimConfig,
+    RewardModelTrainConfig,
 )
 from grpo_rl.config.schema.trainer import (
     RayConfig,
@@ -99,6 +101,8 @@ __all__ = [
     "RejectionMode",
     "RewardConfig",
     "RewardModelConfig",
+    "RewardModelOptimConfig",
+    "RewardModelTrainConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "TrainerConfig",

@@ -25,12 +25,14 @@ _MUTED = "#7b8794"
 _GRID = "#e4e7eb"
 _BLUE = "#2563eb"
 _SOURCES = ["#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285"]
+_OPINION = "#862e9c"
 _PHASES = {
     "gen": "#2563eb",
     "reward": "#60a5fa",
     "old_logprobs": "#0f766e",
     "ref": "#5eead4",
     "update_actor": "#d97706",
+    "update_reward_model": "#862e9c",
     "sync_weights": "#fcd34d",
 }
 
@@ -39,7 +41,9 @@ def plot_curves(run_dir: RunDir) -> Path:
     """Draw `plots/curves.png`, and return its path: reward and validation on top; KL, clip fraction, lengths and seconds below.
 
     Of a run on rows it has the losses on top; answers, learning rate, gradient and seconds below, and for pairs how many
-    are in the right order, and by how much. A run on sampled pairs has these two in place of KL and clip fraction.
+    are in the right order, and by how much. A run on sampled pairs has these two in place of KL and clip fraction. An
+    iterated one has the reward model's opinion beside the rules' reward on top, and how well they agree in place of the clip
+    fraction.
     Panels without a value in metrics.jsonl say so and stay empty.
     """
     # Matplotlib takes a second to import, which only a run that draws should pay.
@@ -99,11 +103,18 @@ def _draw(figure: Figure, name: str, records: Records) -> None:
         _draw_line(figure.add_subplot(grid[1, 2]), "Norm of the gradient", records, "actor/grad_norm")
         _draw_phases(figure.add_subplot(grid[1, 3]), records)
         return
-    _draw_scores(figure.add_subplot(grid[0, :]), records)
-    if pairs:
+    iterated = any("iterate/iteration" in record for record in records)
+    if iterated:
+        _draw_opinions(figure.add_subplot(grid[0, :]), records)
+    else:
+        _draw_scores(figure.add_subplot(grid[0, :]), records)
+    if pairs and not iterated:
         _draw_order(figure, grid, records, "actor/reward_accuracy", "actor/reward_margin")
     else:
         _draw_line(figure.add_subplot(grid[1, 0]), "KL to the reference", records, "actor/kl_loss")
+    if iterated:
+        _draw_line(figure.add_subplot(grid[1, 1]), "Pairs ordered as by the rules", records, "iterate/agreement")
+    elif not pairs:
         _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
     _draw_lengths(figure.add_subplot(grid[1, 2]), records)
     _draw_phases(figure.add_subplot(grid[1, 3]), records)
@@ -156,6 +167,13 @@ def _draw_scores(axes: Axes, records: Records, title: str = "Reward and validati
     if rewards:
         axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
         axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2.2, label="training reward (faint: each step)")
+    _draw_validation(axes, records)
+    axes.margins(x=0.03, y=0.14)
+    _finish(axes, legend="best")
+
+
+def _draw_validation(axes: Axes, records: Records) -> None:
+    """Draw the validation score of each data source."""
     keys = list(dict.fromkeys(key for record in records for key in validation_keys(record)))
     for index, key in enumerate(keys):
         steps, values = _series(records, key)
@@ -165,8 +183,48 @@ def _draw_scores(axes: Axes, records: Records, title: str = "Reward and validati
         label = safe_text(key.removeprefix("val/"), limit=60)
         axes.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=6, label=f"validation {label}")
         _annotate_ends(axes, steps, values, color)
-    axes.margins(x=0.03, y=0.14)
-    _finish(axes, legend="best")
+
+
+def _draw_opinions(axes: Axes, records: Records) -> None:
+    """Draw the rules' reward and the validation on the left scale, the reward model's score on the right one.
+
+    Stripes are the steps of the reward model: the score's scale is another one after each.
+    """
+    for first, last in _model_phases(records):
+        axes.axvspan(first - 0.5, last + 0.5, color=_GRID, alpha=0.6, linewidth=0)
+    steps, rewards = _series(records, "reward/by-rule")
+    if rewards:
+        axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2.2, label="reward by the rules (faint: each step)")
+    _draw_validation(axes, records)
+    axes.set_title("Reward by the rules, and the reward model's opinion")
+    other = axes.twinx()
+    steps, scores = _series(records, "reward/reward_model")
+    if scores:
+        other.plot(
+            steps, scores, color=_OPINION, linewidth=1.6, linestyle="--", label="score of the reward model (right scale)"
+        )
+    other.set_ylabel("score", color=_OPINION)
+    other.tick_params(length=0, colors=_OPINION)
+    other.grid(visible=False)
+    for one in (axes, other):
+        one.margins(x=0.03, y=0.14)
+    _finish(axes)
+    handles, labels = (
+        left + right for left, right in zip(*(a.get_legend_handles_labels() for a in (axes, other)), strict=True)
+    )
+    axes.legend(handles, labels, loc="best", fontsize=8, handlelength=1.8, labelspacing=0.3)
+
+
+def _model_phases(records: Records) -> list[tuple[float, float]]:
+    """Return the first and the last step of each phase of the reward model."""
+    phases: list[tuple[float, float]] = []
+    for record in records:
+        if record.get("iterate/policy_phase") == 0.0:
+            step = record["step"]
+            joined = bool(phases) and phases[-1][1] == step - 1
+            phases.append((phases.pop()[0] if joined else step, step))
+    return phases
 
 
 def _draw_line(axes: Axes, title: str, records: Records, key: str) -> None:

@@ -15,6 +15,13 @@ from grpo_rl.plan.decisions import decide
 
 ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
 VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
+ITERATE = {
+    "trainer.schedule": "iterate",
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "builtin:arithmetic",
+    f"{R}.n": 4,
+}
+FIXED = ITERATE | {"trainer.iterate.reward_model_steps": 0}
 ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
 
 
@@ -48,6 +55,23 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
+        (ROWS | {"trainer.iterate.replay_share": 0.2}, "replay_share=0.2: has no effect with data.responses=rows"),
+        ({"trainer.iterate.steps_per_iteration": 5}, "steps_per_iteration=5: is of trainer.schedule=iterate"),
+        ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
+        (ITERATE | {"reward.functions": []}, "whose reward labels the reward model's pairs"),
+        (ITERATE | {"reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}, "the reward model's score alone"),
+        (ITERATE | {"trainer.critic_warmup": 3}, "trainer.critic_warmup=3: counts first steps"),
+        (ITERATE | {f"{R}.n": 1}, "the best and the worst of a group"),
+        (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),
+        (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
+        (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
+        (ITERATE | {f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages"),
+        (ITERATE | {"data.max_length": 64}, "data.max_length=64: is of data.responses=rows"),
+        (FIXED | {"trainer.iterate.replay_share": 0.2}, "has no effect with trainer.iterate.reward_model_steps=0"),
+        (
+            ITERATE | {"trainer.iterate.replay_share": 0, "trainer.iterate.replay_pairs": 7},
+            "with trainer.iterate.replay_share=0",
+        ),
     ],
 )
 def test_a_key_that_the_schedule_does_not_read_is_refused(given: dict[str, Any], message: str) -> None:
@@ -129,3 +153,19 @@ def test_a_key_of_verls_sft_trainer_is_answered_with_ours(word: str, key: str) -
         compose(["recipe=paradigm/sft", word])
     (problem,) = caught.value.problems
     assert problem.startswith(word.partition("=")[0]) and f"use {key}" in problem
+
+
+def test_an_iterated_run_counts_its_steps_by_phase_and_its_reference_moves() -> None:
+    steps = {
+        "trainer.total_training_steps": 27,
+        "trainer.iterate.reward_model_steps": 4,
+        "trainer.iterate.steps_per_iteration": 6,
+    }
+    plan = decide(config_of(ITERATE | steps), CPU)
+    assert plan.sizes.policy_steps == 15 == plan.sizes.actor_updates // plan.sizes.updates_per_step
+    roles = {role.name: role for role in plan.roles}
+    assert roles["reference"].stateful and roles["reward_model"].stateful and plan.sizes.reward_model_updates == 12
+    fixed = decide(config_of(FIXED | {"trainer.total_training_steps": 27}), CPU)
+    assert fixed.sizes.policy_steps == 27 and fixed.sizes.reward_model_updates == 0
+    assert {role.name: role.stateful for role in fixed.roles}["reward_model"] is False
+    assert not {role.name: role for role in decide(config_of({}), CPU).roles}["reference"].stateful

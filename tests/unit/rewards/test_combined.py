@@ -133,3 +133,12 @@ def test_a_failed_rollout_is_scored_anew_when_it_comes_again():
     model.results[0] = ModelScore(3.0)
     rewarder.wait([item])
     assert (item.failure, item.failure_cause, item.reward) == (None, None, 3.0)
+
+
+def test_with_models_alone_the_rules_reward_is_a_part_that_counts_nothing():
+    scorer = Model("reward_model", 0.5, {0: ModelScore(3.0), 1: ModelScore(-1.0), BROKEN: ModelScore(7.0)})
+    rewarder = CombinedRewarder(Rules(), [scorer], RewardConfig(), models_alone=True)
+    first, second, broken = rewarder.wait([rollout(0), rollout(1), rollout(BROKEN)])
+    assert (first.reward, second.reward) == (1.5, -0.5) and rewarder.factors == {"by-rule": 0.0, "reward_model": 0.5}
+    assert second.reward_parts == {"length": 1.0, "by-rule": 2.0, "reward_model": -1.0}
+    assert (broken.reward, broken.failure) == (None, "reward_error"), "a response without a label is none"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.plots.curves import plot_curves, smooth
+from grpo_rl.telemetry.plots.curves import _model_phases, plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -23,6 +23,12 @@ def full_record(step: int) -> dict[str, float]:
     return dict.fromkeys(names, 0.1 * step) | lengths
 
 
+def iterated_record(step: int) -> dict[str, float]:
+    phase = {"iterate/iteration": 1.0 + step // 6, "iterate/policy_phase": float(step % 6 > 2)}
+    opinion = {"reward/by-rule": 0.1, "reward/reward_model": -3.0 + step, "iterate/agreement": 0.7}
+    return full_record(step) | phase | opinion
+
+
 @pytest.mark.parametrize(
     "records",
     [
@@ -32,8 +38,10 @@ def full_record(step: int) -> dict[str, float]:
         [full_record(step) for step in range(40)],
         [dict.fromkeys(full_record(1), math.nan) for _ in range(3)],
         [dict.fromkeys(full_record(1), math.inf), full_record(1)],
+        [iterated_record(step) for step in range(14)],
+        [dict.fromkeys(iterated_record(1), math.nan), iterated_record(4)],
     ],
-    ids=["nothing", "validation only", "one step", "forty steps", "only nan", "infinities"],
+    ids=["nothing", "validation only", "one step", "forty steps", "only nan", "infinities", "iterated", "iterated, one step"],
 )
 def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, records: list[dict[str, float]]) -> None:
     run_dir = RunDir.create(tmp_path, "name with $mathematics_{$")
@@ -45,6 +53,12 @@ def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, re
         path = plot_curves(run_dir)
     assert path == run_dir.plots / "curves.png"
     assert image_size(path) == (1560, 988)
+
+
+def test_the_phases_of_the_reward_model_are_joined_where_no_step_of_the_policy_lies_between() -> None:
+    records = [iterated_record(step) | {"step": float(step)} for step in range(1, 15)]
+    assert _model_phases(records) == [(1.0, 2.0), (6.0, 8.0), (12.0, 14.0)]
+    assert _model_phases([full_record(1) | {"step": 1.0}]) == []
 
 
 def test_smoothing_keeps_a_constant_and_the_inside_of_a_straight_line() -> None:

@@ -1,0 +1,188 @@
+"""A reward model that learns: the gradient of a plain loop however the work is cut, its checkpoints, its scores, its export."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import RankProcesses, make_batch, make_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from grpo_rl.cluster.roles.trained_reward_model_role import TrainedRewardModelRole
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema.tree import RewardModelOptimConfig, RewardModelTrainConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.types import Batch
+from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch, TrainedRewardModelSpec
+
+pytestmark = pytest.mark.timeout(600)
+WHOLE = MicroBatchRule(None, 1000)
+LAYOUTS = {
+    "1 rank, one by one": (1, MicroBatchRule(None, 1), False),
+    "1 rank, by tokens, recomputed": (1, MicroBatchRule(70, None), True),
+    "2 ranks, two at a time": (2, MicroBatchRule(None, 2), False),
+    "2 ranks, by tokens, recomputed": (2, MicroBatchRule(70, None), True),
+}
+CENTER_COEF = 0.05
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("causal"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, causal: Path) -> Path:
+    """A folder with a head that is not 0: both head and body have a gradient from the first step on."""
+    from transformers import Qwen3ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(3)
+    model = Qwen3ForSequenceClassification.from_pretrained(causal, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def role_over(
+    processes: RankProcesses, model: Path, loss: str, rule: MicroBatchRule = WHOLE, recompute: bool = False, lr: float = 1e-3
+) -> TrainedRewardModelRole:
+    optim = RewardModelOptimConfig(lr=lr, clip_grad=1e6)
+    center = CENTER_COEF if loss == "bradley_terry" else 0.0
+    train = RewardModelTrainConfig(loss, center, optim, enable_gradient_checkpointing=recompute)
+    processes.build(TrainedRewardModelSpec(RewardModelSpec(str(model), "float32"), train, total_optimizer_steps=100, seed=1))
+    return TrainedRewardModelRole(processes, rule=rule, pairs=loss == "bradley_terry")
+
+
+def pairs(seed: int) -> Batch:
+    """Ragged pairs in any order, with margins."""
+    batch = make_batch(seed, num_groups=6, group_size=2)
+    generator = torch.Generator().manual_seed(seed)
+    sides_G = torch.randint(0, 2, (6,), generator=generator)
+    batch = batch.replace(
+        chosen_N=torch.arange(batch.num_rollouts) % 2 == sides_G[batch.group_N],
+        margins_N=torch.rand(6, generator=generator)[batch.group_N],
+    )
+    alive_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0], invert=True)
+    rows = alive_N.nonzero()[:, 0]
+    return batch.select(rows[torch.randperm(len(rows), generator=generator)])
+
+
+def steps(seed: int) -> Batch:
+    """Sequences with some labelled tokens each, the first token of a sequence among them."""
+    batch = make_batch(seed, num_groups=7, group_size=1)
+    rows = (batch.trained_lengths_N > 0).nonzero()[:, 0]
+    batch = batch.select(rows)
+    batch = batch.keep(torch.arange(batch.num_trained_tokens) % 3 == 0)
+    rows = (batch.trained_lengths_N > 0).nonzero()[:, 0]
+    batch = batch.select(rows)
+    return batch.replace(labels_T=torch.tensor([0.0, 1.0, 0.25])[torch.arange(batch.num_trained_tokens) % 3])
+
+
+BATCHES = {"bradley_terry": pairs, "steps": steps}
+
+
+def plain_loss(model: torch.nn.Module, batch: Batch, loss: str) -> Tensor:
+    """The loss by transformers alone, one sequence after the other."""
+    at, scores, ends = 0, [], (batch.sequence_lengths_N.cumsum(0) - batch.sequence_lengths_N).tolist()
+    positions = batch.positions_T.split(batch.trained_lengths_N.tolist())
+    for length, start, own in zip(batch.sequence_lengths_N.tolist(), ends, positions, strict=True):
+        ids = batch.token_ids_S[at : at + length][None].long()
+        at += length
+        hidden = model.model(input_ids=ids).last_hidden_state[0]
+        every = model.score(hidden)[:, 0]
+        scores.append(every[-1:] if loss == "bradley_terry" else every[own - start])
+    if loss == "steps":
+        return binary_cross_entropy_with_logits(torch.cat(scores), batch.labels_T)
+    score_N, parts = torch.cat(scores), []
+    for group in batch.group_N.unique().tolist():
+        chosen = score_N[(batch.group_N == group) & batch.chosen_N]
+        rejected = score_N[(batch.group_N == group) & ~batch.chosen_N]
+        margin = batch.margins_N[batch.group_N == group][:1]
+        parts.append(-logsigmoid(chosen - rejected - margin) + CENTER_COEF * (chosen + rejected) ** 2)
+    return torch.cat(parts).mean()
+
+
+def whole_model(folder: Path) -> torch.nn.Module:
+    from transformers import Qwen3ForSequenceClassification
+
+    return Qwen3ForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("loss", BATCHES)
+def test_the_gradient_is_that_of_a_plain_loop_in_every_layout(ranks, classifier, loss):
+    batch, plain = BATCHES[loss](7), whole_model(classifier)
+    value = plain_loss(plain, batch, loss)
+    value.backward()
+    expected = {f"lm.{name}": parameter.grad for name, parameter in plain.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert float(expected["lm.model.layers.0.mlp.up_proj.weight"].abs().max()) > 1e-3 * largest
+    for name, (size, rule, recompute) in {"whole": (1, WHOLE, False), **LAYOUTS}.items():
+        metrics = role_over(ranks[size], classifier, loss, rule, recompute).update(batch)
+        assert metrics["reward_model/loss"] == pytest.approx(value.item(), abs=1e-6), name
+        (gradients,) = ranks[size].call("gradients")[0]
+        assert gradients.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(gradients[key], gradient, atol=1e-6 * largest, rtol=0, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("loss", BATCHES)
+def test_a_causal_model_gets_a_head_that_begins_at_0_and_learns(ranks, causal, loss):
+    batch, role = BATCHES[loss](3), role_over(ranks[2], causal, loss, MicroBatchRule(70, None), lr=1e-2)
+    assert not role.scores(batch).any()
+    metrics = [role.update(batch) for _ in range(12)]
+    labels = batch.labels_T
+    if labels is None:
+        margins_P = batch.margins_N[batch.chosen_N]
+        assert metrics[0]["reward_model/loss"] == pytest.approx(float(-logsigmoid(-margins_P).mean()))
+        assert metrics[0]["reward_model/accuracy"] == 0.0, "a tie is no success"
+    else:
+        assert metrics[0]["reward_model/loss"] == pytest.approx(math.log(2))
+    assert metrics[-1]["reward_model/loss"] < 0.7 * metrics[0]["reward_model/loss"]
+    assert metrics[-1]["reward_model/accuracy"] > 0.8
+
+
+def test_the_state_survives_another_number_of_ranks(ranks, causal, tmp_path):
+    one = role_over(ranks[1], causal, "bradley_terry")
+    one.update(pairs(1))
+    one.save(tmp_path)
+    assert {path.parent.name for path in tmp_path.rglob("*.safetensors")} == {"reward_model"}
+    expected = [one.update(pairs(seed))["reward_model/loss"] for seed in (2, 3)]
+    two = role_over(ranks[2], causal, "bradley_terry", MicroBatchRule(None, 2))
+    two.load(tmp_path)
+    assert [two.update(pairs(seed))["reward_model/loss"] for seed in (2, 3)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, causal, tmp_path):
+    batch = pairs(5)
+    role = role_over(ranks[2], causal, "bradley_terry", MicroBatchRule(70, None), lr=1e-2)
+    for seed in (1, 2):
+        role.update(pairs(seed))
+    scores_N = role.scores(batch)
+    assert float(scores_N.std()) > 0.01
+    whole = ScoreBatch(batch.token_ids_S, batch.sequence_lengths_N, batch.sequence_lengths_N.cumsum(0) - 1)
+    for (column,) in ranks[2].call("scores", [whole]):
+        torch.testing.assert_close(column, scores_N, atol=1e-5, rtol=0)
+    role.export(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == {name for name, _ in whole_model(tmp_path).named_parameters()}
+    ranks[1].build(RewardModelSpec(str(tmp_path), "float32"))
+    ((column,),) = ranks[1].call("scores", [whole])
+    torch.testing.assert_close(column, scores_N, atol=1e-5, rtol=0)
+    # What was exported is continued where it is trained again, head included.
+    continued = role_over(ranks[1], tmp_path, "bradley_terry")
+    torch.testing.assert_close(continued.scores(batch), scores_N, atol=1e-5, rtol=0)
+
+
+def test_a_causal_model_scores_only_where_it_is_trained(ranks, causal):
+    with pytest.raises(ConfigError, match="a reward model is a"):
+        ranks[1].build(RewardModelSpec(str(causal), "float32"))
+
+
+def test_a_batch_of_another_kind_is_refused(ranks, causal):
+    role = role_over(ranks[1], causal, "bradley_terry")
+    with pytest.raises(ValueError, match="chosen_N"):
+        role.update(make_batch(1))

@@ -1,0 +1,328 @@
+"""Iterations: what is trained when, on which reward, and that a run goes on from any step as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_sync_trainer import Policy, dataset, make_config
+
+from grpo_rl.checkpoint.files import Files, write_file
+from grpo_rl.config.derived import iteration_of, policy_steps
+from grpo_rl.config.schema.trainer import IterateConfig
+from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore, by_rule
+from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.sinks import Sinks
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.iterate.iterations import Position
+from grpo_rl.trainer.iterate.opinions import Opinion, opinions
+from grpo_rl.trainer.iterate.replay import FILE
+from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.schedule import Context, Output, Roles
+from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout
+
+
+class Part:
+    """A part of a checkpoint that is one number."""
+
+    name: str
+    value: float = 0.0
+
+    def save(self, folder: Path) -> Files:
+        return {self.name: write_file(folder / self.name, [str(self.value).encode()])}
+
+    def begin_save(self, folder: Path, check: bool) -> None:
+        self.written = self.save(folder)
+
+    def saved(self, wait_s: float) -> Files:
+        return self.written
+
+    def save_bytes(self) -> int:
+        return 1
+
+    def committed(self, folder: Path) -> None:
+        assert (folder / self.name).exists()
+
+    def load(self, folder: Path) -> None:
+        self.value = float((folder / self.name).read_text())
+
+
+class MovingReference(Part):
+    """The version of the policy that it became last; its log-probs are that number."""
+
+    name = "reference"
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def become(self, actor: Any) -> None:
+        self.value = float(actor.version)
+        self.calls.append(f"reference <- {actor.version}")
+
+    def logprobs(self, batch: Batch) -> Batch:
+        self.calls.append("ref")
+        return batch.replace(ref_logprobs_T=torch.full_like(batch.rollout_logprobs_T, self.value))
+
+
+class Model(Part):
+    """The trained reward model and the one that scores: of opposite opinion to the rules, more so with every update."""
+
+    name, weight = "reward_model", 2.0
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.batches: list[Batch] = []
+        self.fails = False
+
+    def submit(self, rollout: Rollout) -> None:
+        pass
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+        if self.fails:
+            return [Failure("reward_model_error")] * len(rollouts)
+        return [ModelScore(self.value + (r.text == "no idea") + 0.25 * (r.sample_index == 0)) for r in rollouts]
+
+    def close(self) -> None:
+        pass
+
+    def update(self, batch: Batch) -> Metrics:
+        assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * (batch.num_rollouts // 2)
+        self.calls.append(f"reward model on {batch.num_rollouts // 2}")
+        self.batches.append(batch)
+        self.value += 1.0
+        return {"reward_model/loss": 1.0 / self.value, "reward_model/nonfinite": 0.0}
+
+    def scores(self, batch: Batch) -> torch.Tensor:
+        return torch.zeros(batch.num_rollouts)
+
+    def export(self, folder: Path) -> None:
+        pass
+
+
+class Saves(Policy):
+    """The policy of the other tests, whose right answers have other tokens than its wrong ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.advantages: list[list[float]] = []
+
+    def generate(self, *arguments: Any, **options: Any) -> list[Rollout]:
+        found = super().generate(*arguments, **options)
+        for rollout in found:
+            rollout.response_ids = np.asarray((2, 4 if rollout.text == "no idea" else 3), dtype=np.int32)
+        return found
+
+    def update(self, batch: Batch) -> Metrics:
+        assert batch.advantages_T is not None
+        self.advantages.append([round(value, 6) for value in batch.advantages_T.tolist()])
+        return super().update(batch)
+
+    def committed(self, folder: Path) -> None:
+        assert (folder / "version").exists()
+
+    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
+        self.saved_version = self.version
+        return {"version": write_file(folder / "version", [str(self.version).encode()])}
+
+
+@dataclasses.dataclass
+class Made:
+    run: Run
+    policy: Saves
+    model: Model
+    reference: MovingReference
+
+    @property
+    def rows(self) -> dict[int, dict[str, float]]:
+        return {int(row["step"]): row for row in read_metrics(self.run.output.run_dir.metrics_file)}
+
+
+@pytest.fixture
+def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., Made]]:
+    """A run in its folder, the same one every time."""
+    run_dir, console = RunDir.create(tmp_path, "run"), Console()
+
+    def made(total_steps: int, with_val: bool = False, **iterate: Any) -> Made:
+        iterate = {"steps_per_iteration": 3, "reward_model_steps": 2, "replay_share": 0.5} | iterate
+        config = make_config(schedule="iterate", save_freq=1, iterate=IterateConfig(**iterate))
+        policy = Saves()
+        model, reference = Model(policy.calls), MovingReference(policy.calls)
+        both = CombinedRewarder(rewarder, [model], config.reward, models_alone=True)
+        roles = Roles(policy, policy, both, reference, reward_model=model if iterate["reward_model_steps"] else None)
+        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+        val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
+        context = Context(config, roles, dataset("task:arithmetic?num_rows=40"), val, output, total_steps)
+        return Made(Run(context, schedule_of(config)), policy, model, reference)
+
+    yield made
+    console.close()
+    run_dir.release()
+
+
+MODEL, POLICY = ["sync", "generate 2x4"], ["sync", "generate 2x4", "old", "ref", "update"]
+
+
+def test_an_iteration_refreshes_the_reference_trains_the_reward_model_and_then_the_policy(make):
+    made = make(total_steps=10)
+    made.run.fit()
+    calls = [call for call in made.policy.calls if call != "save"]
+    one = [*MODEL, "reward model on 2", *MODEL, "reward model on 2", *POLICY * 3]
+    # Half of a batch is replayed as soon as there is an earlier iteration.
+    two = [*MODEL, "reward model on 4", *MODEL, "reward model on 4", *POLICY * 3]
+    assert calls == ["reference <- 0", *one, "reference <- 3", *two]
+    assert [made.rows[step]["iterate/iteration"] for step in range(1, 11)] == [1.0] * 5 + [2.0] * 5
+    assert [made.rows[step]["iterate/policy_phase"] for step in range(1, 11)] == [0.0, 0.0, 1.0, 1.0, 1.0] * 2
+    assert [made.rows[step].get("reward_model/replayed_pairs") for step in (1, 2, 3, 6, 7)] == [0.0, 0.0, None, 2.0, 2.0]
+
+
+def test_without_steps_of_the_reward_model_only_the_reference_is_refreshed(make):
+    made = make(total_steps=4, reward_model_steps=0, steps_per_iteration=2)
+    made.run.fit()
+    calls = [call for call in made.policy.calls if call != "save"]
+    assert calls == ["reference <- 0", *POLICY * 2, "reference <- 2", *POLICY * 2]
+    assert made.model.value == 0.0 and not (made.run.output.run_dir.checkpoints / "step_4" / FILE).exists()
+
+
+def test_the_policy_is_trained_on_the_score_alone_and_the_rules_reward_is_logged_beside_it(make):
+    made = make(total_steps=3)
+    made.run.fit()
+    # Twice the scores 2.25 3 2 3, by a model that finds better what the rules find wrong: mean 5.125, variance 3.1875 / 3.
+    by_hand = [deviation / math.sqrt(3.1875 / 3) for deviation in (-0.625, 0.875, -1.125, 0.875)]
+    assert made.policy.advantages[0][::2] == pytest.approx(by_hand * 2, abs=1e-5)
+    row = made.rows[3]
+    assert row["reward/by-rule"] == 0.5 and row["reward/reward_model"] == pytest.approx(2.5625)
+    assert row["reward/mean"] == pytest.approx(2 * 2.5625), "weight * score"
+    assert row["iterate/agreement"] == 0.0 and -1.0 < row["iterate/correlation"] < -0.9
+    record = read_rollouts(made.run.output.run_dir.rollouts / "step_3.jsonl")[0]
+    assert record["reward"] == pytest.approx(4.5) and record["reward_parts"][RULE] == 1.0
+
+
+def test_the_pairs_are_the_best_and_the_worst_by_the_rules_of_which_the_earlier_samples_count(make):
+    made = make(total_steps=1)
+    made.run.fit()
+    [batch] = made.model.batches
+    assert batch.num_rollouts == 4 and batch.group_N.tolist() == [0, 0, 1, 1]
+    rows = [json.loads(line) for line in (made.run.output.run_dir.checkpoints / "step_1" / FILE).read_text().splitlines()]
+    assert rows[0] == {"num_seen": 2, "num_beside": 0}
+    assert [row["rewards"] for row in rows[1:]] == [[1.0, 0.0]] * 2
+    assert [row["rejected"] for row in rows[1:]] == ["no idea"] * 2 and rows[1]["iteration"] == 1
+
+
+def test_where_all_of_a_group_are_alike_there_is_no_pair_and_no_update(make):
+    made = make(total_steps=1)
+    made.policy.is_solved = lambda uid: True
+    made.run.fit()
+    assert made.model.batches == [] and made.rows[1]["reward_model/new_pairs"] == 0.0
+
+
+def test_validation_measures_the_rules_and_shows_the_models_opinion(make):
+    made = make(total_steps=1, with_val=True)
+    made.run.fit()
+    row = made.rows[1]
+    assert row["val/arithmetic/mean@1"] == 1.0, "greedily the policy answers right"
+    assert row["val/arithmetic/reward_model/mean@1"] == pytest.approx(1.25)
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds, without the seconds that its step took."""
+    files: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    state = json.loads(files["trainer.json"])
+    state["unlogged"] = {key: value for key, value in state["unlogged"].items() if not key.startswith(("timing_s/", "perf/"))}
+    return files | {"trainer.json": state}
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, step: int):
+    whole = make(total_steps=10, replay_share=0.4)
+    whole.run.fit()
+    checkpoints = whole.run.output.run_dir.checkpoints
+    last = saved(checkpoints / "step_10")
+    again = make(total_steps=10, replay_share=0.4)
+    again.run.resume(checkpoints / f"step_{step}")
+    again.run.fit()
+    assert saved(checkpoints / "step_10") == last
+    calls = [call for call in whole.policy.calls if call != "save"]
+    assert calls[len(calls) - len([c for c in again.policy.calls if c not in ("save", "load")]) :] == [
+        call for call in again.policy.calls if call not in ("save", "load")
+    ]
+    assert again.rows.keys() == set(range(1, 11))
+
+
+def test_phases_of_another_length_count_from_the_place_in_the_present_one(make):
+    made = make(total_steps=4)
+    made.run.fit()
+    longer = make(total_steps=8, steps_per_iteration=5)
+    longer.run.resume(made.run.output.run_dir.checkpoints / "step_4")
+    longer.run.fit()
+    assert [longer.rows[step]["iterate/policy_phase"] for step in range(3, 9)] == [1.0] * 5 + [0.0]
+
+
+@pytest.mark.parametrize(("model_steps", "steps"), [(2, 3), (0, 4), (1, 1), (7, 2)])
+def test_the_place_of_a_step_is_the_one_that_the_plan_counts_with(model_steps: int, steps: int):
+    position, num_policy = Position(in_policy_phase=model_steps == 0), 0
+    for step in range(1, 60):
+        assert policy_steps(step - 1, model_steps, steps) == num_policy
+        iteration, inside = iteration_of(step, model_steps, steps)
+        assert position.iteration == iteration and position.begins(model_steps) == (inside == 0)
+        assert position.in_policy_phase == (inside >= model_steps)
+        num_policy += position.in_policy_phase
+        position = position.after(model_steps, steps)
+
+
+def rollouts(rules: Sequence[float], scores: Sequence[float], per_group: int = 2) -> list[Rollout]:
+    return [
+        Rollout(
+            Prompt(f"p{index // per_group}", (1,), "", "test"),
+            index % per_group,
+            (1, 2),
+            (0.0, 0.0),
+            "stop",
+            ((0, 2),),
+            reward=score,
+            reward_parts={RULE: rule, "reward_model": score},
+        )
+        for index, (rule, score) in enumerate(zip(rules, scores, strict=True))
+    ]
+
+
+def test_agreement_and_correlation_compare_within_groups():
+    # Group 1 in the right order, group 2 in the wrong one, group 3 equal, group 4 without a difference of the rules.
+    found = opinions(rollouts([1, 0, 0, 1, 1, 0, 1, 1], [5.0, 4.0, 1.0, 0.0, 2.0, 2.0, 9.0, 1.0]))
+    assert found["iterate/agreement"] == pytest.approx((1 + 0 + 0.5) / 3)
+    # Deviations of the rules: ±.5 -.5.5 .5-.5 0 0, of the scores: .5-.5 .5-.5 0 0 4-4.
+    by_hand = (0.5 - 0.5 + 0.0) / math.sqrt(6 * 0.25 * (4 * 0.25 + 2 * 16))
+    assert found["iterate/correlation"] == pytest.approx(by_hand, abs=1e-12)
+    assert opinions(rollouts([1, 0, 0, 1], [5.0, 4.0, 11.0, 12.0]))["iterate/correlation"] == pytest.approx(1.0)
+    assert opinions(rollouts([1, 1], [1.0, 2.0])) == {} == opinions([]), "nothing to compare"
+
+
+def test_the_gap_grows_where_the_score_rises_and_the_rules_do_not():
+    opinion = Opinion()
+    first = opinion(rollouts([0, 1, 0, 1], [0.0, 2.0, 0.0, 2.0]), begins=True)
+    assert first["iterate/gap"] == 0.0
+    # The score's mean rises by 1 of its spread 1, the rules' by 1/4 of theirs, 1/2: 1 - 1/2.
+    later = opinion(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=False)
+    assert later["iterate/gap"] == pytest.approx(0.5)
+    again = Opinion()
+    again.load_state_dict(json.loads(json.dumps(opinion.state_dict())))
+    assert again(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=False) == later
+    assert opinion(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=True)["iterate/gap"] == 0.0
+    assert "iterate/gap" not in Opinion()(rollouts([1, 1], [1.0, 2.0]), begins=True), "no spread, no unit"
+
+
+def test_by_rule_the_labels_are_exactly_the_rules_and_a_failure_stays_one():
+    one, failed = rollouts([0.1, 0.3], [1e9, -1e9])
+    failed.failure, failed.reward, failed.reward_parts = "reward_model_error", None, {}
+    labelled = by_rule([one, failed])
+    assert labelled[0].reward == 0.1 and labelled[1].reward is None and math.isclose(one.reward or 0.0, 1e9)
