@@ -188,6 +188,9 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
         unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
         idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
+    if trains_pairs(config):
+        why = f"has no effect with policy_loss.loss_mode={loss}, which compares the best with the worst response, however good"
+        idle["algorithm.rejection.min_reward"] = (False, why)
     idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
     if not samples_answers(config) and not collects(config):
         idle |= {

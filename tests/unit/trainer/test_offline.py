@@ -32,7 +32,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer import offline
+from grpo_rl.trainer.rows import offline
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
