@@ -26,6 +26,7 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 
 POINTS = {
+    "collection.part": "a part of the prompts is about to be answered by the initial policy (number)",
     "driver.step": "the controller begins a training step",
     "driver.phase": "a phase of the step begins (phase)",
     "driver.response": "a response has come in while others are still sampled (count)",

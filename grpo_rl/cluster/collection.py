@@ -54,8 +54,8 @@ def collect(
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
 
     `plan` is the plan of the whole run. `phase` is called as each phase begins; `model_folders` waits for Ray and returns
-    the folders of the policy and of the reward model. A run that goes on from a checkpoint has trained on the rows that are there: they stay.
-    Raises DataError where nothing is left to train on.
+    the folders of the policy and of the reward model. A run that goes on from a checkpoint has trained on the rows that are
+    there: they stay. Raises DataError where nothing is left to train on.
     """
     files = CollectedFiles(run_dir.collected)
     if plan.resumes and files.complete:

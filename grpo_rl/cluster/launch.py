@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -150,6 +151,12 @@ def train(launch: Launch, stack: ExitStack) -> None:
     leave_results(launch, context.roles, training.step)
 
 
+def newest_best(run_dir: RunDir) -> Path | None:
+    """Return the policy with the lowest validation loss, which a run with early stopping keeps; None without one."""
+    found = sorted(run_dir.best.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return found[-1] if found else None
+
+
 def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
     """Wait for Ray, and return the folders of the policy and of the reward model: embedded ones may have to be trained first."""
     from grpo_rl.cluster.warm_start import ready_folder
@@ -181,7 +188,15 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
     if exports and roles.actor is not None:
         with console.progress("exporting the policy"):
-            roles.actor.export(run_dir.model)
+            best = newest_best(run_dir)
+            if best is None:
+                roles.actor.export(run_dir.model)
+            else:
+                shutil.rmtree(run_dir.model, ignore_errors=True)
+                best.rename(run_dir.model)
+                shutil.rmtree(run_dir.best)
+        if best is not None:
+            console.info(f"the exported policy is that of {best.name.replace('_', ' ')}, whose validation loss is the lowest")
     if exports and roles.reward_model is not None:
         with console.progress("exporting the reward model"):
             roles.reward_model.export(run_dir.reward_model)

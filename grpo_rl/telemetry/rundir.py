@@ -90,6 +90,11 @@ class RunDir:
         return self.path / "collected"
 
     @property
+    def best(self) -> Path:
+        """The folder of the exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
+        return self.path / "best"
+
+    @property
     def plots(self) -> Path:
         return self.path / "plots"
 

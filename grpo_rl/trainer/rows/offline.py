@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -91,9 +92,24 @@ class OfflineSchedule:
             metrics = named_measures("val", measured, self.objective) | timer.metrics()
         answered = self.answers()
         seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
-        if self.val_data is not None:
-            self.early_stop.record(self.context.step, metrics["val/loss"])
+        if self.val_data is not None and self.early_stop.record(self.context.step, metrics["val/loss"]):
+            self._export_best()
         return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
+
+    def _export_best(self) -> None:
+        """Write the present policy as the best one, and drop the one before. Only where early stopping may need it."""
+        if self.early_stop.patience is None or not self.config.trainer.export_at_end:
+            return
+        folder = self.context.output.run_dir.best
+        target, fresh = folder / f"step_{self.context.step}", folder / "being_written"
+        for leftover in (fresh, target):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        self.actor.export(fresh)
+        fresh.rename(target)
+        for other in folder.iterdir():
+            if other != target:
+                shutil.rmtree(other)
 
     def ended(self) -> str | None:
         """Return why training ends early, once the validation loss has not fallen for long enough."""
@@ -118,12 +134,13 @@ class EarlyStop:
         self.lowest, self.step = math.inf, 0
         self.in_a_row = 0
 
-    def record(self, step: int, loss: float) -> None:
-        """Take in the loss of one validation; one that is not finite is no improvement."""
+    def record(self, step: int, loss: float) -> bool:
+        """Take in the loss of one validation, and return whether it is the lowest; one that is not finite is not."""
         if loss < self.lowest:
             self.lowest, self.step, self.in_a_row = loss, step, 0
-        else:
-            self.in_a_row += 1
+            return True
+        self.in_a_row += 1
+        return False
 
     def reason(self) -> str | None:
         """Return why training ends; None while it goes on."""

@@ -47,7 +47,7 @@ class Pool:
         for number, prompt in enumerate(prompts):
             for sample in range(n):
                 text = str(((sampling.seed or 0) + number + sample) % 4)
-                rollouts.append(Rollout(prompt, sample, [5, 1], [0.0, 0.0], "stop", ((0, 2),), text=text))
+                rollouts.append(Rollout(prompt, sample, [5 + int(text), 1], [0.0, 0.0], "stop", ((0, 2),), text=text))
                 on_finish(rollouts[-1])
         return rollouts
 

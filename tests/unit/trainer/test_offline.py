@@ -18,6 +18,7 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.files import Files, write_file
+from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.conversations import Demonstration
@@ -74,6 +75,10 @@ class Learner:
     def save_bytes(self) -> int:
         return 10
 
+    def export(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "updates").write_text(str(self.updates))
+
     def begin_save(self, folder: Path, check: bool) -> None:
         self._written = self.save(folder)
 
@@ -81,9 +86,6 @@ class Learner:
         return self._written
 
     def committed(self, folder: Path) -> None:
-        pass
-
-    def export(self, folder: Path) -> None:
         pass
 
 
@@ -217,6 +219,19 @@ def test_training_ends_when_the_validation_loss_has_not_fallen_for_long_enough(t
     assert (
         "training ends at step 5 of 20: the validation loss has not been below 0.4000, that of step 3, in 2 validations" in said
     )
+
+
+def test_the_policy_with_the_lowest_validation_loss_is_the_one_that_is_exported(tmp_path: Path) -> None:
+    actor = Learner(losses=[loss for loss in (1.0, 0.5, 0.6, 0.4, 0.45, 0.45) for _ in range(2)])
+    run = run_of(tmp_path, actor, 5, test_freq=1, early_stop_patience=3)
+    run.fit()
+    run_dir = run.output.run_dir
+    assert [path.name for path in run_dir.best.iterdir()] == ["step_3"]
+    assert (run_dir.best / "step_3/updates").read_text() == "3" and actor.updates == 5
+    assert newest_best(run_dir) == run_dir.best / "step_3"
+    other = run_of(tmp_path / "other", Learner(), 2, test_freq=1)
+    other.fit()
+    assert newest_best(other.output.run_dir) is None, "without early stopping the last policy is exported"
 
 
 def test_the_count_of_validations_without_progress_is_in_the_checkpoint() -> None:
