@@ -32,7 +32,7 @@ _RUNS = re.compile(r"(?:python -m grpo_rl\.main|bash scripts/submit\.sh)\s(?P<wo
 _MODULE = re.compile(r"python -m (grpo_rl\.[\w.]+)(?P<words>[^`]*)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"[+~]*(?P<key>[a-z_]+(?:\.\w+)+)=(?P<value>[^\s|]+)")
-_FILE_KEYS = ("data.train_files", "data.val_files")
+_FILE_KEYS = ("data.train_files", "data.val_files", "data.val_prompt_files")
 _NO_MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 
 
