@@ -120,7 +120,7 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     config = compose([word for word in given if not own_recipe or not word.startswith("recipe=")]).config
     replaced = {}
     for key in _FILE_KEYS:
-        files = config.data.train_files if key == "data.train_files" else config.data.val_files
+        files = getattr(config.data, key.removeprefix("data."))
         mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
         if mine != files:
             replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
