@@ -11,7 +11,7 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_iterated, is_offline, longest_sequence
+from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_offline, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -126,8 +126,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
         config.reward.on_failure
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    summed = describe_models(config) if is_iterated(config) else [*functions, *describe_models(config)]
-    beside = f" alone; beside it {' + '.join(functions)}" if is_iterated(config) else ""
+    alone = plan.reward.model_alone
+    summed = describe_models(config) if alone else [*functions, *describe_models(config)]
+    beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
     scorers = plan.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
