@@ -186,9 +186,6 @@ class Reader:
         assert bool((share.rollout_logprobs_T == -0.5).all())
         return checksum(share.token_ids_S.numpy())
 
-    def forget(self) -> None:
-        """Nothing: the call shows that the process is there."""
-
 
 def make_reader(rank: int) -> Reader:
     return Reader()
