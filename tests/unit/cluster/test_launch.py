@@ -56,7 +56,7 @@ FORK = multiprocessing.get_context("fork")
 def lose_the_cluster(folder: Path, when: str) -> None:
     """Be a process that notices the loss of its cluster, before the end of its run or after it."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
-    sys.stdout = sys.stderr = open(2, "w", closefd=False)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
     launch.TAKEN_DOWN_S = 0.2
     run_dir = RunDir.create(str(folder), "lost")
     status = Status(run_dir.status_file)
