@@ -227,11 +227,7 @@ MOST_FILES_TO_THE_LOSS = 9
 def test_a_reader_comes_from_the_command_to_the_loss_in_nine_files() -> None:
     entered = {"objective": "__call__", "POLICY_LOSSES": "vanilla"}
     for (file, function, called), following in zip(FROM_MAIN_TO_LOSS, [*FROM_MAIN_TO_LOSS[1:], None], strict=True):
-        [body] = [
-            node
-            for node in nodes(file)
-            if isinstance(node, ast.FunctionDef) and node.name == function
-        ]
+        [body] = [node for node in nodes(file) if isinstance(node, ast.FunctionDef) and node.name == function]
         calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
         assert any(called in called_names(call) for call in calls), f"{file}: {function} calls no {called}"
         assert following is None or following[1] == entered.get(called, called), "the way has a gap"
@@ -496,7 +492,7 @@ def test_things_are_no_persons() -> None:
 
 
 def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
-    """Which of `modules` are loaded after each stage of a program in a fresh process."""
+    """Return those of `modules` that are loaded after each stage of a program in a fresh process."""
     print_loaded = f"import sys, json; print('loaded', json.dumps(sorted({modules!r} & set(sys.modules))))"
     program = "\n".join(line for stage in stages for line in (stage, print_loaded))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -25,7 +25,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def content(step: int) -> Callable[[Path], None]:
-    """What a worker set would write: files, one of them in a folder of its own."""
+    """Return a function that writes what a worker set would: files, one of them in a folder of its own."""
 
     def write(folder: Path) -> None:
         (folder / "weights.bin").write_bytes(bytes([step]) * 1000)
@@ -203,7 +203,7 @@ def drop_state(folder: Path) -> None:
 
 
 def write_sealed(folder: Path, manifest: dict[str, Any]) -> None:
-    """As somebody would who knows how."""
+    """Write a manifest with the right seal, as a forger could."""
     manifest.pop("sha256")
     (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
 
@@ -334,7 +334,7 @@ def save_under_a_limit(folder: Path, answer: Connection) -> None:
 
 
 def test_a_file_size_limit_of_the_system_stops_a_save_and_not_the_program(tmp_path):
-    """By the system's own means: the error comes out of the middle of a write."""
+    """The system's own limit is used: the error comes out of the middle of a write."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=save_under_a_limit, args=(tmp_path, theirs))
     process.start()

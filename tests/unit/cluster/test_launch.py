@@ -21,14 +21,14 @@ from grpo_rl.telemetry.status import Status
 
 
 def raised_in_c(cause: BaseException) -> SystemError:
-    """What C code makes of an exception that came about beside it, and that it knows nothing of."""
+    """Return the error that C code makes of an exception which was raised beside it and which it does not handle."""
     error = SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set")
     error.__cause__ = cause
     return error
 
 
 def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
-    """What leaves a run in which this is raised, and the state in its status."""
+    """Return the error that leaves a run in which this one is raised, and the state in the run's status."""
     config = compose([f"trainer.default_local_dir={run_dir.path.parent}"]).config
     with ExitStack() as stack, pytest.raises(BaseException) as found:
         stack.callback(run_dir.release)
