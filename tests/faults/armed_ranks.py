@@ -30,10 +30,10 @@ worker_host._get = _counted_get
 
 
 class Armed:
-    """What a test asks of a rank beside its work."""
+    """Methods of a rank that only tests call."""
 
     def num_fetches(self) -> int:
-        """How many stored values this process has fetched: a share of a batch each."""
+        """Return the number of stored values that this process has fetched: a share of a batch each."""
         return _num_fetched
 
     def arm(self, spec: str) -> None:

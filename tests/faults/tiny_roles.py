@@ -27,7 +27,7 @@ NO_MODEL = str(Path(__file__).parent)
 
 
 def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
-    """What the engine samples: it depends on the request's seed and on all the weights."""
+    """Return the token that the engine samples: it depends on the request's seed and on all the weights."""
     return (prompt * 31 + seed % 9973 + position * 7 + sum(weights) * 1009) % 100_003
 
 
