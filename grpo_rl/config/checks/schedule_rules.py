@@ -113,6 +113,8 @@ def problems(config: Config) -> Iterator[str]:
             f"data.truncation={config.data.truncation}: {key}={loss} compares whole answers, and a cut one would be another; drop "
             "long rows with data.filter_overlong_prompts=true"
         )
+    if collects(config) and trains_pairs(config) and config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {chosen} compares the best and the worst of a group; 2 or more"
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
@@ -188,9 +190,8 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
         unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
         idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
-    if trains_pairs(config):
-        why = f"has no effect with policy_loss.loss_mode={loss}, which compares the best with the worst response, however good"
-        idle["algorithm.rejection.min_reward"] = (False, why)
+    if collects(config) and trains_pairs(config):
+        idle |= _of(REJECTION, "keeps single responses, and a pair is the best and the worst of a group")
     idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
     if not samples_answers(config) and not collects(config):
         idle |= {

@@ -14,6 +14,8 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 
 ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
+RFT = {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "sft"}
+COLLECTED_PAIRS = {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "dpo", f"{R}.n": 4}
 VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
 ITERATE = {
     "trainer.schedule": "iterate",
@@ -32,6 +34,24 @@ def test_a_supervised_run_starts_the_actor_alone_and_engines_only_for_prompts_to
     assert [role.name for role in asked.roles] == ["rollout", "actor"] and asked.reward.rules
     assert alone.sizes.updates_per_step == 1 and not alone.objective.needs_ref
     assert alone.passes.old_logprobs == "none"
+
+
+def test_a_collecting_run_has_a_plan_for_its_collection_with_the_sampling_that_was_asked_for() -> None:
+    asked = {f"{R}.n": 4, f"{R}.temperature": 0.7, "data.gen_batch_size": 3, "algorithm.rejection.min_reward": 0.5}
+    config = config_of(RFT | asked)
+    assert check(config, CPU) == []
+    plan = decide(config, CPU)
+    assert [role.name for role in plan.roles] == ["actor"] and plan.engine is None and not plan.reward.scores
+    rollout = plan.config.actor_rollout_ref.rollout
+    assert (rollout.n, rollout.temperature, plan.config.data.gen_batch_size) == (1, 1.0, None)
+    assert plan.collection is not None and plan.sizes.total_steps is None
+    assert [role.name for role in plan.collection.roles] == ["rollout"] and plan.collection.reward.rules
+    rollout, data = plan.collection.config.actor_rollout_ref.rollout, plan.collection.config.data
+    assert (rollout.n, rollout.temperature, data.gen_batch_size) == (4, 0.7, 3)
+    assert data.val_files == config.data.train_files and data.train_files == []
+    assert decide(config_of(ROWS), CPU).collection is None
+    pairs = decide(config_of(COLLECTED_PAIRS), CPU)
+    assert pairs.objective.needs_pairs and pairs.collection is not None
 
 
 def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -> None:
@@ -55,6 +75,15 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
+        ({"algorithm.rejection.max_per_prompt": 2}, "max_per_prompt=2: is of data.responses=initial_policy"),
+        (ROWS | {"algorithm.rejection.min_reward": 0.5}, "min_reward=0.5: has no effect with data.responses=rows"),
+        (RFT | {f"{R}.log_prob_micro_batch_size_per_gpu": 4}, "which samples its responses before training"),
+        (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
+        (RFT | {"trainer.val_only": True}, "data.responses=initial_policy only trains"),
+        (RFT | {"data.train_weights": [1.0]}, "data.responses=initial_policy answers every prompt alike"),
+        (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
+        (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
+        (COLLECTED_PAIRS | {"algorithm.rejection.min_reward": 0.5}, "a pair is the best and the worst of a group"),
         (ROWS | {"trainer.iterate.replay_share": 0.2}, "replay_share=0.2: has no effect with data.responses=rows"),
         ({"trainer.iterate.steps_per_iteration": 5}, "steps_per_iteration=5: is of trainer.schedule=iterate"),
         ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
