@@ -26,10 +26,12 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 
 POINTS = {
+    "collection.part": "a part of the prompts is about to be answered by the initial policy (number)",
     "driver.step": "the controller begins a training step",
     "driver.phase": "a phase of the step begins (phase)",
     "driver.response": "a response has come in while others are still sampled (count)",
     "driver.log": "the step is done, and its metrics are about to be written",
+    "driver.reference": "the reference's log-probs of a batch of rows have been computed (part, row)",
     "actor.update.start": "an actor rank begins an update (rank)",
     "actor.update.forward": "an actor rank is about to train on a micro-batch (rank, micro_batch, rollouts)",
     "actor.update.mid_backward": "an actor rank has run the backward pass of a micro-batch (rank, micro_batch)",

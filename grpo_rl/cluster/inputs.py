@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.data import rejection
 from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.pairs import PairSet, load_pairs
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.supervised import Demonstrations, DemonstrationSet, load_demonstrations
+from grpo_rl.data.supervised import DemonstrationSet, load_demonstrations
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -22,15 +26,15 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 
-T = TypeVar("T", PromptDataset, DemonstrationSet)
+T = TypeVar("T", PromptDataset, DemonstrationSet | PairSet)
 
 
 class _Data(NamedTuple):
-    """The rows of a run."""
+    """The data of a run."""
 
     train: PromptDataset | None
     val: PromptDataset | None
-    demonstrations: Demonstrations | None
+    rows: TrainingRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,17 @@ class Inputs:
     train_data: PromptDataset | None
     """The prompts that are trained on; None where nothing is trained, or given answers are."""
     val_data: PromptDataset | None
-    demonstrations: Demonstrations | None
-    """The answers that a supervised run learns from; None for all others."""
+    rows: TrainingRows | None
+    """The rows that are trained on as they stand; None where the trained responses are sampled."""
     rules: RewardRunner | None
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards
 
 
-def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack) -> Inputs:
-    """Read what the configuration names. The processes of the rule rewards start here, beside the reading; `stack` ends them.
+def read_inputs(
+    plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack, *, collected: Path | None = None, part: str = "validation"
+) -> Inputs:
+    """Read what the configuration names; training rows are those of `collected` where it is given. The processes of the rule rewards start here, beside the reading; `stack` ends them.
 
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
@@ -62,7 +68,7 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
     scorer = warm_start.unstarted_folder(scorer) if scorer.startswith(builtin.PREFIX) else scorer
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
-    data = _data(plan, tokenizer, console, run_dir.path)
+    data = _data(plan, tokenizer, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
@@ -74,10 +80,10 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
         stack.callback(rules.close)
     if rules is not None:
         rules.check_started()
-    trained = data.train if data.demonstrations is None else data.demonstrations.train
+    trained = data.train if data.rows is None else data.rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, data.train, data.val, data.demonstrations, rules, models)
+    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:
@@ -87,8 +93,10 @@ def _tokenizer(config: Config, folder: str) -> Any:
     return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
 
 
-def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
-    """Read the data; what is not named, or not used, is None."""
+def _data(
+    plan: Plan, tokenizer: Any, console: Console, folder: Path, collected: Path | None, validation: str = "validation"
+) -> _Data:
+    """Read the data; what is not named, or not used, is None. `validation` names the prompts of a plan that only samples."""
     config = plan.config
     data = config.data
     notes: list[str] = []
@@ -105,23 +113,26 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
     # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
     of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
     with console.progress("reading the data") as bar:
-        if data.responses == "rows":
-            of_train = {"max_samples": data.train_max_samples} | reading("train")
-            train = done("train", load_demonstrations(data.train_files, config, tokenizer, **of_train))
+        if data.responses != "policy":
+            rows = config if collected is None else rejection.reading(config, str(collected))
+            of_train = {"max_samples": data.train_max_samples if collected is None else -1} | reading("train")
+            load: Callable[..., DemonstrationSet | PairSet]
+            load = load_pairs if plan.objective.needs_pairs else load_demonstrations
+            train = done("train", load(rows.data.train_files, rows, tokenizer, **of_train))
             val = val_prompts = None
             if data.val_files:
-                found = load_demonstrations(data.val_files, config, tokenizer, **of_val, **reading("val"))
+                found = load(data.val_files, config, tokenizer, **of_val, **reading("val"))
                 val = done("validation", found)
             if data.val_prompt_files:
                 prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))
                 val_prompts = done("validation prompts", prompts)
-            return _Data(None, val_prompts, Demonstrations(train, val))
+            return _Data(None, val_prompts, TrainingRows(train, val))
         train_prompts = val_prompts = None
         if plan.trains:
             of_train = {"max_samples": data.train_max_samples} | reading("train")
             train_prompts = done("train", load_dataset(data.train_files, data, tokenizer, **of_train))
         if data.val_files:
-            val_prompts = done("validation", load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
+            val_prompts = done(validation, load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
     if train_prompts is not None and data.curriculum == "difficulty":
         # Read now, so that a row without one is refused before anything starts.
         with console.progress("reading the difficulty of every row", total=len(train_prompts)) as bar:

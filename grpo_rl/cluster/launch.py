@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +31,9 @@ from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.trainer.schedule import Roles
+    from grpo_rl.types import Metrics
 
 TAKEN_DOWN_S = 20.0
 """Seconds that a run which has ended may take to leave a cluster that is gone."""
@@ -67,7 +70,9 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
         checkpoint = resume_folder(config, run_dir, console)
-        earlier = run_dir.start_fresh() if checkpoint is None else None
+        # Responses that were sampled before a checkpoint was there need not be sampled again.
+        kept = None if config.trainer.resume_mode == "disable" else run_dir.collected
+        earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
@@ -100,7 +105,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     with console.progress("starting Ray, and loading libraries"):
         from transformers.utils.logging import disable_progress_bar
 
-        from grpo_rl.cluster import warm_start
+        from grpo_rl.cluster.collection import collect
         from grpo_rl.cluster.inputs import read_inputs
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.start_roles import Cluster, start_roles
@@ -111,14 +116,14 @@ def train(launch: Launch, stack: ExitStack) -> None:
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
-    inputs = read_inputs(plan, run_dir, console, stack)
+    collected: Metrics = {}
+    rows = None
+    if plan.collection is not None:
+        folders = partial(model_folders, launch, connection)
+        rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
+    inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
     plan = inputs.plan
-    await_ray(connection, console)
-    gc.enable()  # everything is imported
-
-    paths = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
-    policy, scorer = (warm_start.ready_folder(path, plan.machine, run_dir.logs, console) for path in paths)
-    cluster = Cluster(plan, policy, scorer, run_dir.logs, console, launch.status.count_restart)
+    cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
     launch.status.update(workers=cluster.pids())
@@ -136,13 +141,42 @@ def train(launch: Launch, stack: ExitStack) -> None:
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
-        demonstrations=inputs.demonstrations,
+        rows=inputs.rows,
+        collected=collected,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, context.roles, training.step)
+
+
+def newest_best(run_dir: RunDir) -> Path | None:
+    """Return the policy with the lowest validation loss, which a run with early stopping keeps; None without one."""
+    found = sorted(run_dir.best.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return found[-1] if found else None
+
+
+def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
+    """Wait for Ray, and return the folders of the policy and of the reward model: embedded ones may have to be trained first."""
+    from grpo_rl.cluster.warm_start import ready_folder
+
+    await_ray(connection, launch.console)
+    gc.enable()  # everything is imported
+    config = launch.plan.config
+    policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
+    ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)
+    return ready(policy), ready(scorer)
+
+
+def phase_of(launch: Launch) -> Callable[[str], None]:
+    """Return what a phase before training calls as it begins: it shows in the status, and a signal may end the run there."""
+
+    def begins(name: str) -> None:
+        launch.status.update(phase=name)
+        launch.stop.phase(name)
+
+    return begins
 
 
 def leave_results(launch: Launch, roles: Roles, step: int) -> None:
@@ -154,7 +188,15 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
     if exports and roles.actor is not None:
         with console.progress("exporting the policy"):
-            roles.actor.export(run_dir.model)
+            best = newest_best(run_dir)
+            if best is None:
+                roles.actor.export(run_dir.model)
+            else:
+                shutil.rmtree(run_dir.model, ignore_errors=True)
+                best.rename(run_dir.model)
+                shutil.rmtree(run_dir.best)
+        if best is not None:
+            console.info(f"the exported policy is that of {best.name.replace('_', ' ')}, whose validation loss is the lowest")
     if exports and roles.reward_model is not None:
         with console.progress("exporting the reward model"):
             roles.reward_model.export(run_dir.reward_model)

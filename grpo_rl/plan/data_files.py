@@ -12,13 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import is_offline
+from grpo_rl.config.derived import collects, is_offline
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.conversations import conversation
+from grpo_rl.data.pairs import pair_row
 from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
 from grpo_rl.data.sources.quick_check import check_data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.algorithm import objective_of
 
 READ_WHOLE = 16 * 2**20
 """Bytes up to which a file is opened as the run opens it."""
@@ -33,14 +36,24 @@ def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
     if is_offline(config):
-        rows = check_data_files(data, conversation)
-        prompts = check_data_files(replace(data, train_files=data.val_prompt_files, val_files=[]))
+        read = pair_row if _trains_pairs(config) else conversation
+        sampled = data.train_files if collects(config) else []
+        rows = check_data_files(replace(data, train_files=[]) if sampled else data, read)
+        prompts = check_data_files(replace(data, train_files=[*sampled, *data.val_prompt_files], val_files=[]))
         return [*rows, *(problem for problem in prompts if problem not in rows)]
     return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
 
 
+def _trains_pairs(config: Config) -> bool:
+    try:
+        return objective_of(config).needs_pairs
+    except ConfigError:
+        return False  # reported by itself
+
+
 def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:
-    """Return the number of training rows, after train_max_samples; None where only reading all the data would show it.
+    """Return the number of training rows, after train_max_samples; None where only reading all the data would show it, and
+    where they are sampled first.
 
     `bind` collects the ConfigErrors of tasks; files are counted `with_files` only. A user's own class reads its files
     itself.
@@ -55,7 +68,7 @@ def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | 
         [] if config.trainer.val_only else [_count("train_files", name, data, bind, with_files) for name in data.train_files]
     )
     known = [count for count in counts if count is not None]
-    if not known or len(known) < len(counts):
+    if not known or len(known) < len(counts) or collects(config):
         return None
     return sum(known) if data.train_max_samples < 0 else min(sum(known), data.train_max_samples)
 

@@ -164,6 +164,8 @@ class Plan:
     """Folder of the critic's own model; None for a copy of the actor's."""
     resumes: bool = False
     """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
+    collection: Plan | None = None
+    """The plan of the phase before training in which the initial policy samples the responses; None where there is none."""
     model: ModelSize | None = None
     """Sizes of the policy; None where its folder does not contain them."""
     memory: tuple[RoleMemory, ...] = ()
@@ -230,6 +232,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     `resumes`: a checkpoint of the run is there. Raises ConfigError for a name that no registry has. The plan's own
     configuration has what the schedule fixes (`derived.settled`).
     """
+    collection = None
+    if derived.collects(config):
+        collection = decide(derived.collection(config), machine)
     config = derived.settled(config)
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
@@ -252,6 +257,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         advantage_needs=needs,
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
         resumes=resumes,
+        collection=collection,
     )
 
 
@@ -328,7 +334,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
     """Return the passes that a step makes.
 
     With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
-    log-probs are computed only where something else reads their values.
+    log-probs are computed only where something else reads their values. Losses over pairs have no ratio.
     """
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {
@@ -337,7 +343,8 @@ def _passes(config: Config, objective: Objective) -> Passes:
         f"the choice of tokens by {objective.loss_mode}": objective.needs_selection,
     }
     old_readers = tuple(reader for reader, reads in readers.items() if reads)
-    old_logprobs: OldLogprobs = "actor" if old_readers or derived.updates_per_step(config) > 1 else "none"
+    has_ratio = derived.updates_per_step(config) > 1 and not objective.needs_pairs
+    old_logprobs: OldLogprobs = "actor" if old_readers or has_ratio else "none"
     return Passes(
         old_logprobs="engine" if correction.bypass_mode else old_logprobs,
         old_readers=old_readers,

@@ -31,7 +31,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     problems = [*check(config, machine), *machines.problems(config, machine)]
     if problems:
         raise ConfigError(problems)
-    config = settled(config)
+    given, config = config, settled(config)
     rows = _look_up_names(config, machine)
 
     # Importing these takes torch, a second: what is refused above is refused without it.
@@ -40,7 +40,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     from grpo_rl.plan.model_folder import model_size
     from grpo_rl.plan.text import describe
 
-    plan = decide(config, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     size = model_size(config.actor_rollout_ref.model.path)
     plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return dataclasses.replace(plan, text=describe(composed, plan))

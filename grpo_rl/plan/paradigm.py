@@ -34,9 +34,13 @@ def data_source(config: Config, plan: Plan) -> str:
     kind = "pairs" if plan.objective.needs_pairs else "answers"
     if config.data.responses == "rows":
         return f"the {kind} that stand in the rows (data.responses=rows)"
-    sampled = f"{config.actor_rollout_ref.rollout.n} responses to each prompt, sampled by"
+    n = (plan.collection or plan).config.actor_rollout_ref.rollout.n
+    sampled = f"{n} responses to each prompt, sampled by"
     if plan.objective.needs_pairs:
         sampled = f"the best and the worst of {sampled}"
+    if plan.collection is not None:
+        which = "" if plan.objective.needs_pairs else ", of which the good ones are kept"
+        return f"{sampled} the initial policy{which} (data.responses=initial_policy)"
     return f"{sampled} the policy as it is (data.responses=policy)"
 
 

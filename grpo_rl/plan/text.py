@@ -11,7 +11,14 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_offline, longest_sequence
+from grpo_rl.config.derived import (
+    MicroBatchRule,
+    collects,
+    estimates_advantages,
+    gen_batch_size,
+    is_offline,
+    longest_sequence,
+)
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -76,10 +83,25 @@ def _setting(config: Config, plan: Plan) -> Rows:
     rows = plan.sizes.num_train_rows
     if plan.trains:
         yield "data", ", ".join(config.data.train_files) + ("" if rows is None else f": {rows:,} rows")
+    if plan.collection is not None:
+        yield "collection", _collection(plan.collection, plan.objective.needs_pairs)
     yield "validation", ", ".join(config.data.val_files) or "none"
     if is_offline(config) and config.data.val_prompt_files:
         yield "answered", ", ".join(config.data.val_prompt_files)
     yield "run", _length_of_run(config, plan)
+
+
+def _collection(sampling: Plan, pairs: bool) -> str:
+    """Describe the phase before training: what is sampled, and what of it is kept."""
+    n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
+    kept = f"those with a reward of {rejection.min_reward:g} or more"
+    if rejection.deduplicate:
+        kept += ", each once"
+    if rejection.max_per_prompt is not None:
+        kept += f", at most {rejection.max_per_prompt} to a prompt"
+    if pairs:
+        kept = "the best and the worst of each group, where one is better"
+    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {kept}"
 
 
 def _length_of_run(config: Config, plan: Plan) -> str:
@@ -87,7 +109,8 @@ def _length_of_run(config: Config, plan: Plan) -> str:
     if not plan.trains:
         return "validation only, of " + ("the run's checkpoint" if plan.resumes else "the model's folder")
     if plan.sizes.total_steps is None:
-        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the data"
+        what = "kept responses" if collects(config) else "data"
+        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {what}"
     else:
         steps, updates = plan.sizes.total_steps, plan.sizes.actor_updates
         length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
@@ -112,13 +135,20 @@ def _roles(config: Config, plan: Plan) -> Rows:
         moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
     elif plan.trains and not is_offline(config):
-        yield "reference", "not started: no KL term has a weight above 0"
+        why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
+        yield "reference", f"not started: {why}"
+    elif plan.trains and plan.objective.needs_ref:
+        yield "reference", "not started: the actor computes the initial policy's log-probs of all rows once, before step 1"
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
-    if not plan.reward.scores:
+    scoring = plan if plan.reward.scores else plan.collection
+    if scoring is None:
         yield "engines", "none: nothing is sampled, and no reward is computed"
         return
+    if scoring is plan.collection:
+        assert scoring.engine is not None, "a collection samples"
+        yield "engines", f"{_engines(scoring, scoring.engine)}; they and the reward end before training"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
     workers = _count(config.reward.num_workers, "process", "processes")
@@ -130,7 +160,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     summed = describe_models(config) if alone else [*functions, *describe_models(config)]
     beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
-    scorers = plan.role("reward_model")
+    scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
 
 
@@ -149,8 +179,11 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     if is_offline(config):
-        yield "rows", f"{_count(data.train_batch_size, 'row')} of the data, at most {longest_sequence(config)} tokens each"
-        yield "update", "1 optimizer step, on the tokens of the assistant's turns"
+        pairs = plan.objective.needs_pairs
+        longest = f"at most {longest_sequence(config)} tokens {'in each of their two sequences' if pairs else 'each'}"
+        yield "rows", f"{_count(data.train_batch_size, 'pair' if pairs else 'row')} of the data, {longest}"
+        trained = "both answers of every pair" if pairs else "the tokens of the assistant's turns"
+        yield "update", f"1 optimizer step, on {trained}"
         yield "micro-batch", "; ".join(_micro_batches(plan))
         return
     n = config.actor_rollout_ref.rollout.n
@@ -178,6 +211,12 @@ def _step(config: Config, plan: Plan) -> Rows:
             f"{_count(epochs, 'pass', 'passes')} = {_count(sizes.critic_updates_per_step, 'optimizer step')}{alone}",
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
+    if plan.objective.needs_pairs:
+        yield (
+            "pairs",
+            "the best and the worst response to each prompt by reward, at most one pair each; equal rewards make none",
+        )
+        return
     yield "ratio", _ratio(plan)
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
@@ -251,7 +290,7 @@ def _micro_batches(plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
-    if not is_offline(config):
+    if estimates_advantages(config):
         yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
         formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})

@@ -85,6 +85,16 @@ class RunDir:
         return self.path / "val"
 
     @property
+    def collected(self) -> Path:
+        """The folder of the responses that were sampled before training, which the collection makes."""
+        return self.path / "collected"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
+        return self.path / "best"
+
+    @property
     def plots(self) -> Path:
         return self.path / "plots"
 
@@ -129,20 +139,29 @@ class RunDir:
             return []
         return _differences(_flat(before), _flat(yaml.safe_load(resolved_yaml)))
 
-    def start_fresh(self) -> Path | None:
+    def start_fresh(self, keep: Path | None = None) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
 
-        For a run that does not resume: so it starts in an empty folder and nothing is overwritten.
+        For a run that does not resume: so it starts in an empty folder and nothing is overwritten. What lies in `keep` stays.
         """
-        if not self._holds_a_run():
+        left = (_EARLIER, LOCK_FILE) if keep is None else (_EARLIER, LOCK_FILE, keep.name)
+        if not self._holds_a_run(left):
             return None
+        aside = self._new_aside()
+        for entry in sorted(self.path.iterdir()):
+            if entry.name not in left:
+                entry.rename(aside / entry.name)
+        self._make_subfolders()
+        return aside
+
+    def set_aside(self, folder: Path) -> Path:
+        """Move one folder of an earlier run of this name into `earlier/N`, and return where it is."""
+        return folder.rename(self._new_aside() / folder.name)
+
+    def _new_aside(self) -> Path:
         (self.path / _EARLIER).mkdir(exist_ok=True)
         aside = _first_free(self.path / _EARLIER / "{}")
         aside.mkdir()
-        for entry in sorted(self.path.iterdir()):
-            if entry.name not in (_EARLIER, LOCK_FILE):
-                entry.rename(aside / entry.name)
-        self._make_subfolders()
         return aside
 
     def release(self) -> None:
@@ -154,9 +173,9 @@ class RunDir:
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
 
-    def _holds_a_run(self) -> bool:
+    def _holds_a_run(self, left: Sequence[str]) -> bool:
         for entry in self.path.iterdir():
-            if entry.name in (_EARLIER, LOCK_FILE):
+            if entry.name in left:
                 continue
             if entry.is_file() or any(entry.iterdir()):
                 return True

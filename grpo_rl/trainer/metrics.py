@@ -51,6 +51,13 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     }
 
 
+def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> Metrics:
+    """Return how many groups make a pair, which share of them makes none, and how far the rewards of a pair's sides lie apart."""
+    metrics = {"pairs/num_pairs": float(len(pairs)), "pairs/tied_fraction": 1.0 - len(pairs) / max(1, num_groups)}
+    gaps = [best.reward - worst.reward for best, worst in pairs if best.reward is not None and worst.reward is not None]
+    return metrics | ({"pairs/reward_gap": _mean(gaps)} if gaps else {})
+
+
 def _sampled_from(batch: Batch) -> Metrics:
     """Return the mean number of tokens that could be sampled, where some were left out."""
     if batch.held is not None and batch.held.support_ids is not None:

@@ -67,8 +67,10 @@ class Run:
         trainer = self.config.trainer
         if self._unlogged is not None:
             self._end_step()
+        before = dict(self.context.collected) if self.step == 0 else {}
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
-            self._log(self.schedule.evaluate())
+            before |= self.schedule.evaluate()
+        self._log(before)
         if trainer.val_only:
             return
         with self.output.console.progress("training", self.total_steps, keep=False) as bar:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from grpo_rl.algos.objective import Objective
 from grpo_rl.data.collate import collate
-from grpo_rl.trainer.advantage import Advantage, with_baselines
-from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, rollout_metrics
+from grpo_rl.data.pairs import pairs_of_groups, with_sides
+from grpo_rl.trainer.advantage import Advantage, check_finite, with_baselines
+from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.reward_failures import scored
 from grpo_rl.trainer.schedule import Context, required, training_sampling
@@ -18,7 +21,7 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
 
 class SyncSchedule:
-    """GRPO as the papers have it: every rollout is sampled by the policy that it then trains."""
+    """GRPO and its kin as the papers have them: every rollout is sampled by the policy that it then trains, singly or in pairs."""
 
     roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "reference", "critic"})
 
@@ -31,6 +34,9 @@ class SyncSchedule:
         self.train_data = required(context.train_data, "training data")
         self.advantage = Advantage(self.config.algorithm, self.rewarder.factors)
         self.trained_tokens = TrainedTokens(self.config.algorithm)
+        actor = self.config.actor_rollout_ref.actor
+        self.compares = Objective.from_config(actor, self.config.data.max_response_length).needs_pairs
+        """True where the loss compares the best and the worst response of each group; no advantages are estimated then."""
         self.selection = Selection(self.config, self.train_data, self.rewarder.factors)
         self.validation = Validation(context)
         self.trained: Sequence[Rollout] = ()
@@ -42,10 +48,13 @@ class SyncSchedule:
             self.rollout.sync_weights(self.actor)
         selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
         sampled = rollout_metrics(selected.sampled) | selected.metrics | {"trainer/epoch": float(self.selection.epoch)}
+        if self.compares:
+            selected, pair_metrics = self._paired(selected)
+            sampled |= pair_metrics
         if not selected.trained:
             self._keep_rollouts(selected)
             return sampled | timer.metrics()
-        batch = collate(selected.trained, self.advantage.parts)
+        batch = with_sides(collate(selected.trained)) if self.compares else collate(selected.trained, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
         if self.reference is not None:
@@ -55,13 +64,26 @@ class SyncSchedule:
             with timer("values"):
                 batch = self.critic.values(batch)
         with timer("adv"):
-            batch, advantage_metrics = self.advantage(batch)
-            trained, trained_metrics = self.trained_tokens(batch)
+            batch, trained, measured = self._weighed(batch)
         update_metrics = self._update(trained, timer)
         self._keep_rollouts(selected, batch)
         self.trained = selected.trained
-        measured = batch_metrics(batch, timer) | advantage_metrics | trained_metrics | update_metrics
-        return sampled | measured | timer.metrics()
+        return sampled | batch_metrics(batch, timer) | measured | update_metrics | timer.metrics()
+
+    def _paired(self, selected: Selected) -> tuple[Selected, Metrics]:
+        """Return the best and the worst rollout of each group in place of the group, and how many groups make a pair."""
+        pairs = pairs_of_groups(selected.trained)
+        chosen = replace(selected, trained=[rollout for pair in pairs for rollout in pair])
+        return chosen, pair_metrics(pairs, len({rollout.prompt.uid for rollout in selected.sampled}))
+
+    def _weighed(self, batch: Batch) -> tuple[Batch, Batch, Metrics]:
+        """Return the batch with its advantages, what is trained of it, and metrics of both; pairs are trained whole."""
+        if self.compares:
+            check_finite(batch)
+            return batch, batch, {}
+        batch, advantage_metrics = self.advantage(batch)
+        trained, trained_metrics = self.trained_tokens(batch)
+        return batch, trained, advantage_metrics | trained_metrics
 
     def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
         """Return scored rollouts of these prompts; each is scored as it ends."""

@@ -86,9 +86,10 @@ def test_the_pages_have_the_commands_that_are_tried() -> None:
     }
 
 
-@pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small real files under the names that the pages use."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small real files under the names that the pages use: planning only reads them."""
+    tmp_path = tmp_path_factory.mktemp("ground")
     row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     row |= {"response": "2", "chosen": "2", "rejected": "3"}
     rows = pa.Table.from_pylist([row | {"extra_info": {"index": index}} for index in range(2048)])
@@ -103,9 +104,15 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (scorer / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json"):
         (scorer / name).write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JUDGE_KEY", "a-key-of-the-test")
     return tmp_path
+
+
+@pytest.fixture
+def ground(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `files`, which is the current one, and an environment as the pages assume it."""
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("JUDGE_KEY", "a-key-of-the-test")
+    return files
 
 
 def filled(words: tuple[str, ...], ground: Path) -> list[str]:

@@ -76,6 +76,18 @@ def rloo(inp: AdvantageInput) -> AdvantageOutput:
     return _same_on_all_tokens(inp, factor_N * groups.deviation(inp.scores_N()))
 
 
+@ADVANTAGES.register("rft")
+def rft(inp: AdvantageInput, *, threshold: float = 1.0) -> AdvantageOutput:
+    """The indicator of a response that is good enough: it is learnt as a demonstration is, and the others are left alone.
+
+    Formula: A = 1 where R >= threshold, else 0
+
+    Online rejection-sampling fine-tuning (DeepSeekMath, arXiv 2402.03300, appendix A.1.3), with the loss `reinforce`. No
+    response is pushed down, and responses are not compared. `threshold` is the least reward of a right answer.
+    """
+    return _same_on_all_tokens(inp, (inp.scores_N() >= threshold).double())
+
+
 @ADVANTAGES.register("opo")
 @needs("group")
 def opo(inp: AdvantageInput) -> AdvantageOutput:

@@ -23,6 +23,7 @@ from grpo_rl.algos.advantages.group_relative import (
     grpo_passk,
     opo,
     reinforce_plus_plus_baseline,
+    rft,
     rloo,
 )
 from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
@@ -46,6 +47,7 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "rft",
     "rloo",
     "token_rewards",
 ]

@@ -26,6 +26,7 @@ ESTIMATORS: dict[str, Facts] = {
     "reinforce_plus_plus": {"needs": (), "options": ("gamma",)},
     "reinforce_plus_plus_baseline": {"needs": ("group",), "options": ()},
     "remax": {"needs": ("baselines",), "options": ()},
+    "rft": {"needs": (), "options": ("threshold",)},
     "rloo": {"needs": ("group",), "options": ()},
 }
 LOSSES: dict[str, Facts] = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_rl.config.derived import critic_has_own_model, has_judge, has_reward_model, samples_answers
+from grpo_rl.config.derived import collects, critic_has_own_model, has_judge, has_reward_model, samples_answers
 from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.tree import Config
 
@@ -72,7 +72,9 @@ def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, custom = config.reward, config.reward.custom_reward_function
-    if samples_answers(config) and not (reward.functions or has_reward_model(config) or has_judge(config)):
+    if (samples_answers(config) or collects(config)) and not (
+        reward.functions or has_reward_model(config) or has_judge(config)
+    ):
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
         yield f"reward.functions=[{','.join(reward.functions)}]: a function is named twice; give it a factor instead (2*name)"

@@ -1,4 +1,4 @@
-"""Keys that a schedule does not read: a supervised run samples nothing to train on, the others learn no given answers."""
+"""Keys that a run does not read: one on fixed responses samples nothing while it trains, one over pairs estimates no advantages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from grpo_rl.config.derived import (
     ITERATE,
     OFFLINE,
     REWARD_MODEL,
+    collects,
     is_iterated,
     is_offline,
     samples_answers,
+    trains_pairs,
     trains_reward_model,
 )
 from grpo_rl.config.schema.fields import leaves
@@ -20,6 +22,10 @@ from grpo_rl.config.schema.tree import Config
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SUPERVISED_LOSS = "sft"
+ANSWER_COLUMNS = ("data.response_key", "data.messages_key", "data.tools_key", "data.enable_thinking_key")
+"""Columns of rows with an answer to learn."""
+PAIR_COLUMNS = ("data.chosen_key", "data.rejected_key")
+"""Columns of rows with two answers to compare."""
 SAMPLING = ("sync", ITERATE)
 """The schedules of this program that train on sampled responses."""
 ITERATED = "trainer.iterate."
@@ -28,14 +34,19 @@ TRAINED_MODEL = "reward.reward_model.train."
 """The section of a reward model that is trained."""
 ROWS_ONLY = (
     "data.val_prompt_files",
-    "data.response_key",
-    "data.messages_key",
-    "data.tools_key",
-    "data.enable_thinking_key",
+    *ANSWER_COLUMNS,
+    *PAIR_COLUMNS,
     "data.max_length",
     "trainer.early_stop_patience",
 )
-"""Keys of data.responses=rows."""
+"""Keys of data.responses=rows, and of initial_policy."""
+REJECTION = "algorithm.rejection."
+COLLECTING = (
+    REJECTION,
+    *(f"{_R}.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos")),
+    "data.gen_batch_size",
+)
+"""Keys of sampling that data.responses=initial_policy reads as well."""
 SAMPLED_ONLY = (
     "algorithm.",
     "critic.",
@@ -55,6 +66,11 @@ SAMPLED_ONLY = (
     "trainer.save_rollouts",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
+ESTIMATED_ONLY = (
+    *("adv_estimator", "adv_options", "norm_adv_by_std_in_grpo", "gamma", "lam"),
+    *("use_kl_in_reward", "kl_penalty", "kl_penalty_options", "kl_ctrl.", "mask_truncated", "rollout_correction."),
+)
+"""Keys of `algorithm` that shape, correct or leave out advantages of tokens, which pairs do not have."""
 SCORED_ONLY = (
     f"{_R}.",
     "reward.",
@@ -81,29 +97,40 @@ def problems(config: Config) -> Iterator[str]:
         if is_iterated(config):
             yield from _iterated(config)
         return
+    chosen = f"data.responses={config.data.responses}"
     if trainer.schedule != leaves()["trainer.schedule"].default:
         yield (
-            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with data.responses=rows they stand in "
-            "the data; leave it out"
+            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with {chosen} they are fixed before "
+            "training; leave it out"
         )
-    if loss != SUPERVISED_LOSS and ":" not in loss:
-        yield f"{key}={loss}: is made for sampled responses, and data.responses=rows trains on rows; {key}={SUPERVISED_LOSS}"
+    if loss != SUPERVISED_LOSS and ":" not in loss and not trains_pairs(config):
+        yield (
+            f"{key}={loss}: is made for responses of the policy as it is, and {chosen} trains on fixed ones; {key}={SUPERVISED_LOSS} "
+            f"learns them, {key}=dpo compares two"
+        )
+    if trains_pairs(config) and config.data.truncation != "error":
+        yield (
+            f"data.truncation={config.data.truncation}: {key}={loss} compares whole answers, and a cut one would be another; drop "
+            "long rows with data.filter_overlong_prompts=true"
+        )
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
-            f"{_A}.ppo_mini_batch_size={mini}: data.responses=rows takes one optimizer step on each batch, "
+            f"{_A}.ppo_mini_batch_size={mini}: {chosen} takes one optimizer step on each batch, "
             f"data.train_batch_size={batch}; leave it out"
         )
     if trainer.val_only:
         yield (
-            "trainer.val_only=true: data.responses=rows only trains; with trainer.schedule=sync the answers to data.val_files "
-            "are sampled and scored"
+            f"trainer.val_only=true: {chosen} only trains; with data.responses=policy the answers to data.val_files are sampled "
+            "and scored"
         )
     if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
         yield (
             f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
             "steps; give both"
         )
+    if collects(config) and config.data.train_weights:
+        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
 
 
 def _iterated(config: Config) -> Iterator[str]:
@@ -146,21 +173,26 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if not is_offline(config):
         if config.trainer.schedule not in SAMPLING:
             return idle  # a schedule of the user's own may read whatever it likes
-        idle |= {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
-        if not is_iterated(config):
-            return idle | _of(ITERATED, f"is of trainer.schedule={ITERATE}")
-        if config.trainer.iterate.reward_model_steps == 0:
-            idle |= {key: (False, "has no effect with trainer.iterate.reward_model_steps=0") for key in REPLAY}
-        elif config.trainer.iterate.replay_share == 0:
-            idle["trainer.iterate.replay_pairs"] = (False, "has no effect with trainer.iterate.replay_share=0")
-        return idle
+        idle |= {key: (False, "is of data.responses=rows and initial_policy") for key in ROWS_ONLY}
+        idle |= _of(REJECTION, "is of data.responses=initial_policy")
+        if trains_pairs(config):
+            idle |= _without_advantages(config)
+        return idle | _of_iterations(config)
+    fixed = "samples its responses before training" if collects(config) else "trains on the answers in the data"
+    read = COLLECTING if collects(config) else ()
     idle |= {
-        key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
+        key: (False, f"has no effect with data.responses={config.data.responses}, which {fixed}")
         for key in leaves()
-        if _lies_in(key, SAMPLED_ONLY)
+        if _lies_in(key, SAMPLED_ONLY) and not _lies_in(key, read)
     }
-    idle |= _of(ITERATED, "has no effect with data.responses=rows, which samples nothing to train on")
-    if not samples_answers(config):
+    if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
+        unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
+        idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
+    if trains_pairs(config):
+        why = f"has no effect with policy_loss.loss_mode={loss}, which compares the best with the worst response, however good"
+        idle["algorithm.rejection.min_reward"] = (False, why)
+    idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
+    if not samples_answers(config) and not collects(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
             for key in leaves()
@@ -170,6 +202,29 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
             why = "has no effect with data.max_length, the longest row"
             idle |= {f"data.{name}": (False, why) for name in ("max_prompt_length", "max_response_length")}
     return idle
+
+
+def _without_advantages(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys that sampled pairs do not read: the loss compares them by itself, and no advantage is estimated."""
+    why = f"has no effect with policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}, which "
+    estimated = tuple(f"algorithm.{name}" for name in ESTIMATED_ONLY)
+    return {
+        key: (False, why + ("compares pairs and reads no advantages" if reads else "has the reference in it and no KL term"))
+        for key in leaves()
+        for reads in (_lies_in(key, estimated),)
+        if reads or key.startswith(f"{_A}.kl_loss_")
+    }
+
+
+def _of_iterations(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys of iterated training that a run does not read whose responses the policy samples."""
+    if not is_iterated(config):
+        return _of(ITERATED, f"is of trainer.schedule={ITERATE}")
+    if config.trainer.iterate.reward_model_steps == 0:
+        return {key: (False, "has no effect with trainer.iterate.reward_model_steps=0") for key in REPLAY}
+    if config.trainer.iterate.replay_share == 0:
+        return {"trainer.iterate.replay_pairs": (False, "has no effect with trainer.iterate.replay_share=0")}
+    return {}
 
 
 def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
+from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config, OptimConfig
 
@@ -140,7 +140,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         **data_rules.switches(config),
         **_engine_switches(config),
         **_run_switches(config),
-        "data.gen_batch_size": (groups.enable and groups.refill, "needs algorithm.filter_groups.enable=true, with refill"),
+        "data.gen_batch_size": (
+            collects(config) or (groups.enable and groups.refill),
+            "needs algorithm.filter_groups.enable=true, with refill",
+        ),
         f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
         f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
         f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),

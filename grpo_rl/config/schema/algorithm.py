@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import Coefficient, Count, Fraction, Positive, Ratio, RatioAboveOne, RejectionMode
+from grpo_rl.config.schema.kinds import Coefficient, Count, Factor, Fraction, Positive, Ratio, RatioAboveOne, RejectionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,16 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectionConfig:
+    min_reward: Factor = 1.0
+    """data.responses=initial_policy: train on responses with at least this reward. Pairs are the best and the worst of each group."""
+    max_per_prompt: Count | None = None
+    """Most responses to one prompt that are kept, those sampled first; null: all."""
+    deduplicate: bool = True
+    """Keep each response to a prompt once."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
@@ -73,3 +83,4 @@ class AlgorithmConfig:
     mask_truncated: bool = False
     """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)

@@ -20,8 +20,8 @@ class CustomClsConfig:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
-    responses: Literal["policy", "rows"] = "policy"
-    """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them."""
+    responses: Literal["policy", "rows", "initial_policy"] = "policy"
+    """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs; initial_policy: sampled once, before training, and kept as algorithm.rejection says."""
     train_weights: list[Positive] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     dynamic_weights: bool = False
@@ -29,11 +29,15 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     val_prompt_files: list[str] = field(default_factory=list)
-    """responses=rows: prompts in the row format of responses=policy, which are answered and scored at every validation, beside the loss on val_files. Empty: no engine and no reward start."""
+    """responses=rows and initial_policy: prompts in the row format of responses=policy, which are answered and scored at every validation, beside the loss on val_files. Empty: no engine and no reward start."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     response_key: str = "response"
     """responses=rows: column with the answer to learn, beside prompt_key; a path with dots where it lies in another column."""
+    chosen_key: str = "chosen"
+    """responses=rows, losses over pairs: column with the better answer, a text or chat messages; prompt_key may be missing where both sides begin with the prompt."""
+    rejected_key: str = "rejected"
+    """responses=rows, losses over pairs: column with the worse answer, of the same form."""
     messages_key: str = "messages"
     """responses=rows: column with a conversation, whose assistant turns are learnt; rows without it have prompt and response."""
     tools_key: str = "tools"
@@ -66,7 +70,7 @@ class DataConfig:
     train_batch_size: Prompts = 1024
     """Prompts per training step. The number of rollouts is this times rollout.n."""
     gen_batch_size: Prompts | None = None
-    """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups); null: train_batch_size."""
+    """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups), or with responses=initial_policy; null: train_batch_size."""
     retire_above: PositiveFraction | None = None
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
     retire_metric: str = "score"

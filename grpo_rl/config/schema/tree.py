@@ -13,6 +13,7 @@ from grpo_rl.config.schema.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
     KlControlConfig,
+    RejectionConfig,
     RolloutCorrectionConfig,
 )
 from grpo_rl.config.schema.critic import (
@@ -96,6 +97,7 @@ __all__ = [
     "RayInitConfig",
     "RefConfig",
     "RefFsdpConfig",
+    "RejectionConfig",
     "RejectionMode",
     "RewardConfig",
     "RewardModelConfig",

@@ -42,11 +42,11 @@ class LabelledPair:
     def of(cls, chosen: Rollout, rejected: Rollout, iteration: int, number: int) -> LabelledPair:
         """Return the pair of two rollouts of one group with their labels as rewards."""
         assert chosen.reward is not None and rejected.reward is not None
-        # Read here: the blocks of tokens go with the step, and a pair stays.
-        prompt, better, worse = (
-            np.array(ids, dtype=np.int32) for ids in (chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids)
-        )
-        return cls(Pair(prompt, better, worse), iteration, number, (chosen.reward, rejected.reward), (chosen.text, rejected.text))
+        # Copied: a rollout's own ids lie in a block that is freed when its step is over, and a replay is later.
+        sides = chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids
+        prompt_ids, chosen_ids, rejected_ids = (np.array(ids, np.int32) for ids in sides)
+        pair = Pair(prompt_ids, chosen_ids, rejected_ids)
+        return cls(pair, iteration, number, (chosen.reward, rejected.reward), (chosen.text, rejected.text))
 
     def record(self) -> dict[str, Any]:
         """Return the pair as a row of the file."""

@@ -122,6 +122,10 @@ def remax(case: Case) -> list[float]:
     return [value - baseline for rewards, baseline in pairs for value in to_go(rewards, 1.0)]
 
 
+def rft(case: Case) -> list[float]:
+    return [float(math.fsum(rewards) >= 1.0) for rewards in case.rewards for _ in rewards]
+
+
 def gae_unwhitened(case: Case, gamma: float, lam: float) -> list[float]:
     advantages = []
     for rewards, values in zip(case.rewards, case.data.nested(case.data.values), strict=True):
@@ -162,6 +166,7 @@ ESTIMATORS: dict[str, Callable[[Case], list[float]]] = {
         reinforce_plus_plus,
         reinforce_plus_plus_baseline,
         remax,
+        rft,
         rloo,
     )
 }

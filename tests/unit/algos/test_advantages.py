@@ -19,6 +19,7 @@ from grpo_rl.algos.advantages.registered import (
     grpo_passk,
     opo,
     reinforce_plus_plus_baseline,
+    rft,
     rloo,
     token_rewards,
 )
@@ -153,3 +154,10 @@ def test_scores_sum_the_token_rewards_and_keep_the_outcome_of_empty_responses() 
     inp = inputs([1.0, 5.0], [2, 0], [0, 0], kl=[0.5, 0.25], kl_coef=1.0)
     assert inp.scores_N().tolist() == [0.25, 5.0]
     assert Segments(inp.lengths_N).num_tokens == 2
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, [1.0, 0.0, 1.0, 0.0]), ({"threshold": 0.5}, [1.0, 1.0, 1.0, 0.0])])
+def test_rft_learns_what_is_good_enough_and_leaves_the_others_alone(options: dict[str, float], expected: list[float]) -> None:
+    lengths = [2, 1, 3, 2]
+    out = rft(inputs([1.0, 0.5, 1.5, -1.0], lengths, [0, 0, 1, 1]), **options)
+    assert out.advantages_T.tolist() == torch.tensor(expected).repeat_interleave(torch.tensor(lengths)).tolist()

@@ -84,7 +84,7 @@ def config_of(estimator: str, loss: str, average: str, kl: str) -> Config:
 
 
 def refused(config: Config, key: str) -> bool:
-    """Whether a rule between the keys, or the plan's trial of the function that the key belongs to, refuses the configuration."""
+    """Return whether a rule between the keys, or the plan's trial of the function that the key belongs to, refuses the configuration."""
     if [
         line
         for line in (*algorithm_rules.problems(config), *switch_rules.problems(config))
@@ -233,7 +233,7 @@ def options_after(estimator: str, change: str) -> str | None:
 
 @functools.cache
 def refused_alone(kind: str, name: str, change: str) -> bool:
-    """Whether a function refuses a change of its own keys, whatever the other functions are."""
+    """Return whether a function refuses a change of its own keys, whatever the other functions are."""
     key, value = ast.literal_eval(change)
     others = {ESTIMATOR.kind: "grpo", LOSS.kind: "vanilla", AVERAGE.kind: "token-mean", KL_IN_LOSS.kind: "k3"}
     return refused(with_value(config_of(*(others | {kind: name}).values()), key, value), key)
@@ -241,7 +241,7 @@ def refused_alone(kind: str, name: str, change: str) -> bool:
 
 @functools.cache
 def refused_together(estimator: str, loss: str, change: str) -> bool:
-    """Whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does so alone."""
+    """Return whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does alone."""
     key, value = ast.literal_eval(change)
     return refused(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value), key)
 
@@ -352,9 +352,10 @@ def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estima
                 algorithm._check_pair(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value))
             except ConfigError:
                 idle.add(name)
-    # Only the best response of a group has an advantage in pass@k training, and it is positive.
-    assert idle <= ({"clip_low", "clip_c", "tau_neg"} if estimator == "grpo_passk" else set())
-    assert estimator != "grpo_passk" or "tau_neg" in idle or loss != "sapo"
+    # Only the best response of a group has an advantage in pass@k training, and in RFT right ones have: it is positive.
+    positive = estimator in ("grpo_passk", "rft")
+    assert idle <= ({"clip_low", "clip_c", "tau_neg"} if positive else set())
+    assert not positive or "tau_neg" in idle or loss != "sapo"
 
 
 # ---- what is known of every function of this package ----------------------------------------------------
@@ -384,7 +385,7 @@ def test_every_option_of_every_function_can_change_its_result(kind: trial.Kind, 
 
 LOSSES_WITH_OPTIONS = sorted(name for name in SINGLE if options_of(POLICY_LOSSES.get(name)))
 STILL_ACT = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}
-"""Which tokens are left out matters at a ratio of 1 too. kl_cov's penalty has no gradient there, whichever tokens it is on."""
+"""Options that act at a ratio of 1 too, where it matters which tokens are left out. kl_cov's penalty has no gradient there, whichever tokens it is on."""
 
 
 @pytest.mark.parametrize("name", LOSSES_WITH_OPTIONS)

@@ -24,7 +24,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.function_options import PAIR_AVERAGES
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
-from grpo_rl.registry import needs_of
+from grpo_rl.registry import needs_of, shown, shown_coefficient
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {}),
@@ -357,3 +357,10 @@ def test_a_run_that_makes_no_pairs_or_no_mean_over_them_or_cannot_hold_one_is_re
 def test_the_formula_shows_the_options(name: str, options: dict[str, Any], formula: str) -> None:
     text = Objective(name, "prompt-mean", loss_options=tuple(options.items())).formula()
     assert formula in text and ("π_ref" in text) is (name != "simpo" and "reference_free" not in options)
+
+
+def test_the_formula_has_the_terms_of_smoothed_labels_only_where_labels_are_smoothed() -> None:
+    dpo = POLICY_LOSSES.get("dpo")
+    assert shown(dpo, {}).startswith("-log sigmoid(0.1 h); h = ")
+    assert shown(dpo, {"label_smoothing": 0.1}).startswith("-(0.9) log sigmoid(0.1 h) - 0.1 log sigmoid(-0.1 h); h = ")
+    assert shown_coefficient(dpo, {}) == "± 0.1 (sigmoid(-0.1 h)); + on chosen, - on rejected tokens"

@@ -44,7 +44,7 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for sampled responses"),
+        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
         ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
         ({"data.max_length": 64}, "data.max_length=64: is of data.responses=rows"),
         ({"trainer.early_stop_patience": 3}, "is of data.responses=rows"),
@@ -76,6 +76,65 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
 )
 def test_a_key_that_the_schedule_does_not_read_is_refused(given: dict[str, Any], message: str) -> None:
     assert any(message in problem for problem in check(config_of(given), CPU))
+
+
+PAIRS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "dpo"}
+SAMPLED_PAIRS = {f"{A}.policy_loss.loss_mode": "dpo"}
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo"])
+def test_pairs_in_rows_need_the_actor_alone_also_for_the_reference(loss: str) -> None:
+    given = PAIRS | VAL | {f"{A}.policy_loss.loss_mode": loss, f"{A}.use_kl_loss": True}
+    assert check(config_of(given), CPU) == []
+    plan = decide(config_of(given), CPU)
+    assert [role.name for role in plan.roles] == ["actor"] and plan.passes.old_logprobs == "none"
+    assert plan.objective.needs_ref == (loss != "simpo") and plan.objective.kl_loss_type is None
+    # A mean over pairs, a whole batch of which is one optimizer step.
+    assert plan.objective.loss_agg_mode == "seq-mean-token-mean" and plan.sizes.updates_per_step == 1
+    assert plan.sizes.rollouts_per_step == 2 * plan.config.data.train_batch_size
+
+
+@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("ipo", True), ("simpo", False)])
+def test_sampled_pairs_need_a_reference_where_the_loss_reads_one_and_never_old_logprobs(loss: str, reference: bool) -> None:
+    given = {f"{A}.policy_loss.loss_mode": loss, f"{A}.ppo_epochs": 2}
+    assert check(config_of(given), CPU) == []
+    plan = decide(config_of(given), CPU)
+    assert (plan.role("reference") is not None) == reference and plan.role("critic") is None
+    assert plan.passes.old_logprobs == "none" and plan.objective.kl_loss_type is None
+    assert plan.objective.loss_agg_mode == "seq-mean-token-mean"
+
+
+def test_a_dpo_without_its_reference_starts_none() -> None:
+    free = SAMPLED_PAIRS | {f"{A}.policy_loss.options": {"reference_free": True}}
+    assert check(config_of(free), CPU) == [] and decide(config_of(free), CPU).role("reference") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (PAIRS | {"data.response_key": "answer"}, "loss_mode=dpo reads rows with pairs"),
+        (PAIRS | {"data.truncation": "left"}, "compares whole answers"),
+        (
+            PAIRS | {"data.responses": "initial_policy", "algorithm.rejection.min_reward": 0.5},
+            "compares the best with the worst response, however good",
+        ),
+        (PAIRS | {f"{R}.n": 4}, "has no effect with data.responses=rows"),
+        (PAIRS | {f"{A}.loss_agg_mode": "token-sum"}, "makes no mean over pairs"),
+        (PAIRS | {"data.max_length": 10_000, f"{A}.ppo_max_token_len_per_gpu": 16_384}, "shorter than a pair"),
+        (ROWS | {"data.chosen_key": "good"}, "loss_mode=sft reads rows with answers to learn"),
+        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "loss_mode=dpo compares two"),
+        ({"data.chosen_key": "good"}, "is of data.responses=rows"),
+        (SAMPLED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst response"),
+        (SAMPLED_PAIRS | {"algorithm.adv_estimator": "rloo"}, "compares pairs and reads no advantages"),
+        (SAMPLED_PAIRS | {"algorithm.mask_truncated": True}, "compares pairs and reads no advantages"),
+        (SAMPLED_PAIRS | {"algorithm.use_kl_in_reward": True, f"{A}.use_kl_loss": False}, "reads no advantages"),
+        (SAMPLED_PAIRS | {f"{A}.kl_loss_coef": 0.1}, "has the reference in it and no KL term"),
+        (SAMPLED_PAIRS | {f"{A}.clip_ratio": 0.3}, "clip_ratio"),
+    ],
+)
+def test_a_key_that_pairs_do_not_read_is_refused(given: dict[str, Any], message: str) -> None:
+    problems = check(config_of(given), CPU)
+    assert any(message in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(

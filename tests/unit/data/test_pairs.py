@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.algos.losses.preference import Pairs
-from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.data.collate import collate
 from grpo_rl.data.pairs import (
     PairColumns,
-    PairDataset,
+    PairSet,
     load_pairs,
     pair_texts,
     pairs_of_groups,
-    rollout_pair_batch,
+    with_sides,
 )
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.source import BadRow
@@ -136,13 +137,14 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
     return str(file)
 
 
-def load(file: str, **options: Any) -> PairDataset:
-    return load_pairs([file], DataConfig(**options), TOKENIZER)
+def load(file: str, bad_rows: BadRows | None = None, **options: Any) -> PairSet:
+    config = Config(data=DataConfig(responses="rows", **options))
+    return load_pairs([file], config, TOKENIZER, max_samples=-1, bad_rows=bad_rows)
 
 
 def test_answers_are_the_tokens_that_the_policy_would_sample_and_its_end(tmp_path: Path) -> None:
     data = load(write(tmp_path, GOOD, {**GOOD, "chosen": "1+1=2"}))
-    pair = data.pairs[0]
+    pair = data.row(0)
     assert TOKENIZER.decode(pair.prompt_ids) == "1+1=" and TOKENIZER.decode(pair.chosen_ids[:-1]) == "2"
     assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == TOKENIZER.eos_token_id
     assert (len(data), pair.prompt_ids.dtype) == (2, np.int32)
@@ -155,7 +157,7 @@ def test_a_chat_template_makes_prompt_and_answer_together_the_rendered_conversat
         "{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
     )
     rows = [{"prompt": [user("1+1")], "chosen": [assistant("2")], "rejected": [assistant("3")]}]
-    (pair,) = load(write(tmp_path, *rows), chat_template=template).pairs
+    pair = load(write(tmp_path, *rows), chat_template=template).row(0)
     whole = TOKENIZER.apply_chat_template([user("1+1"), assistant("2")], chat_template=template, tokenize=True)
     whole = whole if isinstance(whole, list) else whole["input_ids"]
     # All but the '+' behind the end: nothing samples that.
@@ -178,28 +180,27 @@ def test_all_bad_rows_are_named_at_once_or_left_out(tmp_path: Path) -> None:
     assert "3 bad rows of the 5 checked" in text
     assert [f"pairs.jsonl, line {number}" in text for number in range(1, 6)] == [False, True, True, True, False]
     bad = BadRows("skip", tmp_path / "bad.jsonl")
-    data = load_pairs([file], DataConfig(on_bad_row="skip"), TOKENIZER, bad_rows=bad)
-    assert (len(data), data.num_bad) == (2, 3)
+    data = load(file, bad, on_bad_row="skip")
+    assert (len(data), data.report.num_bad) == (2, 3)
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_columns_are_those_that_the_configuration_names(tmp_path: Path) -> None:
+    row = {"question": [user("1+1=")], "answers": {"good": "2", "bad": "3"}, "margin": "is not read"}
+    data = load(write(tmp_path, row), prompt_key="question", chosen_key="answers.good", rejected_key="answers.bad")
+    assert [TOKENIZER.decode(ids[:-1]) for ids in (data.row(0).chosen_ids, data.row(0).rejected_ids)] == ["2", "3"]
+    with pytest.raises(DataError, match="line 1: there is no column 'answers'"):
+        load(write(tmp_path, GOOD), chosen_key="answers.good")
 
 
 def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD, {**GOOD, "prompt": "1+" * 30 + "1="}, {**GOOD, "chosen": "1" * 40})
-    with pytest.raises(DataError, match=r"line 2: the prompt has 62 tokens, more than data.max_prompt_length=16, as 1 other"):
-        load(file, max_prompt_length=16, max_response_length=16)
-    data = load(file, max_prompt_length=16, max_response_length=16, filter_overlong_prompts=True)
-    assert (len(data), data.num_dropped) == (1, 2)
-    with pytest.raises(DataError, match="no pairs are left of 1 rows: 0 are bad and 1 too long"):
-        load(write(tmp_path, {**GOOD, "chosen": "1" * 40}), max_response_length=16, filter_overlong_prompts=True)
-
-
-def test_the_digest_changes_with_any_token_and_with_the_order(tmp_path: Path) -> None:
-    other = {**GOOD, "rejected": "4"}
-    digests = [load(write(tmp_path, *rows)).digest() for rows in ((GOOD, other), (GOOD, other), (other, GOOD), (GOOD, GOOD))]
-    assert digests[0] == digests[1] and len(set(digests)) == 3
-    # A token that moves from the prompt to the answer changes it too.
-    moved = {"prompt": "1+1=2", "chosen": "3", "rejected": "4"}
-    assert load(write(tmp_path, moved)).digest() != load(write(tmp_path, {**moved, "prompt": "1+1=", "chosen": "23"})).digest()
+    with pytest.raises(DataError, match=r"line 2: has 64 tokens, more than the longest sequence of 32; 2 rows are too long"):
+        load(file, max_length=32)
+    data = load(file, max_length=32, filter_overlong_prompts=True)
+    assert (len(data), data.report.num_dropped) == (1, 2)
+    with pytest.raises(DataError, match="no rows are left: of 1 checked, 0 are bad and 1 are longer than 16 tokens"):
+        load(write(tmp_path, {**GOOD, "chosen": "1" * 40}), max_length=16, filter_overlong_prompts=True)
 
 
 def test_a_batch_has_both_sides_of_every_pair(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_the_best_is_paired_with_the_worst_of_each_group() -> None:
     ]
     pairs = pairs_of_groups(rollouts)
     assert [(p.prompt.uid, p.sample_index, q.sample_index) for p, q in pairs] == [("a", 1, 2), ("b", 3, 2)]
-    batch = rollout_pair_batch(pairs)
+    batch = with_sides(collate([member for pair in pairs for member in pair]))
     assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False, True, False]
     assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.rewards_N.tolist() == [1.0, 0.0, -1.0, -2.0]
     assert batch.rollout_logprobs_T.tolist() == [-1.0] * 8
@@ -266,5 +267,5 @@ def test_pairs_do_not_depend_on_the_order_in_which_rollouts_end(rewards: list[li
 
 
 def test_no_pairs_make_an_empty_batch() -> None:
-    batch = rollout_pair_batch([])
+    batch = with_sides(collate([]))
     assert batch.num_rollouts == 0 and batch.chosen_N is not None and torch.equal(batch.chosen_N, torch.zeros(0).bool())

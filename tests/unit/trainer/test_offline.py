@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.cluster.launch import newest_best
+from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.conversations import Demonstration
-from grpo_rl.data.supervised import Demonstrations, load_demonstrations, supervised_batch
+from grpo_rl.data.pairs import load_pairs
+from grpo_rl.data.supervised import load_demonstrations, supervised_batch
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.console import Console
@@ -27,7 +32,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer import offline
+from grpo_rl.trainer.rows import offline
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -45,14 +50,18 @@ class Learner:
     def __init__(self, losses: list[float] | None = None) -> None:
         self.batches: list[Batch] = []
         self.losses = losses
-        self.updates = self.validations = 0
+        self.updates = self.validations = self.num_asked = 0
 
     def update(self, batch: Batch) -> Metrics:
         self.batches.append(batch)
         self.updates += 1
         return {"actor/pg_loss": 1.0 / self.updates, "actor/loss": 1.0 / self.updates, "actor/nonfinite": 0.0}
 
+    def fingerprint(self) -> str:
+        return f"{self.updates} updates"
+
     def logprobs(self, batch: Batch) -> Tensor:
+        self.num_asked += batch.num_rollouts
         loss = 1.0 / (1 + self.updates) if self.losses is None else self.losses[self.validations]
         self.validations += 1
         return torch.full((batch.num_trained_tokens,), -loss)
@@ -66,6 +75,10 @@ class Learner:
     def save_bytes(self) -> int:
         return 10
 
+    def export(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "updates").write_text(str(self.updates))
+
     def begin_save(self, folder: Path, check: bool) -> None:
         self._written = self.save(folder)
 
@@ -73,9 +86,6 @@ class Learner:
         return self._written
 
     def committed(self, folder: Path) -> None:
-        pass
-
-    def export(self, folder: Path) -> None:
         pass
 
 
@@ -97,12 +107,9 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     """A supervised run on `rows` sums; a folder's second run follows the first."""
     base = make_config(**trainer)
     data = {"responses": "rows", "train_batch_size": 2, "response_key": "reward_model.ground_truth"}
-    config = Config(
-        **{
-            **{name: getattr(base, name) for name in base.__dataclass_fields__},
-            "data": type(base.data)(**data),
-        }
-    )
+    parts = base.actor_rollout_ref
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="sft")))
+    config = settled(replace(base, data=type(base.data)(**data), actor_rollout_ref=parts))
     tokenizer = build_tokenizer(128)
     task = f"task:arithmetic?num_rows={rows}"
     train = load_demonstrations([task], config, tokenizer, max_samples=-1)
@@ -110,9 +117,57 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    demonstrations = Demonstrations(train, held_out)
-    context = Context(config, Roles(actor=actor), None, None, output, total_steps, demonstrations=demonstrations)
+    given = TrainingRows(train, held_out)
+    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=given)
     return Run(context, schedule_of(config))
+
+
+PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
+
+
+def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> Run:
+    """Six pairs of a right and a wrong sum, and three to validate on; a folder's second run follows the first."""
+    base, tokenizer = make_config(**trainer), build_tokenizer(128)
+    keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
+    parts = base.actor_rollout_ref
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="dpo")))
+    data = replace(base.data, responses="rows", train_batch_size=2, **keys)
+    config = settled(replace(base, data=data, actor_rollout_ref=parts))
+    train, val = (
+        load_pairs([f"{PAIRED}&{more}"], config, tokenizer, max_samples=-1) for more in ("num_rows=6", "num_rows=3&split=val")
+    )
+    run_dir = RunDir.create(folder, "run")
+    run_dir.release()
+    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=TrainingRows(train, val))
+    return Run(context, schedule_of(config))
+
+
+def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(tmp_path: Path) -> None:
+    whole, first, second = Learner(), Learner(), Learner()
+    run_on_pairs(tmp_path / "whole", whole, 6, save_freq=2).fit()
+    run_on_pairs(tmp_path / "cut", first, 2, save_freq=2, val_before_train=False, test_freq=-1).fit()
+    asked = first.num_asked
+    again = run_on_pairs(tmp_path / "cut", second, 6, save_freq=2, val_before_train=False, test_freq=-1)
+    assert second.num_asked == 0, "the file of the first run has them"
+    again.resume(again.store.folder / "step_2")
+    again.fit()
+    assert trained(first) + trained(second) == trained(whole)
+    # Each row once by the policy before its first update, whose loss is 1; then validations alone.
+    assert asked == 2 * (6 + 3) + 2 * 3
+    for batch in whole.batches + second.batches:
+        assert batch.ref_logprobs_T is not None and torch.equal(batch.ref_logprobs_T, -torch.ones(batch.num_trained_tokens))
+        assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * 2
+
+
+def test_validation_on_pairs_measures_their_loss_accuracy_and_margin(tmp_path: Path) -> None:
+    run = run_on_pairs(tmp_path, Learner(), 3, test_freq=1)
+    run.fit()
+    rows = read_metrics(run.output.run_dir.metrics_file)
+    # This policy finds each token as likely as any other, so both sides, of equal lengths, have gained the same: a tie.
+    assert [row["val/loss"] for row in rows] == pytest.approx([math.log(2)] * 4)
+    assert [row["val/accuracy"] for row in rows] == [0.0] * 4 and [row["val/margin"] for row in rows] == [0.0] * 4
+    assert "val/perplexity" not in rows[0] and rows[1]["train/loss"] == 1.0
 
 
 def trained(actor: Learner) -> list[list[int]]:
@@ -164,6 +219,19 @@ def test_training_ends_when_the_validation_loss_has_not_fallen_for_long_enough(t
     assert (
         "training ends at step 5 of 20: the validation loss has not been below 0.4000, that of step 3, in 2 validations" in said
     )
+
+
+def test_the_policy_with_the_lowest_validation_loss_is_the_one_that_is_exported(tmp_path: Path) -> None:
+    actor = Learner(losses=[loss for loss in (1.0, 0.5, 0.6, 0.4, 0.45, 0.45) for _ in range(2)])
+    run = run_of(tmp_path, actor, 5, test_freq=1, early_stop_patience=3)
+    run.fit()
+    run_dir = run.output.run_dir
+    assert [path.name for path in run_dir.best.iterdir()] == ["step_3"]
+    assert (run_dir.best / "step_3/updates").read_text() == "3" and actor.updates == 5
+    assert newest_best(run_dir) == run_dir.best / "step_3"
+    other = run_of(tmp_path / "other", Learner(), 2, test_freq=1)
+    other.fit()
+    assert newest_best(other.output.run_dir) is None, "without early stopping the last policy is exported"
 
 
 def test_the_count_of_validations_without_progress_is_in_the_checkpoint() -> None:

@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, TrainerConfig
+from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.tokens import TokenBlock
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
-from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Batch, Completion, Metrics, Prompt, Rollout, Sampling
 
 
 class Policy:
@@ -34,6 +37,7 @@ class Policy:
         self.samplings: list[Sampling] = []
         self.prompts: list[list[str]] = []
         self.version = 0
+        self.trained: list[Batch] = []
         self.is_solved: Callable[[str], bool] = lambda uid: False
         """Prompts that it always answers right."""
 
@@ -59,8 +63,9 @@ class Policy:
             for sample in [*range(n), *([GREEDY] if greedy else [])]:
                 # Greedily it knows every other prompt.
                 knows = sample % 2 == 0 if sample != GREEDY else len(rollouts) == n
-                text = str(prompt.ground_truth) if knows or self.is_solved(prompt.uid) else "no idea"
-                rollouts.append(Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
+                right = knows or self.is_solved(prompt.uid)
+                text, ids = (str(prompt.ground_truth), (2, 3)) if right else ("no idea", (2, 4))
+                rollouts.append(Rollout(prompt, sample, ids, (-0.5, -0.5), "stop", ((self.version, 2),), text=text))
                 if on_finish is not None:
                     on_finish(rollouts[-1])
         return rollouts
@@ -76,6 +81,7 @@ class Policy:
     def update(self, batch: Batch) -> Metrics:
         assert batch.advantages_T is not None
         self.calls.append("update")
+        self.trained.append(batch)
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
 
@@ -175,8 +181,9 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         reference: bool = False,
         rows: int = 6,
         critic: Critic | None = None,
+        policy: Policy | None = None,
     ) -> tuple[Run, Policy]:
-        policy = Policy()
+        policy = policy or Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
@@ -186,6 +193,34 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
     yield trainer
     console.close()
     run_dir.release()
+
+
+class FarPolicy(Policy):
+    """Its responses lie in blocks of another process, as those of a rollout pool do; every look at them is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.blocks: list[TokenBlock] = []
+
+    def read(self) -> TokenBlock:
+        self.reads += 1
+        return self.blocks[-1]
+
+    def generate(self, *arguments: Any, on_finish: Any = None, **options: Any) -> list[Rollout]:
+        *arguments, finished = arguments if len(arguments) == 4 else (*arguments, on_finish)
+        made = super().generate(*arguments, **options)
+        reports, block = pack([Completion("r", r.response_ids, r.rollout_logprobs, "stop", r.versions) for r in made])
+        self.blocks.append(block)
+        for rollout, places in zip(made, unpack(reports, self), strict=True):
+            rollout.response_ids, rollout.rollout_logprobs = places.response_ids, places.logprobs
+            finished(rollout)
+        return made
+
+    def old_logprobs(self, batch: Batch) -> Batch:
+        assert batch.held is not None and batch.token_ids_S.is_meta
+        self.calls.append("old")
+        return batch
 
 
 STEP = ["sync", "generate 2x4", "old", "update"]
@@ -201,6 +236,21 @@ def test_a_step_samples_with_the_newest_weights_compares_and_trains(make):
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     # Rewards 1 0 1 0: mean 1/2, sample standard deviation sqrt(1/3).
     assert [record["advantage"] for record in records[:2]] == pytest.approx([0.75**0.5, -(0.75**0.5)], rel=1e-5)
+
+
+@pytest.mark.parametrize("save_rollouts", [False, True])
+def test_a_step_reads_no_token_unless_it_logs_the_rollouts(make, save_rollouts):
+    rows, records = [], []
+    for policy in (Policy(), FarPolicy()):
+        config = make_config(save_rollouts=save_rollouts)
+        trainer, _ = make(config, total_steps=1, with_val=False, policy=policy)
+        trainer.fit()
+        row = read_metrics(trainer.output.run_dir.metrics_file)[-1]
+        rows.append({name: value for name, value in row.items() if "time" not in name and "_s" not in name})
+        records.append(read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl") if save_rollouts else [])
+    assert len(policy.blocks) == 1
+    assert policy.reads == (8 if save_rollouts else 0), "the log has the mean log-prob of each rollout"
+    assert rows[0] == rows[1] and records[0] == records[1] and len(rows[0]) > 10
 
 
 def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advantages(make):
@@ -224,6 +274,40 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others
     assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
     # Rewards 1 0 1 0, minus 1 where the greedy response was right, and minus 0 where it was not.
     assert [record["advantage"] for record in records] == [0.0, -1.0, 0.0, -1.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def with_loss(config: Config, loss: str) -> Config:
+    """This configuration with another policy loss."""
+    parts = config.actor_rollout_ref
+    actor = dataclasses.replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss))
+    return settled(dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor)))
+
+
+@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("simpo", False)])
+def test_groups_become_pairs_which_are_trained_whole_and_without_advantages(make, loss, reference):
+    trainer, policy = make(with_loss(make_config(), loss), total_steps=1, with_val=False, reference=reference)
+    policy.is_solved = lambda uid: uid == policy.prompts[0][1]
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "old", *(["ref"] if reference else []), "update"]
+    # The prompt that is always answered right makes no pair.
+    [batch] = policy.trained
+    assert batch.chosen_N.tolist() == [True, False] and batch.rewards_N.tolist() == [1.0, 0.0]
+    assert (batch.ref_logprobs_T is not None) == reference
+    [row] = read_metrics(trainer.output.run_dir.metrics_file)
+    assert (row["pairs/num_pairs"], row["pairs/tied_fraction"], row["pairs/reward_gap"]) == (1.0, 0.5, 1.0)
+    assert row["reward/mean"] == 0.75 and "advantage/abs_mean" not in row
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert [record["advantage"] for record in records] == [1.0, -1.0, *[None] * 6]
+
+
+def test_a_step_whose_groups_are_all_ties_makes_no_update(make):
+    trainer, policy = make(with_loss(make_config(), "dpo"), total_steps=2, with_val=False, reference=True)
+    policy.is_solved = lambda uid: policy.version == 0 and len(policy.prompts) == 1
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "sync", "generate 2x4", "old", "ref", "update"]
+    first, second = read_metrics(trainer.output.run_dir.metrics_file)
+    assert (first["pairs/num_pairs"], first["pairs/tied_fraction"]) == (0.0, 1.0) and "actor/loss" not in first
+    assert (second["pairs/num_pairs"], second["pairs/tied_fraction"]) == (2.0, 0.0)
 
 
 def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):

@@ -1,30 +1,32 @@
-"""Supervised training: the policy learns answers that stand in the data, and nothing is sampled to train on."""
+"""Training on rows as they stand: the policy learns answers, or to prefer some to others, and nothing is sampled to train on."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from grpo_rl.algos.objective import Objective
 from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.supervised import DemonstrationSet, supervised_batch
+from grpo_rl.data.supervised import supervised_batch
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
+from grpo_rl.trainer.rows.row_measures import measure, named_measures
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.selection import resume_order
 from grpo_rl.trainer.validation import Validation
-from grpo_rl.types import Metrics, Rollout
-
-LARGEST_EXPONENT = 700.0
-"""e to this is near the largest float."""
+from grpo_rl.types import Batch, Metrics, Rollout
 
 
 class OfflineSchedule:
-    """The supervised schedule: one optimizer step on each batch of rows, epoch after epoch.
+    """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
 
     Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
     """
@@ -34,35 +36,48 @@ class OfflineSchedule:
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config
         self.actor = required(context.roles.actor, "actor")
-        demonstrations = required(context.demonstrations, "demonstrations")
-        self.train_data, self.val_data = demonstrations.train, demonstrations.val
+        rows = required(context.rows, "rows")
+        self.train_data, self.val_data = rows.train, rows.val
+        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
+        self.reference = self._reference(rows)
         self.sampler = make_sampler(self.config, self.train_data)
         self.answers = Validation(context)
         self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
         self.trained: Sequence[Rollout] = ()
 
+    def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
+        """Return the reference's log-probs of the rows; None where the objective compares with none."""
+        if not self.objective.needs_ref:
+            return None
+        output = self.context.output
+        file, batch_size = output.run_dir.path / FILE, self.config.data.train_batch_size
+        return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
+
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
         timer = Timer(self.context.progress.phase)
         with timer("data"):
-            batch = supervised_batch(self._draw())
+            batch = self._draw()
         with timer("update_actor"):
             metrics = self.actor.update(batch)
-        loss = metrics["actor/pg_loss"]
         num_tokens = float(len(batch.token_ids_S))
+        measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         return (
-            {"train/loss": loss, "train/perplexity": perplexity(loss), "train/num_tokens": float(batch.num_trained_tokens)}
+            named_measures("train", measured, self.objective)
+            | {"train/num_tokens": float(batch.num_trained_tokens)}
             | metrics
             | {"trainer/epoch": float(self.sampler.epoch)}
             | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
             | timer.metrics()
         )
 
-    def _draw(self) -> list[Demonstration]:
+    def _draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
         position = self.sampler.position()
         try:
-            return [self.train_data.demonstration(row) for row, _ in self.sampler.next_batch()]
+            rows = [row for row, _ in self.sampler.next_batch()]
+            batch = self.train_data.batch(rows)
+            return batch if self.reference is None else self.reference.fill("train", rows, batch)
         except DataError:
             self.sampler.seek(position)
             raise
@@ -73,13 +88,28 @@ class OfflineSchedule:
         if self.val_data is not None:
             timer = Timer(self.context.progress.phase)
             with timer("testing"):
-                loss = validation_loss(self.actor, self.val_data, self.config.data.train_batch_size)
-            metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)} | timer.metrics()
+                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
+            metrics = named_measures("val", measured, self.objective) | timer.metrics()
         answered = self.answers()
         seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
-        if self.val_data is not None:
-            self.early_stop.record(self.context.step, metrics["val/loss"])
+        if self.val_data is not None and self.early_stop.record(self.context.step, metrics["val/loss"]):
+            self._export_best()
         return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
+
+    def _export_best(self) -> None:
+        """Write the present policy as the best one, and drop the one before. Only where early stopping may need it."""
+        if self.early_stop.patience is None or not self.config.trainer.export_at_end:
+            return
+        folder = self.context.output.run_dir.best
+        target, fresh = folder / f"step_{self.context.step}", folder / "being_written"
+        for leftover in (fresh, target):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        self.actor.export(fresh)
+        fresh.rename(target)
+        for other in folder.iterdir():
+            if other != target:
+                shutil.rmtree(other)
 
     def ended(self) -> str | None:
         """Return why training ends early, once the validation loss has not fallen for long enough."""
@@ -104,12 +134,13 @@ class EarlyStop:
         self.lowest, self.step = math.inf, 0
         self.in_a_row = 0
 
-    def record(self, step: int, loss: float) -> None:
-        """Take in the loss of one validation; one that is not finite is no improvement."""
+    def record(self, step: int, loss: float) -> bool:
+        """Take in the loss of one validation, and return whether it is the lowest; one that is not finite is not."""
         if loss < self.lowest:
             self.lowest, self.step, self.in_a_row = loss, step, 0
-        else:
-            self.in_a_row += 1
+            return True
+        self.in_a_row += 1
+        return False
 
     def reason(self) -> str | None:
         """Return why training ends; None while it goes on."""
@@ -129,22 +160,6 @@ class EarlyStop:
         """Go on counting from this state."""
         self.lowest = math.inf if state["lowest"] is None else float(state["lowest"])
         self.step, self.in_a_row = int(state["step"]), int(state["in_a_row"])
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the mean loss of a token."""
-    return math.exp(min(loss, LARGEST_EXPONENT))
-
-
-def validation_loss(actor: Actor, data: DemonstrationSet, batch_size: int) -> float:
-    """Return the mean of -log π over all trained tokens of the data."""
-    total, num_tokens = 0.0, 0
-    for start in range(0, len(data), batch_size):
-        rows = range(start, min(start + batch_size, len(data)))
-        batch = supervised_batch([data.demonstration(row) for row in rows])
-        total -= float(actor.logprobs(batch).double().sum())
-        num_tokens += batch.num_trained_tokens
-    return total / num_tokens
 
 
 def fit(

@@ -1,0 +1,82 @@
+"""Rejection sampling: which responses become rows, and that these are read back as they were sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
+from grpo_rl.data.rejection import Kept, answer_rows, pair_rows, parts_of, reading
+from grpo_rl.data.supervised import load_demonstrations
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.types import Prompt, Rollout
+
+
+def rollout(text: str, reward: float | None, *, row: int = 0, sample: int = 0, finish: str = "stop") -> Rollout:
+    tokenizer = build_tokenizer(128)
+    asked = f"<|user|>{row}+1=<|assistant|>"
+    prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    prompt = Prompt(f"row-{row}", prompt_ids, asked, "sums", str(row + 1), messages=({"role": "user", "content": f"{row}+1="},))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids += [tokenizer.eos_token_id] if finish == "stop" else []
+    return Rollout(prompt, sample, ids, [0.0] * len(ids), finish, ((0, len(ids)),), text=text, reward=reward)
+
+
+def kept(rows: list[dict[str, Any]], **options: Any) -> tuple[list[str], Kept]:
+    chosen = Kept(RejectionConfig(**options))
+    return [row["response"] for row in rows if chosen.takes(row)], chosen
+
+
+def test_only_answers_with_a_reward_of_at_least_the_bound_become_rows() -> None:
+    sampled = [rollout("1", 1.0), rollout("2", 0.999), rollout("3", None), rollout(" ", 1.0), rollout("4", 2.0)]
+    assert [row["response"] for row in answer_rows(sampled, 1.0)] == ["1", "4"]
+    assert [row["response"] for row in answer_rows(sampled, 0.5)] == ["1", "2", "4"]
+
+
+def test_each_response_to_a_prompt_is_kept_once_also_where_the_prompt_comes_again() -> None:
+    again = rollout("1", 1.0, row=0)
+    again.prompt = Prompt("row-9", again.prompt.token_ids, again.prompt.text, "sums")
+    rows = answer_rows([rollout("1", 1.0), rollout("1", 1.0, sample=1), rollout("1", 1.0, row=1), again], 1.0)
+    texts, chosen = kept(rows)
+    assert texts == ["1", "1"] and (chosen.num_kept, chosen.num_duplicates) == (2, 2)
+    assert len(kept(rows, deduplicate=False)[0]) == 4
+
+
+def test_the_cap_keeps_the_first_of_each_prompt() -> None:
+    sampled = [rollout(text, 1.0, row=row, sample=n) for row in (0, 1) for n, text in enumerate("1213")]
+    texts, chosen = kept(answer_rows(sampled, 1.0), max_per_prompt=2)
+    assert texts == ["1", "2", "1", "2"]
+    assert (chosen.num_kept, chosen.num_duplicates, chosen.num_over) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_collected_row_is_read_as_the_tokens_that_were_sampled(tmp_path: Path, finish: str) -> None:
+    sampled = [rollout("12", 1.0, row=11, finish=finish), rollout("8", 1.0, row=7, finish=finish)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in answer_rows(sampled, 1.0)))
+    # The columns of the prompts are the user's; collected rows have their own.
+    data = DataConfig(responses="initial_policy", prompt_key="question", response_key="extra.answer", system_prompt="Be right.")
+    config = reading(Config(data=data), str(file))
+    rows = load_demonstrations(config.data.train_files, config, build_tokenizer(128), max_samples=-1)
+    for number, one in enumerate(sampled):
+        expected = np.concatenate([one.prompt.token_ids, one.response_ids])
+        assert rows.row(number).token_ids.tolist() == expected.tolist()
+        assert rows.row(number).positions.tolist() == list(range(len(one.prompt.token_ids), len(expected)))
+
+
+def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_give_none() -> None:
+    group = [rollout("1", 0.5), rollout("2", 1.0, sample=1), rollout("3", 0.0, sample=2), rollout("4", 0.0, sample=3)]
+    tied = [rollout("1", 1.0, row=1), rollout("2", 1.0, row=1, sample=1)]
+    [row] = pair_rows([*group, *tied])
+    assert (row["chosen"], row["rejected"], row["chosen_reward"], row["rejected_reward"]) == ("2", "3", 1.0, 0.0)
+    assert row["prompt"] == [{"role": "user", "content": "0+1="}]
+
+
+def test_prompts_are_sampled_in_parts() -> None:
+    config = Config(data=DataConfig(train_batch_size=64, gen_batch_size=3))
+    assert parts_of(config, 7) == [range(0, 3), range(3, 6), range(6, 7)]
+    assert parts_of(Config(data=DataConfig(train_batch_size=64)), 7) == [range(0, 7)]
