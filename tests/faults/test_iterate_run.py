@@ -57,6 +57,8 @@ def words(model: Path, reward: Path) -> list[str]:
         "trainer.iterate.replay_pairs=12",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
+        # In the background a checkpoint is committed some phases later: a kill in between goes one further back.
+        f"{policy}.actor.checkpoint.async_save=false",
         "trainer.export_at_end=false",
     ]
 
@@ -83,7 +85,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, T
 
 
 def test_it_went_on_from_the_newest_checkpoint_each_time(runs: tuple[Training, Training, list[int]]) -> None:
-    assert runs[2] == [2, 4, 4, 6, 6]
+    assert runs[2] == [4, 4, 6, 6]
 
 
 def test_all_weights_moments_and_random_states_are_those_of_the_undisturbed_run(
