@@ -227,7 +227,8 @@ class Batch:
     each trained token. Columns that a run does not need stay None.
 
     With `held`, `token_ids_S` and `rollout_logprobs_T` are tensors on the device `meta`: they have lengths and no values,
-    and reading them is an error. The values lie where `held` says; `data/collate.py` and the ranks read them.
+    and reading them is an error. The values lie where `held` says; `data/collate.py` and the ranks read them. So is
+    `positions_T` as long as whole responses are trained.
     """
 
     prompt_lengths_N: Tensor
@@ -293,18 +294,26 @@ class Batch:
             raise ValueError("positions_T and trained_lengths_N come together")
         if self.positions_T is None:
             self.trained_lengths_N = self.response_lengths_N
-            self.positions_T = self._response_positions()
+            num_trained = int(self.response_lengths_N.sum())
+            elsewhere = self.held is not None
+            self.positions_T = torch.empty(num_trained, device="meta") if elsewhere else self.response_positions()
 
     def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
         """Pickle the columns that are there; positions that are whole responses follow from the lengths."""
         columns = {column.name: getattr(self, column.name) for column in dataclasses.fields(self)}
-        if torch.equal(self.positions_T, self._response_positions()):
+        if self.trains_whole_responses or torch.equal(self.positions_T, self.response_positions()):
             columns["positions_T"] = columns["trained_lengths_N"] = None
         return _batch_of, ({name: value for name, value in columns.items() if value is not None},)
 
-    def _response_positions(self) -> Tensor:
+    @property
+    def trains_whole_responses(self) -> bool:
+        """Return whether `positions_T` has no values because it would have all positions after the prompts."""
+        return self.positions_T.is_meta
+
+    def response_positions(self) -> Tensor:
+        """Return the flat positions of all tokens after the prompts, trained or not."""
         starts_N = self.sequence_lengths_N.cumsum(0) - self.response_lengths_N
-        return segment_positions(starts_N, self.response_lengths_N)
+        return _consecutive(starts_N, self.response_lengths_N)
 
     @property
     def num_rollouts(self) -> int:
@@ -335,10 +344,11 @@ class Batch:
             begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K].tolist(), lengths_N[index_K].tolist()
             for name in _columns_with(suffix):
                 columns[name] = _pieces(getattr(self, name), begin_K, size_K)
-        # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
-        starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
-        moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
-        columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
+        if not self.trains_whole_responses:
+            # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
+            starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
+            moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
+            columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         if self.held is not None:
             columns["held"] = self.held.select(index_K.tolist())
         return Batch(**columns)
@@ -350,6 +360,8 @@ class Batch:
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
+        if self.trains_whole_responses:
+            return self.replace(positions_T=self.response_positions()).keep(trained_T)
         token_index = trained_T.nonzero()[:, 0]
         columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
         if self.support_counts_T is not None:
@@ -378,10 +390,10 @@ def _batch_of(columns: dict[str, Any]) -> Batch:
 def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
     """Return the flat positions of the segments `index_K` of an axis that is cut into `lengths_N`."""
     starts_N = lengths_N.cumsum(0) - lengths_N
-    return segment_positions(starts_N[index_K], lengths_N[index_K])
+    return _consecutive(starts_N[index_K], lengths_N[index_K])
 
 
-def segment_positions(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
+def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     """Return start, start + 1, ... of each segment, one segment after the other."""
     within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
     return torch.repeat_interleave(starts_N, lengths_N) + within
@@ -391,6 +403,8 @@ def _pieces(column: Tensor | None, begin_K: list[int], size_K: list[int]) -> Ten
     """Return pieces of a column one after the other. They are copied whole: an index for every token would cost more."""
     if column is None or not begin_K:
         return None if column is None else column[:0]
+    if column.is_meta:
+        return column.new_empty(sum(size_K), *column.shape[1:])
     return torch.cat([column.narrow(0, begin, size) for begin, size in zip(begin_K, size_K, strict=True)])
 
 

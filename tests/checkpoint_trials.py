@@ -30,7 +30,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def write_state(folder: Path, value: int, shards: int = 2) -> Files:
-    """What the ranks of a group would write for a state that is nothing but `value`, and a file of a library's."""
+    """Write what the ranks of a worker set would write for a state that is nothing but `value`, and a file of a library's."""
     entries = {}
     for rank in range(shards):
         for kind in ("weights", "optimizer"):
@@ -67,7 +67,7 @@ class Crash(BaseException):
 
 @dataclass
 class Disk:
-    """What has happened to the disk, and what of it a power cut would undo."""
+    """The calls that the disk has had, and those that a power cut would undo."""
 
     calls: list[str] = field(default_factory=list)
     committed: bool = False
@@ -404,7 +404,7 @@ def _zero_tail(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one trial: `fell back`, `refused`, `unharmed` or `LOADED`, the one that must not be."""
+    """The result of one trial: `fell back`, `refused`, `unharmed` or `LOADED`, the one that must not be."""
 
     kind: str
     detail: str = ""

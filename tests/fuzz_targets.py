@@ -19,7 +19,7 @@ MS_PER_KIB = 50.0
 """Most processor time for each KiB that is read, one KiB at least; what is measured once may be another process's."""
 TRIES = 3
 BASE_MS: dict[str, float] = {"overrides": 400.0}
-"""What a whole configuration takes, whatever the words are."""
+"""Milliseconds that a whole configuration takes, whatever the words are."""
 
 
 def answers(data: bytes, folder: Path) -> None:

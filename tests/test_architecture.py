@@ -82,13 +82,19 @@ LIBRARIES = {
 }
 
 
+@cache
 def names() -> list[str]:
     return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
 @cache
+def text_of(file: str) -> str:
+    return (PACKAGE / file).read_text(encoding="utf-8")
+
+
+@cache
 def tree(file: str) -> ast.Module:
-    return ast.parse((PACKAGE / file).read_text())
+    return ast.parse(text_of(file))
 
 
 @cache
@@ -224,11 +230,7 @@ MOST_FILES_TO_THE_LOSS = 9
 def test_a_reader_comes_from_the_command_to_the_loss_in_nine_files() -> None:
     entered = {"objective": "__call__", "POLICY_LOSSES": "vanilla"}
     for (file, function, called), following in zip(FROM_MAIN_TO_LOSS, [*FROM_MAIN_TO_LOSS[1:], None], strict=True):
-        [body] = [
-            node
-            for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
-            if isinstance(node, ast.FunctionDef) and node.name == function
-        ]
+        [body] = [node for node in nodes(file) if isinstance(node, ast.FunctionDef) and node.name == function]
         calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
         assert any(called in called_names(call) for call in calls), f"{file}: {function} calls no {called}"
         assert following is None or following[1] == entered.get(called, called), "the way has a gap"
@@ -244,7 +246,7 @@ def called_names(call: ast.Call) -> set[str]:
 
 
 def test_files_are_short() -> None:
-    lines = {file: len((PACKAGE / file).read_text().splitlines()) for file in names()}
+    lines = {file: len(text_of(file).splitlines()) for file in names()}
     assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}
 
 
@@ -295,7 +297,7 @@ def test_nothing_runs_what_it_reads() -> None:
 
     def broken(file: str) -> Iterator[str]:
         for node in calls(file):
-            called = ast.unparse(node.func)
+            called = dotted_name(node.func)
             options = {keyword.arg: keyword.value for keyword in node.keywords}
             shell, trusting = options.get("shell"), options.get("weights_only")
             if called in RUNS_WHAT_IT_READS:
@@ -312,6 +314,15 @@ def test_nothing_runs_what_it_reads() -> None:
 
 def calls(file: str) -> Iterator[ast.Call]:
     return (node for node in nodes(file) if isinstance(node, ast.Call))
+
+
+def dotted_name(node: ast.expr) -> str:
+    """Return `a.b.c` for a name with dots, by the shortest way, and the source of any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return ast.unparse(node)
 
 
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
@@ -335,19 +346,19 @@ ENDLESS_WAITS = {
 
 @cache
 def endless_waits_of(file: str) -> list[tuple[str, int, str]]:
-    return list(endless_waits(tree(file)))
+    return list(endless_waits(nodes(file)))
 
 
-def endless_waits(module: ast.Module) -> Iterator[tuple[str, int, str]]:
-    """Waits without a deadline: the function they are in, line, and what is called.
+def endless_waits(module: Sequence[ast.AST]) -> Iterator[tuple[str, int, str]]:
+    """Yield the waits without a deadline among a module's nodes: the function they are in, line, and what is called.
 
     Of the methods only those without an argument count: `d.get(key)` and `",".join(names)` wait for nobody.
     """
-    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in ast.walk(module):
+    functions = [node for node in module if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in module:
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func)
+        called = dotted_name(node.func)
         timeouts = [keyword.value for keyword in node.keywords if keyword.arg in ("timeout", "timeout_s")]
         if any(not (isinstance(value, ast.Constant) and value.value is None) for value in timeouts):
             continue
@@ -371,8 +382,8 @@ def test_a_wait_without_a_deadline_is_found() -> None:
         "', '.join(n)",
         "c.wait_for(r, timeout=1)",
     ]
-    assert [line for line in endless if not list(endless_waits(ast.parse(line)))] == []
-    assert [line for line in timed if list(endless_waits(ast.parse(line)))] == []
+    assert [line for line in endless if not list(endless_waits(list(ast.walk(ast.parse(line)))))] == []
+    assert [line for line in timed if list(endless_waits(list(ast.walk(ast.parse(line)))))] == []
 
 
 def test_every_wait_has_a_deadline() -> None:
@@ -432,9 +443,9 @@ ABOUT_PERSONS: set[str] = set()
 """Lines that are about persons, and may have such a word."""
 
 
-def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
+def docstrings(module: Sequence[ast.AST]) -> Iterator[ast.Constant]:
     """Yield the docstring of each module, class and function, and the text below each attribute or constant."""
-    for node in ast.walk(module):
+    for node in module:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             constant = statement.value if isinstance(statement, ast.Expr) else None
@@ -442,7 +453,7 @@ def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
                 yield constant
 
 
-def headless(module: ast.Module) -> Iterator[tuple[int, str]]:
+def headless(module: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and first line of each docstring that begins in the middle of a sentence."""
     for constant in docstrings(module):
         first = str(constant.value).strip().partition("\n")[0]
@@ -450,11 +461,12 @@ def headless(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield constant.lineno, first
 
 
-def about_persons(text: str) -> Iterator[tuple[int, str]]:
+def about_persons(text: str, module: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield each line of a docstring, comment or message with a word of persons; names in backticks do not count."""
-    constants = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    constants = [node for node in module if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     pieces = [(node.lineno, str(node.value)) for node in constants]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    # Taking a file apart for its comments is slow: only where such a word stands anywhere in it.
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline) if OF_PERSONS.search(text) else ()
     pieces += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
     for first, piece in pieces:
         for number, line in enumerate(piece.splitlines()):
@@ -466,23 +478,24 @@ def test_a_headless_docstring_and_a_word_of_persons_are_found() -> None:
     texts = ["Whether it is so.", "Of its answers.", "\nWhat is told.\n", "Return whether it is so.", "Offers an answer."]
     modules = [ast.parse(f'def f():\n    """{text}"""') for text in texts]
     modules += [ast.parse(f'class C:\n    x: int = 0\n    """{text}"""') for text in texts]
-    assert [bool(list(headless(module))) for module in modules] == [True, True, True, False, False] * 2
+    assert [bool(list(headless(list(ast.walk(module))))) for module in modules] == [True, True, True, False, False] * 2
     lines = ["# nobody waits", "x = 'the worker who died'", '"""Whoever asks."""', "# the user `nobody`", "whole = 'known'"]
-    assert [bool(list(about_persons(line + "\n"))) for line in lines] == [True, True, True, False, False]
+    found = [list(about_persons(line + "\n", list(ast.walk(ast.parse(line))))) for line in lines]
+    assert [bool(places) for places in found] == [True, True, True, False, False]
 
 
 def test_docstrings_begin_with_a_statement() -> None:
-    every_file(lambda file: (f"{line}: {first}" for line, first in headless(tree(file))))
-    scripts = {path.name: ast.parse(path.read_text()) for path in (ROOT / "scripts").glob("*.py")}
+    every_file(lambda file: (f"{line}: {first}" for line, first in headless(nodes(file))))
+    scripts = {path.name: list(ast.walk(ast.parse(path.read_text()))) for path in (ROOT / "scripts").glob("*.py")}
     assert [f"{name}:{line}: {first}" for name, module in scripts.items() for line, first in headless(module)] == []
 
 
 def test_things_are_no_persons() -> None:
-    every_file(lambda file: (f"{line}: {words}" for line, words in about_persons((PACKAGE / file).read_text())))
+    every_file(lambda file: (f"{line}: {words}" for line, words in about_persons(text_of(file), nodes(file))))
 
 
 def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
-    """Which of `modules` are loaded after each stage of a program in a fresh process."""
+    """Return those of `modules` that are loaded after each stage of a program in a fresh process."""
     print_loaded = f"import sys, json; print('loaded', json.dumps(sorted({modules!r} & set(sys.modules))))"
     program = "\n".join(line for stage in stages for line in (stage, print_loaded))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -141,6 +141,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
+        objective=plan.objective,
         rows=inputs.rows,
         collected=collected,
     )

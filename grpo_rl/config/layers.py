@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -69,13 +69,20 @@ def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list
 @lru_cache(maxsize=32)
 def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictConfig:
     """Return defaults, `config.yaml` (its `text`) and the recipe, composed. Hydra takes a tenth of a second, so equal ones are kept."""
-    store = ConfigStore.instance()
-    store.store("schema", _plain_defaults())
+    store = _store_with_defaults()
     for layer in layers:
         group, _, option = f"recipe/{layer.option}".rpartition("/")
         store.store(option, layer.node, group=group, package="_global_")
     with initialize_config_dir(version_base="1.3", config_dir=folder):
         return hydra_compose("config", overrides=[f"recipe={layer.option}" for layer in layers[:1]])
+
+
+@cache
+def _store_with_defaults() -> ConfigStore:
+    """Return Hydra's store, in which the defaults lie; putting them there takes a sixth of the time of a composition."""
+    store = ConfigStore.instance()
+    store.store("schema", _plain_defaults())
+    return store
 
 
 def _apply(word: Override, composed: DictConfig) -> None:

@@ -6,10 +6,13 @@ not appear in a log. So a message names the wrong line and quotes nothing of a f
 
 from __future__ import annotations
 
+import copy
 import difflib
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +109,7 @@ def _read(path: Path, name: str, option: str) -> Recipe:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise ConfigError(f"recipe={name}: {path} has more than {_LARGEST_FILE:,} bytes, which no recipe has")
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if not isinstance(root, yaml.MappingNode) or not root.value:
-            raise no_keys
-        _check_aliases(root, path, name)
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        content = copy.deepcopy(_content(path.read_text(encoding="utf-8"), path, name))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe={name}: {path} cannot be read as YAML: {_place(error)}") from None
     if not isinstance(content, dict) or not content:
@@ -124,6 +123,16 @@ def _read(path: Path, name: str, option: str) -> Recipe:
     return Recipe(
         name, option, _without_empty_sections(entries), parents, path.absolute().parent if option == OWN_FILE else None
     )
+
+
+@lru_cache(maxsize=64)
+def _content(text: str, path: Path, name: str) -> Any:
+    """Return what a YAML text says, None where that is no mapping with keys."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or not root.value:
+        return None
+    _check_aliases(root, path, name)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def _place(error: Exception) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.tokens import Array, Held, Stretch
-from grpo_rl.types import Batch, Rollout, segment_index, segment_positions
+from grpo_rl.types import Batch, Rollout, segment_index
 
 
 def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
@@ -76,6 +76,8 @@ def with_tokens(batch: Batch) -> Batch:
         counts, ids = _joined(held.support_counts, np.int64), _joined(held.support_ids, np.int32)
         if trained is not None:
             counts, ids = counts[trained], ids[segment_index(counts, trained)]
+    if batch.trains_whole_responses:
+        batch = batch.replace(positions_T=batch.response_positions())
     return batch.replace(
         token_ids_S=token_ids_S,
         rollout_logprobs_T=_logprobs(held, trained),
@@ -103,8 +105,7 @@ def _trained(batch: Batch) -> Tensor | None:
         return None
     is_trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
     is_trained_S[batch.positions_T] = True
-    starts_N = batch.sequence_lengths_N.cumsum(0) - batch.response_lengths_N
-    return is_trained_S[segment_positions(starts_N, batch.response_lengths_N)].nonzero()[:, 0]
+    return is_trained_S[batch.response_positions()].nonzero()[:, 0]
 
 
 def _held(rollouts: Sequence[Rollout]) -> Held:

@@ -52,7 +52,11 @@ def reward_function(config: Config, plan: Plan) -> str:
             if plan.objective.needs_pairs
             else "none: each row is right"
         )
-    return " + ".join([*config.reward.functions, *describe_models(config)]) or "the judge's scores"
+    rules, models = config.reward.functions, describe_models(config)
+    if plan.reward.model_alone:
+        trained = f", trained on samples of the policy that {' + '.join(rules)} labels" if plan.trains_reward_model else ""
+        return f"{' + '.join(models)} alone{trained}"
+    return " + ".join([*rules, *models]) or "the judge's scores"
 
 
 def gradient_coefficient(plan: Plan) -> str:

@@ -16,7 +16,6 @@ from grpo_rl.config.derived import (
     collects,
     estimates_advantages,
     gen_batch_size,
-    is_iterated,
     is_offline,
     longest_sequence,
 )
@@ -157,8 +156,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
         config.reward.on_failure
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    summed = describe_models(config) if is_iterated(config) else [*functions, *describe_models(config)]
-    beside = f" alone; beside it {' + '.join(functions)}" if is_iterated(config) else ""
+    alone = plan.reward.model_alone
+    summed = describe_models(config) if alone else [*functions, *describe_models(config)]
+    beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
     scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -91,10 +91,14 @@ class Update:
     trained_T: Tensor | None
     """The mask of the share's trained tokens that the update trains; None: all. The columns cover these only."""
     steps: tuple[OptimizerStep, ...]
+    per_rollout: dict[str, Tensor] = field(default_factory=dict)
+    """Columns over the trained tokens of which all tokens of a rollout have the same value: that of each rollout."""
 
     def complete(self, share: Batch) -> Batch:
         """Return the batch that the steps train on."""
-        return (share if self.trained_T is None else share.keep(self.trained_T)).replace(**self.columns)
+        batch = share if self.trained_T is None else share.keep(self.trained_T)
+        spread = {name: values.repeat_interleave(batch.trained_lengths_N) for name, values in self.per_rollout.items()}
+        return batch.replace(**self.columns, **spread)
 
 
 @dataclass(frozen=True, slots=True)

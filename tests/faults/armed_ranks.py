@@ -15,24 +15,26 @@ from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.reference import ReferenceWorker
 from grpo_rl.workers.reward_model import TrainedRewardModelWorker
 
-_fetched: list[Any] = []
+_num_fetched = 0
 _get = worker_host._get
 
 
-def _noted_get(ref: Any) -> Any:
-    _fetched.append(ref)
+def _counted_get(ref: Any) -> Any:
+    """Fetch as workers do. The reference itself is not kept: that would keep what it refers to."""
+    global _num_fetched
+    _num_fetched += 1
     return _get(ref)
 
 
-worker_host._get = _noted_get
+worker_host._get = _counted_get
 
 
 class Armed:
-    """What a test asks of a rank beside its work."""
+    """Methods of a rank that only tests call."""
 
     def num_fetches(self) -> int:
-        """How many stored values this process has fetched: a share of a batch each."""
-        return len(_fetched)
+        """Return the number of stored values that this process has fetched: a share of a batch each."""
+        return _num_fetched
 
     def arm(self, spec: str) -> None:
         faults.arm(spec)

@@ -163,7 +163,7 @@ def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int) -> N
 
 @dataclass(frozen=True)
 class Left:
-    """What is still there of a run whose controller has ended, and after how many seconds that was so."""
+    """The remains of a run whose controller has ended, and the seconds until there were none or the search was given up."""
 
     lines: list[str]
     seconds: float

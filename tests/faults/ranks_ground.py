@@ -99,7 +99,7 @@ class Scene:
         wait_all([worker], [worker.call("arm", fault)], START_S, "arm")
 
     def digest(self) -> str:
-        """Of every rank's weights, moments, schedule and random state."""
+        """Return the digest of every rank's weights, moments, schedule and random state."""
         digest = hashlib.sha256()
         for part in self.worker_set.parts("snapshot"):
             _feed(digest, ray.get(part, timeout=60))
@@ -107,7 +107,7 @@ class Scene:
 
     @cached_property
     def undisturbed(self) -> str:
-        """What three updates come to."""
+        """Return the digest after three updates that nothing disturbs."""
         digest = self.train(3)
         assert self.train(3) == digest, "the same updates give the same bits"
         assert self.train(2) != digest

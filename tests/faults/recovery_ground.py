@@ -54,7 +54,7 @@ class Lines(Console):
 
 @dataclass
 class Ground:
-    """What the tests of one module share."""
+    """The places, logs and workers that the tests of one module share."""
 
     slots: Pool
     logs: Path
@@ -119,7 +119,7 @@ class Ground:
 
 
 def is_alive(pid: int | None) -> bool:
-    """Whether a process with this id runs or is stopped; one that has ended and was not waited for does not count."""
+    """Return whether a process with this id runs or is stopped; one that has ended and was not waited for does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -55,7 +55,7 @@ def connect(address: str, version: str, **environment: str) -> subprocess.Popen[
 
 
 def told(process: subprocess.Popen[str]) -> tuple[str, float]:
-    """What it is told, and after how many seconds."""
+    """Return the message that the process printed, and after how many seconds."""
     with process:
         try:
             out, err = process.communicate(timeout=120)
@@ -86,7 +86,7 @@ def process_of(training: Training, name: str) -> int | None:
 
 
 LOST_IN = {"gcs_server": "start", "raylet": "gen"}
-"""Which process of the cluster is killed, and in which phase of the run."""
+"""The process of the cluster that is killed, and the phase of the run in which it is."""
 
 
 class TwoNodes:

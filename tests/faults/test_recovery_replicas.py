@@ -30,7 +30,7 @@ FROZEN_S = 3 * HEARTBEAT_S + 12.0
 
 
 class Actor:
-    """As much of an actor's role as the pool needs: versions, and the sum of what it was trained on."""
+    """The part of an actor's role that the pool needs: versions, and the sum of what it was trained on."""
 
     def __init__(self, worker_set: SupervisedSet) -> None:
         self.worker_set = worker_set
@@ -76,7 +76,7 @@ class Scene:
         wait_all([worker], [worker.call("arm", fault)], START_S, "arm")
 
     def wait_until_all_serve(self) -> float:
-        """When the pool is whole again, seconds since the first failure was noticed."""
+        """Wait until the pool is whole again; return the seconds since the first failure was noticed."""
         first = self.ground.lines.warnings[0][0]
         until(lambda: bool(self.pool.replicas.ready()) or len(self.pool.replicas.serving) == 2, SERVING_AGAIN_S, "ready")
         self.generate(2, 1)

@@ -20,7 +20,7 @@ from grpo_rl.types import Prompt, Rollout, Sampling
 SECONDS_PER_STEP = 0.005
 SEED = 5
 LONG = Sampling(max_tokens=400, seed=SEED)
-"""At least two seconds."""
+"""A response that takes two seconds at least."""
 SHORT = Sampling(max_tokens=3, seed=SEED)
 
 

@@ -25,13 +25,13 @@ NOISE = ("(raylet)", "worker died", "OOM", "application-level", "cluster is lost
 
 
 def to_its_group(run: Training, family: list[int], number: int) -> None:
-    """As a terminal does for Ctrl-C or when it is closed, and `timeout` at its end."""
+    """Send the signal as a terminal does for Ctrl-C or when it is closed, and `timeout` at its end."""
     assert run.process is not None
     os.killpg(run.process.pid, number)
 
 
 def to_each(run: Training, family: list[int], number: int) -> None:
-    """As a batch system does that finds a job's processes by their control group."""
+    """Send the signal as a batch system does that finds a job's processes by their control group."""
     assert run.process is not None
     for pid in [*family, run.process.pid]:
         with contextlib.suppress(ProcessLookupError):
@@ -43,12 +43,12 @@ STOPS: list[tuple[int, str, Callable[[Training, list[int], int], None], signal.S
     (2, "gen", to_each, signal.SIGTERM),
     (3, "gen", to_its_group, signal.SIGHUP),
 ]
-"""In which step and phase, to which processes, which signal."""
+"""Step, phase, processes and signal of each stop."""
 
 
 @dataclass
 class Stopped:
-    """What was seen of one start of the run."""
+    """Code, status and output of one start of the run."""
 
     code: int
     status: dict[str, Any]

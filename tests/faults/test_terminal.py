@@ -44,7 +44,7 @@ class Scene:
         return Terminal(command, self.folder, {"HF_HUB_OFFLINE": "1", "GRPO_FAULT": faults, "GRPO_FAULT_STATE": str(state)})
 
     def reached(self, step: int, phase: str) -> Callable[[], bool]:
-        """Whether the run that was started last is in this phase."""
+        """Return a condition: the run that was started last is in this phase."""
         before = self.status.get("pid")
 
         def is_there() -> bool:

@@ -35,14 +35,14 @@ MID_GENERATION = "driver.response:delay=60@step=4,count=5"
 
 @dataclass
 class Story:
-    """What was seen of the run while it was broken."""
+    """Observations of the run while it was broken."""
 
     run: Training
     shared_before: set[str]
     lost: dict[str, Any]
     """The status before the controller was killed in step 4, when all workers had been lost once."""
     names: set[str]
-    """Of the run's processes then."""
+    """The names of the run's processes then."""
     num_ports: int
     left_after_kill: oracles.Left
     stopped_in: dict[str, Any]

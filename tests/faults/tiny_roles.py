@@ -27,7 +27,7 @@ NO_MODEL = str(Path(__file__).parent)
 
 
 def token(prompt: int, seed: int, position: int, weights: Sequence[int]) -> int:
-    """What the engine samples: it depends on the request's seed and on all the weights."""
+    """Return the token that the engine samples: it depends on the request's seed and on all the weights."""
     return (prompt * 31 + seed % 9973 + position * 7 + sum(weights) * 1009) % 100_003
 
 
@@ -185,9 +185,6 @@ class Reader:
         assert len(share.rollout_logprobs_T) == int(share.response_lengths_N.sum())
         assert bool((share.rollout_logprobs_T == -0.5).all())
         return checksum(share.token_ids_S.numpy())
-
-    def forget(self) -> None:
-        """Nothing: the call shows that the process is there."""
 
 
 def make_reader(rank: int) -> Reader:

@@ -66,7 +66,7 @@ class Recording:
             return float(torch.rand(()))
 
     def schedule(self) -> tuple[int, list[float], list[float]]:
-        """Where the schedule is, what it says, and what the optimizer will use."""
+        """Return the schedule's step, the rates that it gives, and those that the optimizer will use."""
         return self.scheduler.last_epoch, self.scheduler.get_last_lr(), [g["lr"] for g in self.optimizer.param_groups]
 
 

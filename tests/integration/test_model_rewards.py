@@ -116,7 +116,7 @@ def words(folders: dict[str, Path]) -> list[str]:
 
 @torch.no_grad()
 def plain_scores(folder: Path, texts: list[str]) -> list[float]:
-    """What transformers says of each text alone."""
+    """Return the score that transformers computes for each text alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     return [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]

@@ -62,7 +62,7 @@ def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """What 2 ranks wrote after 3 batches, and what they held."""
+    """The folder that 2 ranks wrote after 3 batches, and the state that they had then."""
     folder = tmp_path_factory.mktemp("checkpoint")
     actor = start(ranks[2], spec_for(path))
     update(actor, range(3))

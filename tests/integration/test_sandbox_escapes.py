@@ -136,7 +136,7 @@ FALSE_VALUES = {
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What an escape could reach: a file, a server, an abstract socket, a token in the environment."""
+    """Things that an escape could reach: a file, a server, an abstract socket, a token in the environment."""
     canary = tmp_path_factory.mktemp("outside") / "canary"
     canary.write_text("alive")
     canary.chmod(0o666)

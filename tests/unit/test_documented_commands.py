@@ -32,7 +32,7 @@ _RUNS = re.compile(r"(?:python -m grpo_rl\.main|bash scripts/submit\.sh)\s(?P<wo
 _MODULE = re.compile(r"python -m (grpo_rl\.[\w.]+)(?P<words>[^`]*)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"[+~]*(?P<key>[a-z_]+(?:\.\w+)+)=(?P<value>[^\s|]+)")
-_FILE_KEYS = ("train_files", "val_files", "val_prompt_files")
+_FILE_KEYS = ("data.train_files", "data.val_files", "data.val_prompt_files")
 _NO_MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 
 
@@ -86,9 +86,10 @@ def test_the_pages_have_the_commands_that_are_tried() -> None:
     }
 
 
-@pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small real files under the names that the pages use."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small real files under the names that the pages use: planning only reads them."""
+    tmp_path = tmp_path_factory.mktemp("ground")
     row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     row |= {"response": "2", "chosen": "2", "rejected": "3"}
     rows = pa.Table.from_pylist([row | {"extra_info": {"index": index, "answer": "#### 2"}} for index in range(2048)])
@@ -103,9 +104,15 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (scorer / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json"):
         (scorer / name).write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JUDGE_KEY", "a-key-of-the-test")
     return tmp_path
+
+
+@pytest.fixture
+def ground(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `files`, which is the current one, and an environment as the pages assume it."""
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("JUDGE_KEY", "a-key-of-the-test")
+    return files
 
 
 def filled(words: tuple[str, ...], ground: Path) -> list[str]:
@@ -120,10 +127,10 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     config = compose([word for word in given if not own_recipe or not word.startswith("recipe=")]).config
     replaced = {}
     for key in _FILE_KEYS:
-        files = getattr(config.data, key)
+        files = getattr(config.data, key.removeprefix("data."))
         mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
         if mine != files:
-            replaced[f"data.{key}"] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
+            replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
     if not config.actor_rollout_ref.model.path.startswith("builtin:"):
         replaced["actor_rollout_ref.model.path"] = "builtin:arithmetic"
         # The embedded model reads 64 tokens: what is tried is the command, not the model's size.

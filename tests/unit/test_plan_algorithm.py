@@ -29,7 +29,7 @@ E = "algorithm.adv_estimator"
 KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
 NO_GROUP = {"reinforce_plus_plus", "remax", "gae", "rft"}
 WORDS = {"grpo_process": ["reward.functions=[arithmetic_process]"]}
-"""What an estimator needs beside its name."""
+"""Words that an estimator needs beside its name."""
 
 
 def plan_of(*words: str) -> Plan:

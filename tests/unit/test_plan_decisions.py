@@ -209,9 +209,9 @@ def test_more_cores_than_a_machine_could_have_are_refused(monkeypatch: pytest.Mo
 # ---- the other rooms obey ------------------------------------------------------------------------------
 
 VALUES = {"Machine", "MicroBatchRule"}
-"""What config/derived.py has besides functions: values, which every room may use."""
+"""The values that config/derived.py has besides functions; every room may use them."""
 PLANNED = {"Plan", "RolePlan", "RoleName", "OldLogprobs", "decide"}
-"""What the other rooms may import from plan/: values, and `decide` for the warm start, which is a run of its own."""
+"""Names that the other rooms may import from plan/: values, and `decide` for the warm start, which is a run of its own."""
 DECIDES = {"from_config", "needs_of", "weight_backend", "objective_of"}
 """Calls that turn a configuration into a decision, in rooms that are to be given the decision."""
 
@@ -238,7 +238,7 @@ def deciding(file: Path) -> Iterator[str]:
 @pytest.mark.parametrize("room", ["cluster", "workers", "trainer"])
 def test_no_other_room_decides(room: str) -> None:
     # The estimator itself reads its own declaration to know what it is called with.
-    own = {PACKAGE / "trainer" / "advantage.py": {"needs_of"}}
+    own = {PACKAGE / "trainer" / "credit" / "advantage.py": {"needs_of"}}
     files = sorted((PACKAGE / room).rglob("*.py"))
     found = [
         f"{file.relative_to(PACKAGE)}:{place}"

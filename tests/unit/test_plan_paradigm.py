@@ -41,6 +41,13 @@ def test_given_answers_have_the_coefficient_1_and_no_reward() -> None:
     assert rows["π_rf"] == "none: each row is right" and rows["GC"] == "= 1"
 
 
+def test_iterated_training_is_rewarded_by_the_model_alone() -> None:
+    rows = rows_of("recipe=paradigm/iterate", "reward.functions=[arithmetic]", "reward.reward_model.weight=2")
+    assert rows["π_rf"] == "2*reward_model alone, trained on samples of the policy that arithmetic labels"
+    fixed = ["trainer.iterate.reward_model_steps=0", "~reward.reward_model.train"]
+    assert rows_of("recipe=paradigm/iterate", *fixed)["π_rf"] == "reward_model alone"
+
+
 @pytest.mark.parametrize(
     ("words", "end"),
     [

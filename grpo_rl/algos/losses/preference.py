@@ -86,11 +86,20 @@ def _difference(x_N: Tensor, pairs: Pairs) -> Tensor:
     return x_N[pairs.chosen_P] - x_N[pairs.rejected_P]
 
 
+_SMOOTHED = ("(1 - label_smoothing) ", " - label_smoothing log sigmoid(-beta h)", " - label_smoothing sigmoid(beta h)")
+"""The terms of smoothed labels in the formulas of `dpo` and of its gradient."""
+
+
 def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
     """Return the formula with `l` as the options make it: the log-ratio or log-prob, of the response or per token.
 
+    Without smoothed labels their terms, which are 0, are left out.
+
     Of the gradient's coefficient, which begins with its sign, only the division by the length is one of the options.
     """
+    if not options.get("label_smoothing"):
+        for term in _SMOOTHED:
+            formula = formula.replace(term, "")
     if formula.startswith("±"):
         return formula.replace("; +", ", divided by |y|; +") if options.get("length_normalised") else formula
     ratio = "log π(y|x)" if options.get("reference_free") else "log π(y|x) - log π_ref(y|x)"

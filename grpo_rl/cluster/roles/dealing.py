@@ -93,15 +93,42 @@ class Dealt:
         if batch.positions_T is not self.batch.positions_T:
             trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
             trained_S[batch.positions_T] = True
-            trained_T = trained_S[self.batch.positions_T]
+            whole = self.batch.trains_whole_responses
+            trained_T = trained_S[self.batch.response_positions() if whole else self.batch.positions_T]
         columns = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+        # A number that all tokens of a rollout share, as most advantages are, is sent once for each rollout.
+        per_token = {name: column for name, column in columns.items() if name.endswith("_T")}
+        per_rollout = {name: per_rollout_values(column, batch.trained_lengths_N) for name, column in per_token.items()}
+        shared = {name: values for name, values in per_rollout.items() if values is not None}
         updates = []
         for share, rank_steps in zip(self.shares, steps, strict=True):
-            rows, tokens = torch.tensor(share, dtype=torch.long), batch.token_index(share)
-            own = {name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items()}
+            rows = torch.tensor(share, dtype=torch.long)
+            tokens = batch.token_index(share) if len(shared) < len(columns) else rows
+            own = {
+                name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items() if name not in shared
+            }
             kept = None if trained_T is None else trained_T[self.batch.token_index(share)]
-            updates.append(Update(own, kept, tuple(rank_steps)))
+            spread = {name: values[rows] for name, values in shared.items()}
+            updates.append(Update(own, kept, tuple(rank_steps), spread))
         return updates
+
+
+def per_rollout_values(column: Tensor, lengths_N: Tensor) -> Tensor | None:
+    """Return one number per rollout where it is that of all the rollout's tokens, bit for bit; None for other columns.
+
+    A rollout without tokens gets 0.
+    """
+    if column.dtype != torch.float32 or not len(column):
+        return None
+    bits = column.view(torch.int32)
+    changes = bits[1:] != bits[:-1]
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    alive_N = lengths_N > 0
+    if int(changes.sum()) >= len(lengths_N) or not bool(torch.isin(changes.nonzero()[:, 0] + 1, starts_N[alive_N]).all()):
+        return None
+    values_N = torch.zeros(len(lengths_N))
+    values_N[alive_N] = column[starts_N[alive_N]]
+    return values_N
 
 
 def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (), units: Sequence[int] | None = None) -> Dealt:

@@ -43,10 +43,9 @@ class LabelledPair:
         """Return the pair of two rollouts of one group with their labels as rewards."""
         assert chosen.reward is not None and rejected.reward is not None
         # Copied: a rollout's own ids lie in a block that is freed when its step is over, and a replay is later.
-        prompt_ids, *answers = (
-            np.array(ids, np.int32) for ids in (chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids)
-        )
-        pair = Pair(prompt_ids, *answers)
+        sides = chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids
+        prompt_ids, chosen_ids, rejected_ids = (np.array(ids, np.int32) for ids in sides)
+        pair = Pair(prompt_ids, chosen_ids, rejected_ids)
         return cls(pair, iteration, number, (chosen.reward, rejected.reward), (chosen.text, rejected.text))
 
     def record(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Replica:
         return sorted(ended, key=lambda completion: order.index(completion.request_id))
 
     def logprobs(self, request: Request, completion: Completion) -> torch.Tensor:
-        """What the model says about the sampled tokens, at the request's temperature."""
+        """Return the model's log-probs of the sampled tokens, at the request's temperature."""
         logits = response_logits(self.model, request.prompt_ids, completion.response_ids)
         logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
         return logprobs.gather(-1, torch.tensor(completion.response_ids).long()[:, None])[:, 0]

@@ -62,7 +62,7 @@ def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) 
 
 
 def allowed(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
-    """What is left of the distribution, token by token from the likeliest on."""
+    """Return the tokens that are left of the distribution, found one by one from the likeliest on."""
     probs = (logits_V.double() / sampling.temperature).softmax(-1).tolist()
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
     order = [token for token in order if probs[token] >= sampling.min_p * probs[order[0]]]

@@ -12,7 +12,7 @@ from grpo_rl.algos.advantages.registered import AdvantageInput, token_rewards
 def inputs(
     rewards: list[float], lengths: list[int], group: list[int], kl: list[float] | None = None, kl_coef: float = 0.0
 ) -> AdvantageInput:
-    """What outcome estimators see."""
+    """Return the input that outcome estimators see."""
     rewards_N, lengths_N = torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths, dtype=torch.long)
     kl_T = None if kl is None else torch.tensor(kl)
     group_N = torch.tensor(group, dtype=torch.long)
@@ -20,7 +20,7 @@ def inputs(
 
 
 def complete(data: Ragged, kl: list[float] | None = None, kl_coef: float = 0.0) -> AdvantageInput:
-    """What any estimator may see."""
+    """Return the input with all that any estimator may see."""
     base = inputs(data.rewards, data.lengths, data.group, kl, kl_coef)
     starts = [sum(data.lengths[:i]) for i in range(len(data.lengths))]
     steps = [(start + t, reward) for start, steps in zip(starts, data.steps, strict=True) for t, reward in steps]

@@ -38,9 +38,9 @@ class Ragged:
     """The critic's."""
     baselines: list[float]
     parts: list[list[float]]
-    """Of each response's reward."""
+    """The parts of each response's reward."""
     steps: list[list[tuple[int, float]]]
-    """Of each response: token on which a step ends, counted within the response, and its reward."""
+    """The steps of each response: the token on which a step ends, counted within the response, and its reward."""
     group_tokens: list[int]
     """Trained tokens of the response's group in the batch that it was first part of."""
 

@@ -31,7 +31,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan import algorithm
 from grpo_rl.registry import needs_of, options_of
-from grpo_rl.trainer.advantage import estimator_options
+from grpo_rl.trainer.credit.advantage import estimator_options
 
 A = "actor_rollout_ref.actor"
 PARTS = {"first": 1.0, "second": 0.5}
@@ -84,7 +84,7 @@ def config_of(estimator: str, loss: str, average: str, kl: str) -> Config:
 
 
 def refused(config: Config, key: str) -> bool:
-    """Whether a rule between the keys, or the plan's trial of the function that the key belongs to, refuses the configuration."""
+    """Return whether a rule between the keys, or the plan's trial of the function that the key belongs to, refuses the configuration."""
     if [
         line
         for line in (*algorithm_rules.problems(config), *switch_rules.problems(config))
@@ -233,7 +233,7 @@ def options_after(estimator: str, change: str) -> str | None:
 
 @functools.cache
 def refused_alone(kind: str, name: str, change: str) -> bool:
-    """Whether a function refuses a change of its own keys, whatever the other functions are."""
+    """Return whether a function refuses a change of its own keys, whatever the other functions are."""
     key, value = ast.literal_eval(change)
     others = {ESTIMATOR.kind: "grpo", LOSS.kind: "vanilla", AVERAGE.kind: "token-mean", KL_IN_LOSS.kind: "k3"}
     return refused(with_value(config_of(*(others | {kind: name}).values()), key, value), key)
@@ -241,7 +241,7 @@ def refused_alone(kind: str, name: str, change: str) -> bool:
 
 @functools.cache
 def refused_together(estimator: str, loss: str, change: str) -> bool:
-    """Whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does so alone."""
+    """Return whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does alone."""
     key, value = ast.literal_eval(change)
     return refused(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value), key)
 
@@ -385,7 +385,7 @@ def test_every_option_of_every_function_can_change_its_result(kind: trial.Kind, 
 
 LOSSES_WITH_OPTIONS = sorted(name for name in SINGLE if options_of(POLICY_LOSSES.get(name)))
 STILL_ACT = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}
-"""Which tokens are left out matters at a ratio of 1 too. kl_cov's penalty has no gradient there, whichever tokens it is on."""
+"""Options that act at a ratio of 1 too, where it matters which tokens are left out. kl_cov's penalty has no gradient there, whichever tokens it is on."""
 
 
 @pytest.mark.parametrize("name", LOSSES_WITH_OPTIONS)

@@ -139,7 +139,7 @@ def test_on_policy_the_ratio_is_exactly_one_for_any_log_prob() -> None:
 
 
 def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> bool:
-    """Whether groups of equal rewards give no loss and no gradient at all."""
+    """Return whether groups of equal rewards give no loss and no gradient at all."""
     data = reference.ragged(6)
     same = [0.1 * group for group in data.group]
     data = replace(data, rewards=same, parts=[[r, r] for r in same], steps=[[] for _ in same])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def content(step: int) -> Callable[[Path], None]:
-    """What a worker set would write: files, one of them in a folder of its own."""
+    """Return a function that writes what a worker set would: files, one of them in a folder of its own."""
 
     def write(folder: Path) -> None:
         (folder / "weights.bin").write_bytes(bytes([step]) * 1000)
@@ -201,7 +203,7 @@ def drop_state(folder: Path) -> None:
 
 
 def write_sealed(folder: Path, manifest: dict[str, Any]) -> None:
-    """As somebody would who knows how."""
+    """Write a manifest with the right seal, as a forger could."""
     manifest.pop("sha256")
     (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
 
@@ -308,31 +310,40 @@ def test_a_full_disk_is_noticed_before_anything_is_written(store):
     assert names(store) == ["step_1"]
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+def save_under_a_limit(folder: Path, answer: Connection) -> None:
+    """Be a process that may write files of 100 kB at most, and save more and then less than that; send what came of it."""
+    store = CheckpointStore(folder)
+
+    def zeros(size: int) -> Callable[[Path], object]:
+        return lambda step: {"a": write_file(step / "a", [bytes(size)])}
+
+    store.save(1, zeros(1000), {})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    message = "nothing was raised"
+    try:
+        store.save(2, zeros(300_000), {}, needed=300_000)
+    except CheckpointError as error:
+        message = str(error)
+    after = newest(store)
+    store.save(3, zeros(1000), {})
+    answer.send((message, after, newest(store)))
+
+
 def test_a_file_size_limit_of_the_system_stops_a_save_and_not_the_program(tmp_path):
-    """By the system's own means: the error comes out of the middle of a write."""
-    script = f"""
-import resource, signal, sys
-from pathlib import Path
-from grpo_rl.checkpoint.files import write_file
-from grpo_rl.checkpoint.store import CheckpointStore
-from grpo_rl.errors import CheckpointError
-store = CheckpointStore(Path({str(tmp_path)!r}))
-write = lambda size: lambda folder: {{"a": write_file(folder / "a", [bytes(size)])}}
-store.save(1, write(1000), {{}})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    store.save(2, write(300_000), {{}}, needed=300_000)
-except CheckpointError as error:
-    print(error)
-print(store.latest(print).step)
-store.save(3, write(1000), {{}})
-print(store.latest(print).step)
-"""
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    message, *steps = found.stdout.splitlines()
-    assert f"cannot write {tmp_path / 'step_2'}: File too large; it needs 293.0 KiB, " in message, found.stderr
-    assert steps == ["1", "3"]
+    """The system's own limit is used: the error comes out of the middle of a write."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=save_under_a_limit, args=(tmp_path, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(60)
+    message, *steps = ours.recv()
+    process.join(60)
+    assert f"cannot write {tmp_path / 'step_2'}: File too large; it needs 293.0 KiB, " in message
+    assert steps == [1, 3] and process.exitcode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
 
 

@@ -39,7 +39,7 @@ def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None 
 
 
 class Ranks:
-    """What ActorRole needs of a worker set; it remembers what each rank was asked."""
+    """The part of a worker set that ActorRole needs; it records each rank's calls."""
 
     def __init__(self, size: int, answer: Any = None) -> None:
         self.size = size

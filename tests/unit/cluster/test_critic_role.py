@@ -21,7 +21,7 @@ CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
 
 class Ranks:
-    """What CriticRole needs of a worker set; it remembers what each rank was asked."""
+    """The part of a worker set that CriticRole needs; it records each rank's calls."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from grpo_rl.cluster import launch
 from grpo_rl.cluster.launch import reported
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
 
 
 def raised_in_c(cause: BaseException) -> SystemError:
-    """What C code makes of an exception that came about beside it, and that it knows nothing of."""
+    """Return the error that C code makes of an exception which was raised beside it and which it does not handle."""
     error = SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set")
     error.__cause__ = cause
     return error
 
 
 def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
-    """What leaves a run in which this is raised, and the state in its status."""
+    """Return the error that leaves a run in which this one is raised, and the state in the run's status."""
     config = compose([f"trainer.default_local_dir={run_dir.path.parent}"]).config
     with ExitStack() as stack, pytest.raises(BaseException) as found:
         stack.callback(run_dir.release)
@@ -47,29 +50,29 @@ def test_any_other_error_in_c_stays_what_it_is(tmp_path: Path) -> None:
     assert state == "failed"
 
 
-LOST = """
-import sys, time
-from pathlib import Path
-from grpo_rl.cluster import launch
-from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.console import Console
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.status import Status
+FORK = multiprocessing.get_context("fork")
 
-launch.TAKEN_DOWN_S = 0.2
-run_dir = RunDir.create(sys.argv[1], "lost")
-status = Status(run_dir.status_file)
-if sys.argv[2] == "ended":
-    status.end(Preempted("by SIGTERM: step 1 of 2 is saved"))
-launch.ends_the_run(status, run_dir, Console())("the Ray cluster is lost")
-"""
+
+def lose_the_cluster(folder: Path, when: str) -> None:
+    """Be a process that notices the loss of its cluster, before the end of its run or after it."""
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
+    launch.TAKEN_DOWN_S = 0.2
+    run_dir = RunDir.create(str(folder), "lost")
+    status = Status(run_dir.status_file)
+    if when == "ended":
+        status.end(Preempted("by SIGTERM: step 1 of 2 is saved"))
+    launch.ends_the_run(status, run_dir, Console())("the Ray cluster is lost")
 
 
 @pytest.mark.parametrize(("when", "code", "state"), [("going on", 6, "failed"), ("ended", 75, "preempted")])
 def test_a_cluster_that_is_lost_ends_a_run_and_changes_nothing_about_one_that_has_ended(
     when: str, code: int, state: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path), when], capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
+    process = FORK.Process(target=lose_the_cluster, args=(tmp_path, when))
+    process.start()
+    process.join(60)
+    said = (tmp_path / "stderr").read_text()
+    assert process.exitcode == code, said
     assert json.loads((tmp_path / "lost" / "status.json").read_text())["state"] == state
-    assert ("the Ray cluster is lost" in done.stderr) == (code == 6)
+    assert ("the Ray cluster is lost" in said) == (code == 6)

@@ -16,7 +16,7 @@ from grpo_rl.cluster.processes import worker_host
 from grpo_rl.cluster.processes.worker_host import Stored, WorkerHost
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.critic_role import CriticRole
-from grpo_rl.cluster.roles.dealing import deal
+from grpo_rl.cluster.roles.dealing import deal, per_rollout_values
 from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
@@ -25,10 +25,10 @@ from grpo_rl.errors import DivergedError
 from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.tokens import Stretch, TokenBlock
-from grpo_rl.trainer.advantage import check_finite
+from grpo_rl.trainer.credit.advantage import check_finite
+from grpo_rl.trainer.credit.trained_tokens import TrainedTokens
 from grpo_rl.trainer.metrics import batch_metrics
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.trained_tokens import TrainedTokens
 from grpo_rl.types import Batch, Completion, Prompt, Rollout, Support
 
 BLOCKS: dict[str, TokenBlock] = {}
@@ -297,6 +297,29 @@ def test_the_critic_reads_the_same_shares(ranks: Ranks) -> None:
     role = CriticRole(ranks, rule=MicroBatchRule(None, 2), mini_batch_size=4, epochs=1)  # type: ignore[arg-type]
     batch = role.values(collate(elsewhere()))
     assert torch.equal(batch.values_T, collate(here()).rollout_logprobs_T - 0.375)
+
+
+def test_a_column_that_is_constant_over_every_response_is_sent_as_one_number_for_each(ranks: Ranks) -> None:
+    lengths_N = torch.tensor([3, 0, 1, 2])
+    assert per_rollout_values(torch.tensor([0.5, 0.5, 0.5, 0.5, -2.0, -2.0]), lengths_N).tolist() == [0.5, 0.0, 0.5, -2.0]
+    for column in ([0.5, 0.5, 0.25, 0.5, -2.0, -2.0], [0.0, -0.0, 0.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]):
+        assert per_rollout_values(torch.tensor(column), lengths_N) is None
+    assert per_rollout_values(torch.zeros(0), lengths_N * 0) is None
+    advantages_N = torch.linspace(-1.2345, 2.3456, len(LENGTHS))
+    kept_T = torch.arange(sum(LENGTHS)) % 4 != 2
+    sizes, results = [], []
+    for made in (elsewhere(), here()):
+        role, batch = actor(ranks, "none"), collate(made)
+        batch = batch.replace(advantages_T=advantages_N.repeat_interleave(batch.trained_lengths_N)).keep(kept_T)
+        ranks.sent = b""
+        role.update(batch)
+        sizes += [ranks.sent.count(one.tobytes()) for one in advantages_N.numpy()]
+        results.append([worker.trained for worker in ranks.workers])
+    assert set(sizes) <= {1, 0} and sum(sizes) >= 2 * (len(LENGTHS) - 1), "of the empty response nothing is sent"
+    for mine, theirs in zip(*results, strict=True):
+        assert_equal(mine, theirs)
+    trained_T = torch.cat([share.advantages_T for share in results[0]]).sort().values
+    assert torch.equal(trained_T, batch.advantages_T.sort().values)
 
 
 # ---- what the controller needs of the values -----------------------------------------------------------------

@@ -17,7 +17,7 @@ class Echo:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was fetched, in order; a reference is fetched as itself in upper case."""
+    """The references that were fetched, in order; each is fetched as itself in upper case."""
     found: list[str] = []
 
     def get(ref: str) -> str:

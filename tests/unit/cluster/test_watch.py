@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo_rl.cluster.session import run_watcher
@@ -16,15 +18,7 @@ from grpo_rl.cluster.session.ray_session import clean_earlier, watched
 
 SLEEPER = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
 """A process that has left its parent's session, as an engine's core does."""
-CONTROLLER = f"""
-import subprocess, sys, time
-from pathlib import Path
-from grpo_rl.cluster.session.ray_session import watched
-with watched(Path(sys.argv[1])) as folder:
-    child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], stdout=subprocess.PIPE, text=True)
-    print(child.stdout.readline().strip(), folder, flush=True)
-    time.sleep(600 if sys.argv[2] == "stay" else 0)
-"""
+FORK = multiprocessing.get_context("fork")
 
 
 def alive(pid: int) -> bool:
@@ -41,24 +35,37 @@ def becomes_true(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return condition()
 
 
-def controller(record: Path, word: str) -> tuple[subprocess.Popen[str], int, Path]:
-    process = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(record), word], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pid, folder = process.stdout.readline().split()
-    return process, int(pid), Path(folder)
+def be_a_controller(record: Path, stays: bool, answer: Connection) -> None:
+    """Start a session with one child, which leaves it; send the child's process id and the session's folder."""
+    with watched(record) as folder:
+        child = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        answer.send((int(child.stdout.readline()), folder))
+        time.sleep(600 if stays else 0)
+
+
+def controller(record: Path, *, stays: bool) -> tuple[multiprocessing.process.BaseProcess, int, Path]:
+    """Return a controller in a process of its own, its child's process id and its folder."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=be_a_controller, args=(record, stays, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(30)
+    return (process, *ours.recv())
 
 
 def test_a_killed_controller_takes_a_child_in_a_session_of_its_own_with_it(tmp_path: Path) -> None:
-    process, child, folder = controller(tmp_path / "session.json", "stay")
+    process, child, folder = controller(tmp_path / "session.json", stays=True)
     assert alive(child) and folder.is_dir()
     process.kill()
-    process.wait(10)
+    process.join(10)
     assert becomes_true(lambda: not alive(child) and not folder.exists())
 
 
 def test_a_controller_that_ends_well_leaves_nothing_either(tmp_path: Path) -> None:
-    process, child, folder = controller(tmp_path / "session.json", "end")
-    assert process.wait(30) == 0
+    process, child, folder = controller(tmp_path / "session.json", stays=False)
+    process.join(30)
+    assert process.exitcode == 0
     assert not alive(child) and not folder.exists() and not (tmp_path / "session.json").exists()
 
 

@@ -143,6 +143,10 @@ def test_a_dpo_without_its_reference_starts_none() -> None:
     [
         (PAIRS | {"data.response_key": "answer"}, "loss_mode=dpo reads rows with pairs"),
         (PAIRS | {"data.truncation": "left"}, "compares whole answers"),
+        (
+            PAIRS | {"data.responses": "initial_policy", "algorithm.rejection.min_reward": 0.5},
+            "compares the best with the worst response, however good",
+        ),
         (PAIRS | {f"{R}.n": 4}, "has no effect with data.responses=rows"),
         (PAIRS | {f"{A}.loss_agg_mode": "token-sum"}, "makes no mean over pairs"),
         (PAIRS | {"data.max_length": 10_000, f"{A}.ppo_max_token_len_per_gpu": 16_384}, "shorter than a pair"),

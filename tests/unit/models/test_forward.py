@@ -141,7 +141,7 @@ def _with_bias(plain: Any, model: PolicyModel) -> Any:
 
 
 def gradients(policy: PolicyModel, reference: Path) -> dict[str, torch.Tensor]:
-    """Of a sum of all three outputs with different weights per token."""
+    """Return the gradients of a sum of all three outputs with different weights per token."""
     ref = packed_policy(reference)
     with torch.no_grad():
         hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD

@@ -18,7 +18,7 @@ TEMPERATURE = 0.8
 
 
 def supports() -> list[list[int]]:
-    """For each trained token a random set with the token in it; one is the token alone, one is everything."""
+    """Return a random set for each trained token, with the token in it; one is the token alone, one is everything."""
     generator = torch.Generator().manual_seed(11)
     sets = []
     for number, target in enumerate(RAGGED.targets_T().tolist()):

@@ -14,7 +14,7 @@ from grpo_rl.models.load import load_config, load_lm
 
 
 def value_model(folder: Path, seed: int = 1) -> ValueModel:
-    """As the workers load it, with a head that is not 0."""
+    """Return the model as the workers load it, with a head that is not 0."""
     model = ValueModel(load_lm(str(folder), load_config(str(folder))))
     torch.manual_seed(seed)
     torch.nn.init.normal_(model.head.weight)

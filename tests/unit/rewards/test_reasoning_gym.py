@@ -44,7 +44,7 @@ def package():
 
 
 def score(row, response):
-    """With the row as a file would give it back."""
+    """Return the score of a response, with the row as a file would give it back."""
     row = json.loads(json.dumps(row))
     return auto(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
 

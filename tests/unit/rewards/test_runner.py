@@ -49,7 +49,7 @@ def runner(log_folder):
 
 
 def is_alive(pid):
-    """Whether the process still runs a moment after it was killed, which takes the kernel some time."""
+    """Return whether the process still runs a moment after it was killed, which takes the kernel some time."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:

@@ -19,7 +19,7 @@ TIMEOUT_S = 0.3
 
 
 def ask(*texts):
-    """What a new process says to these responses in one message."""
+    """Return the answers of a new process to these responses in one message."""
     config = RewardConfig(functions=[f"{UNRULY}:act"])
     worker = Worker(setup_of(config, []), OutputLog(None))
     assert worker.start_up() is None

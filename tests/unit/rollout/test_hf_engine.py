@@ -105,7 +105,7 @@ def test_rows_of_a_cache_may_come_and_go(folder: Path) -> None:
 
 
 def logprobs_of(model, before, completion: Completion, prompt: Sequence[int], keep_cache: bool) -> torch.Tensor:
-    """What the response's tokens have under two models: the first sampled the first span, the second the rest."""
+    """Return the log-probs of the response's tokens under two models: the first sampled the first span, the second the rest."""
     response = completion.response_ids.tolist()
     (_, split), _ = completion.versions
     ids = torch.tensor([[*prompt, *response]])

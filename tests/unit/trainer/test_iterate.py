@@ -248,6 +248,7 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, st
     whole.run.fit()
     checkpoints = whole.run.output.run_dir.checkpoints
     last = saved(checkpoints / "step_10")
+    assert last.keys() == {"version", "reference", "reward_model", FILE, "trainer.json"}
     again = make(total_steps=10, replay_share=0.4)
     again.run.resume(checkpoints / f"step_{step}")
     again.run.fit()

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_rl.algos.objective import Objective
 from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
 from grpo_rl.data.supervised import supervised_batch
@@ -38,7 +37,7 @@ class OfflineSchedule:
         self.actor = required(context.roles.actor, "actor")
         rows = required(context.rows, "rows")
         self.train_data, self.val_data = rows.train, rows.val
-        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
+        self.objective = context.objective
         self.reference = self._reference(rows)
         self.sampler = make_sampler(self.config, self.train_data)
         self.answers = Validation(context)

@@ -1,0 +1,282 @@
+"""Measures what the controller costs in a step of the synchronous schedule: its processor time and its memory.
+
+    python scripts/bench_controller.py --rollouts 2048 --tokens 1024 --ranks 8
+
+There is no model. Ray, the pool of replicas, the schedule and the roles are the real ones; replicas answer with random
+tokens, rewards are random numbers, and ranks put their shares together and do nothing with them. Everything runs on one
+machine, so wall-clock times contain the work of all processes; the controller's own is its processor time, in all its
+threads. Memory is counted per response token: the largest resident size of the controller in a step beyond that before
+it, and what Ray's object store holds when the ranks are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+STORE_BYTES = 6 * 2**30
+
+
+class Replica:
+    """A rollout process that answers at once; with as much of `RolloutWorker` as the pool calls."""
+
+    def __init__(self, chars_per_token: float, reply: int) -> None:
+        self.reply = reply
+        self.chars = chars_per_token
+        self.waiting: list[Any] = []
+        self.random = np.random.default_rng(0)
+
+    def submit(self, requests: Sequence[Any]) -> None:
+        self.waiting += requests
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        from grpo_rl.types import Completion
+
+        ended, self.waiting = self.waiting[: self.reply], self.waiting[self.reply :]
+        made = []
+        for request in ended:
+            num = request.sampling.max_tokens
+            ids = self.random.integers(0, 150_000, num, dtype=np.int32)
+            logprobs = -self.random.random(num, dtype=np.float32)
+            text = "x" * int(num * self.chars)
+            made.append(Completion(request.request_id, ids, logprobs, "stop", ((0, num),), text=text))
+        return made
+
+    def report(self, timeout_s: float) -> Any:
+        from grpo_rl.rollout.reports import pack
+
+        return pack(self.poll(timeout_s))
+
+
+class PretendedRank:
+    """A rank that has its share, and computes nothing."""
+
+    def logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]]) -> Any:
+        import torch
+
+        return torch.zeros(int(sum(share.trained_lengths_N[list(rows)].sum() for rows in micro_batches)))
+
+    def update(self, share: Any, update: Any) -> list[dict[str, float]]:
+        assert len(share.token_ids_S) == int(share.sequence_lengths_N.sum())
+        return [{"sum/entropy": 0.0, "same/grad_norm": 1.0} for _ in update.steps]
+
+
+class Prompts:
+    """A data set of prompts of equal lengths, with as much as a schedule reads."""
+
+    fingerprint: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, count: int, num_tokens: int) -> None:
+        self.count = count
+        self.num_tokens = num_tokens
+
+    def __len__(self) -> int:
+        return self.count
+
+    def usable(self, row: int) -> bool:
+        return True
+
+    def prompt(self, row: int, uid: str) -> Any:
+        from grpo_rl.types import Prompt
+
+        ids = np.random.default_rng(row).integers(0, 150_000, self.num_tokens, dtype=np.int32)
+        return Prompt(uid, ids, "?", "bench")
+
+
+class Rewarder:
+    """Random rewards at once: scoring is the reward processes' work, and sending them jobs is measured elsewhere."""
+
+    factors: ClassVar[dict[str, float]] = {"bench": 1.0}
+
+    def submit(self, rollout: Any) -> None:
+        pass
+
+    def wait(self, rollouts: Sequence[Any]) -> list[Any]:
+        for rollout in rollouts:
+            rollout.reward = random.random()
+            rollout.reward_parts = {"bench": rollout.reward}
+        return list(rollouts)
+
+
+@dataclass
+class Clock:
+    """The controller's seconds between the beginnings of phases, and the store's size at each."""
+
+    store_bytes: Any
+    wall: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    own: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    stored: int = 0
+    _phase: str = ""
+    _began: tuple[float, float] = (0.0, 0.0)
+
+    def __call__(self, phase: str) -> None:
+        """Note that a phase begins; what follows a phase up to the next one counts as part of it."""
+        if self._phase:
+            self.wall[self._phase] += time.perf_counter() - self._began[0]
+            self.own[self._phase] += time.process_time() - self._began[1]
+        if phase in ("update_actor", ""):
+            self.stored = max(self.stored, self.store_bytes())
+        self._phase, self._began = phase, (time.perf_counter(), time.process_time())
+
+
+def main() -> None:
+    """Parse the sizes and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each response")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--group", type=int, default=16, help="responses to one prompt")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once")
+    parser.add_argument("--chars-per-token", type=float, default=4.0, help="text that a response has for rewards")
+    parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
+    parser.add_argument("--steps", type=int, default=3, help="measured ones, after one that warms everything up")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="functions of the controller to list")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench(options, Path(folder))
+
+
+def bench(options: argparse.Namespace, folder: Path) -> None:
+    """Run the steps and print where the controller's time and memory go."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    from grpo_rl.cluster.session import ray_session as session
+    from grpo_rl.config.schema.tree import RayInitConfig
+
+    session.OBJECT_STORE_BYTES = STORE_BYTES
+    with ExitStack() as stack:
+        stack.enter_context(session.ray_session(RayInitConfig(), 2))
+        node = ray.nodes()[0]
+        place = node["NodeManagerAddress"], node["NodeManagerPort"]
+
+        def store_bytes() -> int:
+            return int(node_stats(*place, include_memory_info=False).store_stats.object_store_bytes_used)
+
+        schedule = make_schedule(options, folder, stack)
+        clocks: list[Clock] = []
+        peaks: list[int] = []
+        profile = cProfile.Profile()
+        for number in range(options.steps + 1):
+            clock = Clock(store_bytes)
+            schedule.context.progress.on_phase = clock
+            gc.collect()
+            before = reset_peak()
+            schedule.context.step += 1
+            if options.profile and number:
+                profile.enable()
+            schedule.step()
+            clock("")
+            profile.disable()
+            schedule.trained, schedule.actor.version = (), 0
+            if number:
+                clocks.append(clock)
+                peaks.append(peak() - before)
+        report(options, clocks, peaks)
+        if options.profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(options.profile)
+
+
+def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -> Any:
+    """Return the synchronous schedule over replicas and ranks that do no work."""
+    from grpo_rl.algos.objective import Objective
+    from grpo_rl.cluster.processes.placement import Pool
+    from grpo_rl.cluster.processes.worker_sets import wait_all
+    from grpo_rl.cluster.recovery.replicas import Replicas
+    from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+    from grpo_rl.cluster.roles.actor_role import ActorRole
+    from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+    from grpo_rl.cluster.roles.weight_sync import Transfer
+    from grpo_rl.config.derived import MicroBatchRule
+    from grpo_rl.config.schema.tree import Config
+    from grpo_rl.trainer.schedule import Context, Roles
+    from grpo_rl.trainer.sync import SyncSchedule
+
+    slots = Pool(1, 2, use_gpu=False, timeout_s=60.0).slots()
+
+    def started(role: str, size: int, factory: Any, arguments: tuple[Any, ...]) -> SupervisedSet:
+        made = SupervisedSet(
+            role, [slots[rank % 2] for rank in range(size)], log_dir=folder, environment={}, call_timeout_s=600.0
+        )
+        stack.callback(made.shutdown)
+        made.where(120.0)
+        wait_all(made.workers, made.start_build(factory, [arguments] * size), 120.0, f"start {role}")
+        return made
+
+    ranks = started("actor", options.ranks, PretendedRank, ())
+    replicas = started("rollout", options.replicas, Replica, (options.chars_per_token, options.reply))
+    num_prompts = options.rollouts // options.group
+    config = Config()
+    parts = config.actor_rollout_ref
+    actor = replace(parts.actor, ppo_mini_batch_size=num_prompts // options.mini_batches, use_kl_loss=False)
+    parts = replace(parts, actor=actor, rollout=replace(parts.rollout, n=options.group))
+    data = replace(config.data, train_batch_size=num_prompts, max_response_length=options.tokens)
+    trainer = replace(config.trainer, save_rollouts=False)
+    config = replace(config, actor_rollout_ref=parts, data=data, trainer=trainer)
+    rule = MicroBatchRule(2 * (options.tokens + options.prompt_tokens), None)
+    role = ActorRole(
+        ranks,
+        actor,
+        train_rule=rule,
+        forward_rule=rule,
+        old_logprobs="none" if options.mini_batches == 1 else "actor",
+        objective=Objective.from_config(actor),
+    )
+    settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
+    pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1), settings)
+    train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
+    output: Any = SimpleNamespace(console=SimpleNamespace(warn=print))  # nothing else is written
+    roles = Roles(actor=role, rollout=pool, rewarder=Rewarder())
+    return SyncSchedule(Context(config, roles, train, None, output, options.steps + 1))
+
+
+def reset_peak() -> int:
+    """Begin to measure the largest resident size anew; return the size now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return the largest resident size of this process since the last reset, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def report(options: argparse.Namespace, clocks: Sequence[Clock], peaks: Sequence[int]) -> None:
+    """Print medians over the measured steps."""
+    tokens = options.rollouts * options.tokens
+    print(f"{options.rollouts:,} rollouts of {options.tokens:,} tokens, {options.ranks} ranks, {len(clocks)} steps")
+    print(f"{'phase, with what follows it':<30}{'controller s':>14}{'wall s':>10}")
+    for phase in clocks[0].own:
+        own = statistics.median(clock.own[phase] for clock in clocks)
+        wall = statistics.median(clock.wall[phase] for clock in clocks)
+        print(f"{phase:<30}{own:>14.2f}{wall:>10.2f}")
+    total = [sum(clock.own.values()) for clock in clocks]
+    wall = [sum(clock.wall.values()) for clock in clocks]
+    print(f"{'all':<30}{statistics.median(total):>14.2f}{statistics.median(wall):>10.2f}")
+    print(f"controller, seconds per million tokens: {statistics.median(total) / tokens * 1e6:.3f}")
+    print(f"controller, resident bytes per token:   {max(peaks) / tokens:.2f}")
+    print(f"object store, bytes per token:          {max(clock.stored for clock in clocks) / tokens:.2f}")
+    print(f"controller, largest resident size ever: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
