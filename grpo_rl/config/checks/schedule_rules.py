@@ -191,7 +191,9 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
         unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
         idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
     if collects(config) and trains_pairs(config):
-        idle |= _of(REJECTION, "keeps single responses, and a pair is the best and the worst of a group")
+        idle |= _of(
+            REJECTION, f"keeps single responses, and loss_mode={loss} compares the best with the worst response, however good"
+        )
     idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
     if not samples_answers(config) and not collects(config):
         idle |= {

@@ -83,7 +83,7 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (RFT | {"data.train_weights": [1.0]}, "data.responses=initial_policy answers every prompt alike"),
         (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
         (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
-        (COLLECTED_PAIRS | {"algorithm.rejection.min_reward": 0.5}, "a pair is the best and the worst of a group"),
+        (COLLECTED_PAIRS | {"algorithm.rejection.min_reward": 0.5}, "keeps single responses"),
         (ROWS | {"trainer.iterate.replay_share": 0.2}, "replay_share=0.2: has no effect with data.responses=rows"),
         ({"trainer.iterate.steps_per_iteration": 5}, "steps_per_iteration=5: is of trainer.schedule=iterate"),
         ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
