@@ -217,9 +217,21 @@ def formula_of(function: Callable[..., Any]) -> str:
 
     The text ends at the next blank line. A user's own function is shown in the same way.
     """
-    _, found, rest = (inspect.getdoc(function) or "").partition("Formula:")
-    text = " ".join(rest.split("\n\n", 1)[0].split()).rstrip(".")
-    return text if found and text else getattr(function, "__name__", repr(function))
+    return _passage(function, "Formula:") or getattr(function, "__name__", repr(function))
+
+
+def coefficient_of(function: Callable[..., Any]) -> str:
+    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient, empty where it has none.
+
+    For a loss it is the gradient coefficient of DeepSeekMath (arXiv 2402.03300), section 5.2.1: its sign is that of -loss. For
+    a KL estimator it is that of the estimate.
+    """
+    return _passage(function, "Gradient:")
+
+
+def _passage(function: Callable[..., Any], heading: str) -> str:
+    _, _, rest = (inspect.getdoc(function) or "").partition(heading)
+    return " ".join(rest.split("\n\n", 1)[0].split()).rstrip(".")
 
 
 def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F], F]:
@@ -237,8 +249,16 @@ def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F]
 
 def shown(function: Callable[..., Any], options: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> str:
     """Return the function's formula with its options as numbers; `1 - name` and `1 + name` become one number."""
+    return _with_options(function, formula_of(function), dict(options))
+
+
+def shown_coefficient(function: Callable[..., Any], options: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> str:
+    """Return the factor of ∇log π with its options as numbers; empty where the function's docstring has none."""
+    return _with_options(function, coefficient_of(function), dict(options))
+
+
+def _with_options(function: Callable[..., Any], formula: str, options: Mapping[str, Any]) -> str:
     values = options_of(function) | dict(options)
-    formula = formula_of(function)
     if rewrite := getattr(function, "rewrite_formula", None):
         formula = rewrite(formula, values)
     for name, value in values.items():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_rl.registry import Registry, formula_of, needs, needs_of
+from grpo_rl.registry import Registry, coefficient_of, formula_of, needs, needs_of
 
 KlEstimator = Callable[..., Tensor]
 """(policy_logprobs_T, ref_logprobs_T, *, <old_logprobs_T, own options>) -> kl_T"""
@@ -52,6 +52,8 @@ def k1(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """The log-ratio itself: unbiased, either sign, high variance. Its own gradient has mean 0.
 
     Formula: d; d = log π - log π_ref
+
+    Gradient: 1
     """
     return policy_logprobs_T.double() - ref_logprobs_T.double()
 
@@ -61,6 +63,8 @@ def absolute(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Size of the log-ratio: a distance, no estimate of the KL.
 
     Formula: |d|; d = log π - log π_ref
+
+    Gradient: sign(log π - log π_ref)
     """
     return k1(policy_logprobs_T, ref_logprobs_T).abs()
 
@@ -70,6 +74,8 @@ def k2(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Half the squared log-ratio: biased in value, and the one whose gradient is the KL's.
 
     Formula: d²/2; d = log π - log π_ref
+
+    Gradient: log π - log π_ref
     """
     return 0.5 * k1(policy_logprobs_T, ref_logprobs_T).square()
 
@@ -79,6 +85,8 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """The low-variance estimator of GRPO: unbiased in value (up to the clamps) and never negative.
 
     Formula: min(e^x - x - 1, 10); x = clamp(log π_ref - log π, -20, 20)
+
+    Gradient: 1 - π_ref/π, but 0 where a bound acts
 
     DeepSeekMath (arXiv 2402.03300), eq. 4; the clamps are verl's. Where they act the gradient is 0. An infinite
     difference is not clamped: a policy or a reference that has broken down must not look like a distance of 10.
@@ -97,7 +105,9 @@ def straight_through(name: str) -> KlEstimator:
         return base(policy_logprobs_T, ref_logprobs_T).detach() + (k2_T - k2_T.detach())
 
     formula = f"sg(v) + k2 - sg(k2); v = {formula_of(base)}; k2 = (log π - log π_ref)²/2"
-    estimator.__doc__ = f"Value of {name}, gradient of k2; sg stops the gradient.\n\nFormula: {formula}"
+    estimator.__doc__ = (
+        f"Value of {name}, gradient of k2; sg stops the gradient.\n\nFormula: {formula}\n\nGradient: {coefficient_of(k2)}"
+    )
     return estimator
 
 
@@ -111,6 +121,8 @@ def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, old_logpro
     """k3 weighted by the ratio to the policy that sampled: value and gradient are the KL's, however old the samples are.
 
     Formula: r (e^x - x - 1); x = log π_ref - log π, r = π / π_old, whose gradient is r d ∇log π; d = -x
+
+    Gradient: r (log π - log π_ref)
 
     DeepSeek-V3.2 (arXiv 2512.02556), section 3.1. The gradient is taken in that form, because the derivatives of the
     two factors cancel in floating point; log r is cut to ±20 and x above at 20 in the value alone.

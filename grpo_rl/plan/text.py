@@ -16,6 +16,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
+from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
@@ -33,6 +34,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
         "one training step": _step(config, plan) if plan.trains else iter(()),
+        "paradigm": components(config, plan) if plan.trains else iter(()),
         "objective": _objective(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),

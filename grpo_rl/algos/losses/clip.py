@@ -14,6 +14,8 @@ def vanilla(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -clip_c A where A < 0;
     r = π / π_old
 
+    Gradient: r A, but 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low or r > clip_c
+
     PPO (arXiv 1707.06347), eq. 7; GRPO (arXiv 2402.03300), eq. 3; separate bounds: DAPO (arXiv 2503.14476),
     section 3.1; dual clip: Ye et al. (arXiv 1912.09729), "Dual-clip PPO". `pg_clipfrac` counts the tokens where the clip
     decides, `pg_clipfrac_lower` those where the dual clip does, `ppo_kl` is log π_old - log π.
@@ -31,6 +33,8 @@ def gspo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
     s = exp(mean over the response of log π / π_old)
 
+    Gradient: s mean(A), over the response's tokens but those with A > 0 and s > 1 + clip_high, or A < 0 and s < 1 - clip_low
+
     GSPO (arXiv 2507.18071), section 4.1. Its clip range is far smaller than PPO's (3e-4 and 4e-4). The mean
     log-ratio is cut at 10, as in verl; there is no dual clip.
     """
@@ -44,6 +48,8 @@ def gspo_token(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0
 
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
     s = sg(exp(mean over the response of log π / π_old)) π / sg(π)
+
+    Gradient: s A, but 0 where A > 0 and s > 1 + clip_high, or A < 0 and s < 1 - clip_low
 
     GSPO-token (arXiv 2507.18071), section 4.3; sg stops the gradient. Where a response's tokens share one
     advantage and one weight, value and gradient are those of `gspo`.
@@ -61,6 +67,8 @@ def geo_mean(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2
 
     Formula: -mean(A) exp(mean over the response of l);
     l = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0; r = π / π_old
+
+    Gradient: mean(A) exp(mean over the response of l), but 0 where l is a bound
 
     GMPO (arXiv 2507.20673), section 3. The bounds hold for the log-ratio.
     """

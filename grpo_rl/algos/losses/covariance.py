@@ -68,6 +68,8 @@ def clip_cov(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with
     clip_cov_lb < (A - mean A) (log π_old - mean log π_old) < clip_cov_ub; r = π / π_old
 
+    Gradient: r A, but 0 on the tokens left out, and where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low
+
     Clip-Cov (arXiv 2505.22617), section 4.2. There is no dual clip.
     """
     selected_T = inputs.column("selected_T")
@@ -82,6 +84,8 @@ def kl_cov(inputs: LossInput, *, ppo_kl_coef: float = 0.1) -> TokenLoss:
 
     Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old);
     r = π / π_old
+
+    Gradient: r A, and - ppo_kl_coef sign(log π - log π_old) on those tokens
 
     KL-Cov (arXiv 2505.22617), section 4.2. The clip bounds have no part in it.
     """

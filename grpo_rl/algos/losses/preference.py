@@ -87,7 +87,12 @@ def _difference(x_N: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
-    """Return the formula with `l` as the options make it: the log-ratio or log-prob, of the response or per token."""
+    """Return the formula with `l` as the options make it: the log-ratio or log-prob, of the response or per token.
+
+    Of the gradient's coefficient, which begins with its sign, only the division by the length is one of the options.
+    """
+    if formula.startswith("±"):
+        return formula.replace("; +", ", divided by |y|; +") if options.get("length_normalised") else formula
     ratio = "log π(y|x)" if options.get("reference_free") else "log π(y|x) - log π_ref(y|x)"
     ratio = f"({ratio})/|y|" if options.get("length_normalised") else ratio
     return formula.replace("l = log π(y|x) - log π_ref(y|x)", f"l = {ratio}")
@@ -109,6 +114,8 @@ def dpo(
 
     Formula: -(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h); h = l(chosen) - l(rejected),
     l = log π(y|x) - log π_ref(y|x)
+
+    Gradient: ± beta ((1 - label_smoothing) sigmoid(-beta h) - label_smoothing sigmoid(beta h)); + on chosen, - on rejected tokens
 
     DPO (arXiv 2305.18290), eq. 7. `label_smoothing` is the share of labels that are taken to be wrong: conservative
     DPO (Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023). `length_normalised` divides each
@@ -132,6 +139,8 @@ def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, l
 
     Formula: (h - 1/(2·beta))²; h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
+    Gradient: ± 2 (1/(2·beta) - h); + on chosen, - on rejected tokens
+
     IPO (arXiv 2310.12036), eq. 17, whose tau is `beta`. TRL divides each log-ratio by its response's length first:
     `length_normalised`.
     """
@@ -151,6 +160,8 @@ def dpo_hinge(
 
     Formula: max(0, 1 - h·beta); h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
 
+    Gradient: ± beta where h·beta < 1, else 0; + on chosen, - on rejected tokens
+
     SLiC-HF (arXiv 2305.10425), eq. 2, with the margin to the reference as TRL and RSO (arXiv 2309.06657) have it; the
     paper's own calibration loss is `reference_free`, with delta = 1/beta, times beta.
     """
@@ -165,6 +176,8 @@ def simpo(inputs: LossInput, *, beta: float = 2.0, gamma: float = 1.0) -> TokenL
     """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
 
     Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|
+
+    Gradient: ± beta/|y| sigmoid(gamma - beta (m(chosen) - m(rejected))); + on chosen, - on rejected tokens
 
     SimPO (arXiv 2405.14734), eq. 6. Its section 4 tunes beta in 2.0 to 2.5 and gamma in 0.3 to 1.6. TRL's `simpo_gamma` is
     this gamma.

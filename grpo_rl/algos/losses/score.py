@@ -14,6 +14,8 @@ def reinforce(inputs: LossInput) -> TokenLoss:
 
     Formula: -A log π
 
+    Gradient: A
+
     Williams (1992), "Simple statistical gradient-following algorithms"; the loss of GPG (arXiv 2504.02546), whose own
     part is the advantage estimator of that name. It has no ratio, so nothing is clipped.
     """
@@ -27,6 +29,8 @@ def sft(inputs: LossInput) -> TokenLoss:
 
     Formula: -log π
 
+    Gradient: 1
+
     Supervised fine-tuning, as in DeepSeekMath (arXiv 2402.03300), appendix A.1.1. It reads no advantages, so there is nothing
     that would weigh a token against another one.
     """
@@ -38,6 +42,8 @@ def cispo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -
     """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.
 
     Formula: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π; r = π / π_old
+
+    Gradient: clip(r, 1 - clip_low, 1 + clip_high) A
 
     CISPO: MiniMax-M1 (arXiv 2506.13585), section 3.1; sg stops the gradient. The upper bound is 1 + clip_high,
     as in verl; TRL takes it as the bound itself.
@@ -55,6 +61,8 @@ def sapo(inputs: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> T
     """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
 
     Formula: -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = tau_pos where A > 0, else tau_neg
+
+    Gradient: 4 r A σ (1 - σ); σ = sigmoid(τ (r - 1))
 
     SAPO (arXiv 2511.20347). The clip bounds have no part in it.
     """
@@ -74,6 +82,8 @@ def dppo_tv(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
     r = π / π_old
 
+    Gradient: min(r, max_ratio) A, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low
+
     DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences
     of probabilities. `max_ratio` is its own: verl takes clip_ratio_c (3) for it.
     """
@@ -87,6 +97,8 @@ def dppo_kl(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
     D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π)), r = π / π_old
+
+    Gradient: min(r, max_ratio) A, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low
 
     DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats.
     """
@@ -102,6 +114,8 @@ def dro(inputs: LossInput, *, dro_beta: float = 0.1) -> TokenLoss:
     """The score-function loss with a quadratic pull towards the policy that sampled.
 
     Formula: -A log π + dro_beta/2 (log π - log π_old)²
+
+    Gradient: A - dro_beta (log π - log π_old)
 
     Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull is what
     bounds the step, so the log-ratio is not cut and nothing is clipped.

@@ -56,7 +56,7 @@ def arithmetic(
     operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
     are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
     borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
-    beside the right one, forgets to carry; it never touches the ground truth. Row i is drawn from
+    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
     long as new ones turn up. Raises ConfigError for options out of range.
     """
@@ -74,8 +74,9 @@ def arithmetic(
         if split == "val":
             seen.add(problem)
         row = to_row(problem, split, index)
-        if rng.random() < forgotten_carries:
-            row["extra_info"]["demonstration"] = str(without_carries(problem))
+        if forgotten_carries > 0:
+            forgets = rng.random() < forgotten_carries
+            row["extra_info"]["demonstration"] = str(without_carries(problem) if forgets else problem.answer)
         rows.append(row)
     return rows
 

@@ -94,12 +94,15 @@ def test_forgetting_the_carries_gives_the_known_mistake(problem, expected):
 
 def test_demonstrations_may_forget_carries_but_the_ground_truth_never_does():
     rows, careful = arithmetic(num_rows=2000, forgotten_carries=0.7), arithmetic(num_rows=2000)
-    shown = [row["extra_info"].get("demonstration") for row in rows]
-    assert 0.65 < sum(answer is not None for answer in shown) / len(rows) < 0.75
-    for row, answer, other in zip(rows, shown, careful, strict=True):
-        left, right = row["prompt"][0]["content"].removesuffix("=").split("+")
-        assert row["reward_model"] == other["reward_model"] == {"style": "rule", "ground_truth": str(int(left) + int(right))}
-        assert answer in (None, str(without_carries(Problem(int(left), "+", int(right)))))
+    forgot = with_carry = 0
+    for row, other in zip(rows, careful, strict=True):
+        left, right = (int(part) for part in row["prompt"][0]["content"].removesuffix("=").split("+"))
+        right_answer, wrong_answer = str(left + right), str(without_carries(Problem(left, "+", right)))
+        assert row["reward_model"] == other["reward_model"] == {"style": "rule", "ground_truth": right_answer}
+        assert row["extra_info"]["demonstration"] in (right_answer, wrong_answer) and "demonstration" not in other["extra_info"]
+        with_carry += right_answer != wrong_answer
+        forgot += row["extra_info"]["demonstration"] != right_answer
+    assert 0.65 < forgot / with_carry < 0.75
     assert not any("demonstration" in row["extra_info"] for row in careful)
 
 

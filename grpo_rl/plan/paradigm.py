@@ -1,0 +1,66 @@
+"""A run as the three components that all methods share: data source, reward function, gradient coefficient.
+
+DeepSeekMath (arXiv 2402.03300), section 5.2.1, eq. 5:
+
+    gradient = E_{(q, o) ~ D} [ 1/|o| Σ_t GC(q, o, t, π_rf) ∇log π(o_t | q, o_<t) ]
+
+`docs/paradigm.md` has the components of each method with the keys that choose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_rl.algos.kl import KL_ESTIMATORS
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.registry import shown_coefficient
+from grpo_rl.rewards.combined import describe_models
+
+
+def components(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the name and the description of each component, and the gradient that they make."""
+    yield "D", data_source(config, plan)
+    yield "π_rf", reward_function(config, plan)
+    yield "GC", f"= {gradient_coefficient(plan)}"
+    average = "mean over pairs of Σ_tokens" if plan.objective.needs_pairs else f"{plan.objective.loss_agg_mode} of"
+    more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
+    yield "gradient", f"= {average} GC ∇log π{more}"
+
+
+def data_source(config: Config, plan: Plan) -> str:
+    """Describe where the trained responses come from."""
+    kind = "pairs" if plan.objective.needs_pairs else "answers"
+    if config.data.responses == "rows":
+        return f"the {kind} that stand in the rows (data.responses=rows)"
+    sampled = f"{config.actor_rollout_ref.rollout.n} responses to each prompt, sampled by"
+    if plan.objective.needs_pairs:
+        sampled = f"the best and the worst of {sampled}"
+    return f"{sampled} the policy as it is (data.responses=policy)"
+
+
+def reward_function(config: Config, plan: Plan) -> str:
+    """Describe what says how good a response is."""
+    if config.data.responses == "rows":
+        return (
+            "which answer of a pair is the better one, as its row says"
+            if plan.objective.needs_pairs
+            else "none: each row is right"
+        )
+    return " + ".join([*config.reward.functions, *describe_models(config)]) or "the judge's scores"
+
+
+def gradient_coefficient(plan: Plan) -> str:
+    """Return the factor of ∇log π with its options as numbers: the loss's, and the KL term's where there is one."""
+    objective = plan.objective
+    loss = POLICY_LOSSES.get(objective.loss_mode)
+    coefficient = shown_coefficient(loss, objective.loss_options) or "-∂pg/∂log π"
+    if coefficient.startswith("r ") and plan.sizes.updates_per_step == 1 and plan.passes.old_logprobs != "engine":
+        coefficient = f"{coefficient}; r = 1, so it is A"
+    if objective.kl_loss_type is None:
+        return coefficient
+    if objective.needs_full_kl:
+        return f"{coefficient}; and - {objective.kl_loss_coef:g} ∇KL, over the whole vocabulary"
+    of_kl = shown_coefficient(KL_ESTIMATORS.get(objective.kl_loss_type), objective.kl_options) or "∂KL/∂log π"
+    return f"{coefficient}; and - {objective.kl_loss_coef:g} ({of_kl})"

@@ -1,0 +1,66 @@
+"""The plan names the three components of a method, with the gradient coefficient as the options make it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.plan.decisions import Plan, decide
+from grpo_rl.plan.paradigm import components
+
+A = "actor_rollout_ref.actor"
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+
+
+def rows_of(*words: str) -> dict[str, str]:
+    config = compose(list(words) if words and words[0].startswith("recipe=") else ["recipe=arithmetic/grpo", *words]).config
+    plan: Plan = decide(config, CPU)
+    return dict(components(plan.config, plan))
+
+
+def test_grpo_has_the_papers_coefficient() -> None:
+    rows = rows_of(f"{A}.kl_loss_coef=0.04", f"{A}.ppo_mini_batch_size=16")
+    assert rows["D"] == "8 responses to each prompt, sampled by the policy as it is (data.responses=policy)"
+    assert rows["π_rf"] == "auto"
+    assert rows["GC"].startswith("= r A, but 0 where A > 0 and r > 1.2")
+    assert rows["GC"].endswith("; and - 0.04 (1 - π_ref/π, but 0 where a bound acts)")
+    assert rows["gradient"] == "= token-mean of GC ∇log π"
+
+
+def test_with_one_update_per_batch_the_coefficient_is_the_advantage() -> None:
+    assert "r = 1, so it is A" in rows_of(f"{A}.use_kl_loss=false")["GC"]
+    assert "r = 1" not in rows_of(f"{A}.ppo_mini_batch_size=16")["GC"]
+
+
+def test_given_answers_have_the_coefficient_1_and_no_reward() -> None:
+    rows = rows_of("recipe=paradigm/sft")
+    assert rows["D"] == "the answers that stand in the rows (data.responses=rows)"
+    assert rows["π_rf"] == "none: each row is right" and rows["GC"] == "= 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ((f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"), "; and - 0.001 ∇KL, over the whole vocabulary"),
+        ((f"{A}.kl_loss_type=k2",), "; and - 0.001 (log π - log π_ref)"),
+    ],
+)
+def test_the_kl_term_has_its_own(words: tuple[str, ...], end: str) -> None:
+    assert rows_of(*words)["GC"].endswith(end)
+
+
+def test_the_bonus_for_entropy_is_named_beside() -> None:
+    assert rows_of(f"{A}.entropy_coeff=0.01")["gradient"].endswith("GC ∇log π - the entropy's own gradient")
+
+
+def test_a_loss_of_the_users_own_has_its_coefficient_from_the_docstring_or_as_a_derivative(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    head = "from grpo_rl.algos.losses.contract import TokenLoss\n\n\n"
+    body = "    return TokenLoss(-inputs.advantages_T * inputs.policy_logprobs_T)\n"
+    file.write_text(f'{head}def plain(inputs):\n{body}\n\ndef said(inputs):\n    """Mine.\n\n    Gradient: A\n    """\n{body}')
+    for name, coefficient in (("plain", "= -∂pg/∂log π"), ("said", "= A")):
+        rows = rows_of(f"{A}.policy_loss.loss_mode={file}:{name}", f"{A}.use_kl_loss=false")
+        assert rows["GC"] == coefficient
