@@ -13,7 +13,8 @@ from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.supervised import Demonstrations, DemonstrationSet, load_demonstrations
+from grpo_rl.data.supervised import DemonstrationSet, load_demonstrations
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -26,11 +27,11 @@ T = TypeVar("T", PromptDataset, DemonstrationSet)
 
 
 class _Data(NamedTuple):
-    """The rows of a run."""
+    """The data of a run."""
 
     train: PromptDataset | None
     val: PromptDataset | None
-    demonstrations: Demonstrations | None
+    rows: TrainingRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Inputs:
     train_data: PromptDataset | None
     """The prompts that are trained on; None where nothing is trained, or given answers are."""
     val_data: PromptDataset | None
-    demonstrations: Demonstrations | None
-    """The answers that a supervised run learns from; None for all others."""
+    rows: TrainingRows | None
+    """The rows that are trained on as they stand; None where the trained responses are sampled."""
     rules: RewardRunner | None
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards
@@ -74,10 +75,10 @@ def read_inputs(plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack)
         stack.callback(rules.close)
     if rules is not None:
         rules.check_started()
-    trained = data.train if data.demonstrations is None else data.demonstrations.train
+    trained = data.train if data.rows is None else data.rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, data.train, data.val, data.demonstrations, rules, models)
+    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:
@@ -115,7 +116,7 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
             if data.val_prompt_files:
                 prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))
                 val_prompts = done("validation prompts", prompts)
-            return _Data(None, val_prompts, Demonstrations(train, val))
+            return _Data(None, val_prompts, TrainingRows(train, val))
         train_prompts = val_prompts = None
         if plan.trains:
             of_train = {"max_samples": data.train_max_samples} | reading("train")

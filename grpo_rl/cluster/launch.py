@@ -136,7 +136,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
-        demonstrations=inputs.demonstrations,
+        rows=inputs.rows,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:

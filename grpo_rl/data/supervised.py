@@ -1,10 +1,8 @@
-"""Demonstrations as training data: found at the start, read and tokenized when they are drawn, and put into batches."""
+"""Demonstrations as training data: conversations whose assistant turns are learnt, and the batches that they make."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,147 +11,32 @@ import torch
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
-from grpo_rl.data.dataset import CHECKED_OF_MANY
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.custom import custom_source
-from grpo_rl.data.sources.fingerprint import fingerprint_of
-from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import BadRow, Joined, Source
-from grpo_rl.errors import DataError
+from grpo_rl.data.sources.source import BadRow, Source
+from grpo_rl.data.training_set import RowSet, TooLongRow, sources_of
 from grpo_rl.types import Batch
 
-KEPT_DEMONSTRATIONS = 65_536
-"""Demonstrations kept ready after they were read: 64 MiB of tokens where each has 256."""
 
+class DemonstrationSet(RowSet[Demonstration]):
+    """The demonstrations of one or several sources, by their row."""
 
-@dataclass(slots=True)
-class DemonstrationReport:
-    """The fate of the rows that were checked at the start."""
-
-    num_rows: int
-    """Rows in the files, after max_samples."""
-    num_checked: int = 0
-    num_dropped: int = 0
-    """Rows left out because they are longer than the longest sequence."""
-    num_bad: int = 0
-    """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
-    longest: int = 0
-    """Tokens of the longest row as read."""
-    num_tokens: int = 0
-    """Tokens of the rows that were checked and can be used."""
-    num_trained: int = 0
-    """Tokens among them that are trained."""
-
-    def __str__(self) -> str:
-        text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"
-        if self.num_checked < self.num_rows:
-            text = f"{self.num_rows} rows, {self.num_checked} of them checked and the others when they are drawn"
-        text += f", longest {self.longest} tokens, {self.num_trained / max(1, self.num_tokens):.0%} of all tokens trained"
-        if self.num_dropped:
-            text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
-        return text + (f", bad rows left out: {self.num_bad}" if self.num_bad else "")
-
-
-class DemonstrationSet:
-    """The demonstrations of one or several sources, by their row.
-
-    As in a PromptDataset, one that was checked whole has rows that are all usable; of a larger one some rows turn out to be
-    unusable when their turn comes.
-    """
+    ways_out = (
+        "Raise data.max_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
+        "data.truncation=left, right or middle"
+    )
 
     def __init__(
         self, parts: Sequence[Source], config: DataConfig, longest: int, tokenizing: Tokenizing, bad_rows: BadRows, limit: int
     ) -> None:
-        self.config, self.longest, self.bad_rows = config, longest, bad_rows
-        self._source, self._tokenizing = Joined("all sources", parts), tokenizing
-        total = len(self._source) if limit < 0 else min(limit, len(self._source))
-        self.report = DemonstrationReport(total)
-        self.fingerprint = fingerprint_of(parts)
-        self._starts = np.cumsum([0, *map(len, parts)])
-        self._rows: np.ndarray | None = None
-        self._kept: OrderedDict[int, Demonstration] = OrderedDict()
+        super().__init__(parts, config, longest, bad_rows, limit)
+        self._tokenizing = tokenizing
 
-    def __len__(self) -> int:
-        return self.report.num_rows if self._rows is None else len(self._rows)
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return these rows as a batch: see `supervised_batch`."""
+        return supervised_batch([self.row(row) for row in rows])
 
-    @property
-    def part_sizes(self) -> list[int]:
-        """Rows of each source, in their order."""
-        rows = np.arange(len(self)) if self._rows is None else self._rows
-        return np.diff(np.searchsorted(rows, self._starts)).tolist()
-
-    def demonstration(self, row: int) -> Demonstration:
-        """Return row `row`. Raises DataError for one that cannot be used."""
-        index = row if self._rows is None else int(self._rows[row])
-        if index in self._kept:
-            self._kept.move_to_end(index)
-            return self._kept[index]
-        self._kept[index] = self._read(index)
-        if len(self._kept) > KEPT_DEMONSTRATIONS:
-            self._kept.popitem(last=False)
-        return self._kept[index]
-
-    def usable(self, row: int) -> bool:
-        """Return whether row `row` can be trained on; the same at any time, as the row alone decides.
-
-        Raises DataError for a bad row under data.on_bad_row=error, and for a long one that is neither filtered nor cut.
-        """
-        if self._rows is not None:
-            return True
-        try:
-            return self.demonstration(row) is not None
-        except TooLongDemonstration:
-            if not self.config.filter_overlong_prompts:
-                raise
-            return False
-        except BadRow as error:
-            self.bad_rows.found(row, error)
-            return False
-
-    def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:
-        """Read all rows, or a sample of them; all that is wrong with these is reported at once.
-
-        Raises DataError for bad rows under data.on_bad_row=error, for rows that are too long and neither dropped nor cut,
-        and where no row is left.
-        """
-        total, report = self.report.num_rows, self.report
-        indices: Sequence[int] = range(total)
-        if not whole and total > 2 * CHECKED_OF_MANY:
-            spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
-            indices = sorted({*range(CHECKED_OF_MANY), *spread})
-        unusable: list[int] = []
-        too_long: list[TooLongDemonstration] = []
-        for number, index in enumerate(indices):
-            try:
-                self._count(self.demonstration(index))
-            except TooLongDemonstration as error:
-                report.longest = max(report.longest, error.length)
-                too_long.append(error)
-                unusable.append(index)
-            except BadRow as error:
-                self.bad_rows.found(index, error, collect=True)
-                unusable.append(index)
-            if note is not None and number % CHECKED_OF_MANY == CHECKED_OF_MANY - 1:
-                note(f"{number + 1} of {len(indices)} rows checked")
-        report.num_checked, report.num_bad = len(indices), self.bad_rows.num_rows
-        self.bad_rows.raise_collected(len(indices))
-        self.bad_rows.report_collected(len(indices))
-        if too_long and not self.config.filter_overlong_prompts:
-            others = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
-            raise DataError(f"{too_long[0]}{others}. {_WAYS_OUT}")
-        report.num_dropped = len(too_long)
-        if len(unusable) == len(indices):
-            raise DataError(
-                f"no rows are left: of {len(indices)} checked, {report.num_bad} are bad and {len(too_long)} are longer than "
-                f"{self.longest} tokens"
-            )
-        if len(indices) == total:
-            self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
-
-    def _count(self, found: Demonstration) -> None:
-        self.report.longest = max(self.report.longest, len(found.token_ids))
-        self.report.num_tokens += len(found.token_ids)
-        self.report.num_trained += len(found.positions)
+    def _sizes(self, row: Demonstration) -> tuple[int, int, int]:
+        return len(row.token_ids), len(row.token_ids), len(row.positions)
 
     def _read(self, index: int) -> Demonstration:
         where = self._source.where(index)
@@ -162,7 +45,7 @@ class DemonstrationSet:
         if length <= self.longest:
             return found
         if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            raise TooLongDemonstration(where, length, self.longest)
+            raise TooLongRow(where, length, self.longest)
         cut = cut_to(found, self.longest, self.config.truncation)
         if not len(cut.positions):
             raise BadRow(
@@ -170,28 +53,6 @@ class DemonstrationSet:
                 f"data.truncation={self.config.truncation} keeps"
             )
         return cut
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstrations:
-    """The rows that a supervised run learns from, and those on which its loss is measured beside."""
-
-    train: DemonstrationSet
-    val: DemonstrationSet | None = None
-
-
-class TooLongDemonstration(DataError):
-    """A row that is longer than allowed, and not cut."""
-
-    def __init__(self, where: str, length: int, longest: int) -> None:
-        super().__init__(f"{where}: has {length} tokens, more than the longest sequence of {longest}")
-        self.length = length
-
-
-_WAYS_OUT = (
-    "Raise data.max_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
-    "data.truncation=left, right or middle"
-)
 
 
 def cut_to(found: Demonstration, limit: int, side: str) -> Demonstration:
@@ -224,11 +85,7 @@ def load_demonstrations(
     """
     data = config.data
     tokenizing = Tokenizing(data, tokenizer)
-    parts: list[Source] = (
-        [custom_source(files, data, tokenizer)]
-        if data.custom_cls.path is not None
-        else [open_source(name, data.cache_dir) for name in files]
-    )
+    parts = sources_of(files, data, tokenizer)
     bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
     found = DemonstrationSet(parts, data, longest_sequence(config), tokenizing, bad_rows, max_samples)
     found.check(whole or len(found) <= data.check_rows, note)

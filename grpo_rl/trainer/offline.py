@@ -1,30 +1,38 @@
-"""Supervised training: the policy learns answers that stand in the data, and nothing is sampled to train on."""
+"""Training on rows as they stand: the policy learns answers, or to prefer some to others, and nothing is sampled to train on."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from grpo_rl.algos.aggregate import group_tokens
+from grpo_rl.algos.losses.contract import LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
 from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.supervised import DemonstrationSet, supervised_batch
+from grpo_rl.data.supervised import supervised_batch
+from grpo_rl.data.training_set import TrainingSet
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.selection import resume_order
 from grpo_rl.trainer.validation import Validation
-from grpo_rl.types import Metrics, Rollout
+from grpo_rl.types import Batch, Counts, Metrics, Rollout
 
 LARGEST_EXPONENT = 700.0
 """e to this is near the largest float."""
 
 
 class OfflineSchedule:
-    """The supervised schedule: one optimizer step on each batch of rows, epoch after epoch.
+    """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
 
     Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
     """
@@ -34,8 +42,9 @@ class OfflineSchedule:
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config
         self.actor = required(context.roles.actor, "actor")
-        demonstrations = required(context.demonstrations, "demonstrations")
-        self.train_data, self.val_data = demonstrations.train, demonstrations.val
+        rows = required(context.rows, "rows")
+        self.train_data, self.val_data = rows.train, rows.val
+        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
         self.sampler = make_sampler(self.config, self.train_data)
         self.answers = Validation(context)
         self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
@@ -45,24 +54,25 @@ class OfflineSchedule:
         """Train on the next batch of rows."""
         timer = Timer(self.context.progress.phase)
         with timer("data"):
-            batch = supervised_batch(self._draw())
+            batch = self._draw()
         with timer("update_actor"):
             metrics = self.actor.update(batch)
-        loss = metrics["actor/pg_loss"]
         num_tokens = float(len(batch.token_ids_S))
+        measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         return (
-            {"train/loss": loss, "train/perplexity": perplexity(loss), "train/num_tokens": float(batch.num_trained_tokens)}
+            named_measures("train", measured, self.objective)
+            | {"train/num_tokens": float(batch.num_trained_tokens)}
             | metrics
             | {"trainer/epoch": float(self.sampler.epoch)}
             | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
             | timer.metrics()
         )
 
-    def _draw(self) -> list[Demonstration]:
+    def _draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
         position = self.sampler.position()
         try:
-            return [self.train_data.demonstration(row) for row, _ in self.sampler.next_batch()]
+            return self.train_data.batch([row for row, _ in self.sampler.next_batch()])
         except DataError:
             self.sampler.seek(position)
             raise
@@ -73,8 +83,8 @@ class OfflineSchedule:
         if self.val_data is not None:
             timer = Timer(self.context.progress.phase)
             with timer("testing"):
-                loss = validation_loss(self.actor, self.val_data, self.config.data.train_batch_size)
-            metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)} | timer.metrics()
+                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size)
+            metrics = named_measures("val", measured, self.objective) | timer.metrics()
         answered = self.answers()
         seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
         if self.val_data is not None:
@@ -131,20 +141,57 @@ class EarlyStop:
         self.step, self.in_a_row = int(state["step"]), int(state["in_a_row"])
 
 
+MEASURES = {"reward_accuracy": "accuracy", "reward_margin": "margin"}
+"""Statistics of losses over pairs that are logged beside the loss, with their names there."""
+
+
+def named_measures(part: str, measured: Metrics, objective: Objective) -> Metrics:
+    """Return the loss of rows, and what it means: a perplexity, or how the policy orders pairs, as metrics `part/...`."""
+    found = {f"{part}/loss": measured["pg_loss"]}
+    if objective.loss_mode == "sft":
+        found[f"{part}/perplexity"] = perplexity(measured["pg_loss"])
+    if objective.needs_pairs:
+        found |= {f"{part}/{name}": measured[stat] for stat, name in MEASURES.items() if stat in measured}
+    return found
+
+
 def perplexity(loss: float) -> float:
     """Return e to the mean loss of a token."""
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
-def validation_loss(actor: Actor, data: DemonstrationSet, batch_size: int) -> float:
-    """Return the mean of -log π over all trained tokens of the data."""
-    total, num_tokens = 0.0, 0
-    for start in range(0, len(data), batch_size):
-        rows = range(start, min(start + batch_size, len(data)))
-        batch = supervised_batch([data.demonstration(row) for row in rows])
-        total -= float(actor.logprobs(batch).double().sum())
-        num_tokens += batch.num_trained_tokens
-    return total / num_tokens
+def measure(actor: Actor, data: TrainingSet, objective: Objective, batch_size: int) -> Metrics:
+    """Return the policy loss `pg_loss` of all the rows, and its averaged statistics, as training on them in one batch has them."""
+    # The other terms of the objective are no part of how well the rows are learnt.
+    objective = dataclasses.replace(objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=())
+    parts = [range(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
+    each = [data.batch(rows).counts() for rows in parts]
+    counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))
+    totals: dict[str, float] = defaultdict(float)
+    for rows in parts:
+        batch = data.batch(rows)
+        _, stats = objective(loss_input(batch, actor.logprobs(batch)), counts)
+        for name, value in stats.items():
+            totals[name] += float(value)
+    return {
+        name.partition("/")[2]: value / counts.num_tokens if name.startswith("sum/") else value
+        for name, value in totals.items()
+        if not name.startswith("max/")
+    }
+
+
+def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
+    """Return a whole batch as its loss reads it."""
+    advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
+    return LossInput(
+        policy_logprobs_T,
+        advantages_T,
+        Segments(batch.trained_lengths_N),
+        ref_logprobs_T=batch.ref_logprobs_T,
+        group_N=batch.group_N,
+        chosen_N=batch.chosen_N,
+        group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),
+    )
 
 
 def fit(

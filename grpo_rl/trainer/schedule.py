@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.supervised import Demonstrations
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.protocols import Actor, Critic, Reference, Rewarder, RolloutPool, Trained, TrainedRewardModel
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
@@ -84,13 +84,13 @@ class Context:
     """The phases of a step, which are shown, timed, and points at which a signal is answered."""
     step: int = 0
     """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
-    demonstrations: Demonstrations | None = None
-    """The answers that a supervised run learns."""
+    rows: TrainingRows | None = None
+    """The rows that are trained on as they stand; None where the trained responses are sampled."""
 
     @property
     def validates(self) -> bool:
         """True where there is anything to validate on."""
-        return self.val_data is not None or (self.demonstrations is not None and self.demonstrations.val is not None)
+        return self.val_data is not None or (self.rows is not None and self.rows.val is not None)
 
 
 class Schedule(Protocol):

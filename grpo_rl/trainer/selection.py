@@ -14,7 +14,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.choose import make_sampler
 from grpo_rl.data.draw_order.sampler import Sampler
 from grpo_rl.data.sources.fingerprint import differences
-from grpo_rl.data.supervised import DemonstrationSet
+from grpo_rl.data.training_set import TrainingSet
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
@@ -166,9 +166,7 @@ class Selection:
         )
 
 
-def resume_order(
-    sampler: Sampler, data: PromptDataset | DemonstrationSet, state: dict[str, Any], *, allow_change: bool
-) -> bool:
+def resume_order(sampler: Sampler, data: PromptDataset | TrainingSet, state: dict[str, Any], *, allow_change: bool) -> bool:
     """Let the sampler continue where `state` was taken; return False where the next epoch of other data begins instead.
 
     Raises CheckpointError for data that have changed, unless that is allowed.

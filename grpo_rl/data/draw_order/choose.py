@@ -10,11 +10,11 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.curriculum import PassRateSampler
 from grpo_rl.data.draw_order.mixture import MixedSampler
 from grpo_rl.data.draw_order.sampler import PromptSampler, Sampler
-from grpo_rl.data.supervised import DemonstrationSet
+from grpo_rl.data.training_set import TrainingSet
 
 
 def make_sampler(
-    config: Config, dataset: PromptDataset | DemonstrationSet, is_retired: Callable[[int], bool] | None = None
+    config: Config, dataset: PromptDataset | TrainingSet, is_retired: Callable[[int], bool] | None = None
 ) -> Sampler:
     """The order in which rows of `dataset` are drawn. Raises ConfigError for a batch larger than the data."""
     data = config.data

@@ -42,7 +42,7 @@ def test_all_bad_rows_are_named_with_file_and_line_before_training(tokenizer: An
     assert f"{path}, line 2: column 'response' is ''" in text and f"{path}, line 4: column 'messages' has no assistant" in text
     kept = load(path, rows, tokenizer, on_bad_row="skip")
     assert len(kept) == 2 and kept.report.num_bad == 2
-    assert [tokenizer.decode(kept.demonstration(row).token_ids) for row in range(2)] == [
+    assert [tokenizer.decode(kept.row(row).token_ids) for row in range(2)] == [
         "<|user|>1+1<|assistant|>2<|end|>",
         "<|user|>1+3<|assistant|>4<|end|>",
     ]
@@ -58,7 +58,7 @@ def test_rows_that_are_too_long_are_refused_dropped_or_cut(tokenizer: Any, tmp_p
     dropped = load(path, rows, tokenizer, max_length=8, filter_overlong_prompts=True)
     assert len(dropped) == 1 and dropped.report.num_dropped == 2
     cut = load(path, rows[:2], tokenizer, max_length=8, truncation="right")
-    assert tokenizer.decode(cut.demonstration(1).token_ids) == "<|user|>1<|assistant|>23456"
+    assert tokenizer.decode(cut.row(1).token_ids) == "<|user|>1<|assistant|>23456"
     with pytest.raises(DataError, match=r"line 3: has 13 tokens, and no trained one is left"):
         load(path, rows, tokenizer, max_length=8, truncation="right")
 
@@ -96,7 +96,7 @@ def test_a_folder_of_rollouts_is_data(tokenizer: Any, tmp_path: Path) -> None:
         (folder / f"step_{step}.jsonl").write_text(json.dumps(record | {"finish_reason": "stop", "response": str(step)}) + "\n")
     config = Config(data=DataConfig(responses="rows"))
     data = load_demonstrations([str(folder)], config, tokenizer, max_samples=-1)
-    assert [tokenizer.decode(data.demonstration(row).token_ids) for row in (0, 1)] == [
+    assert [tokenizer.decode(data.row(row).token_ids) for row in (0, 1)] == [
         "<|user|>1+1<|assistant|>1<|end|>",
         "<|user|>1+1<|assistant|>2<|end|>",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.conversations import Demonstration
-from grpo_rl.data.supervised import Demonstrations, load_demonstrations, supervised_batch
+from grpo_rl.data.supervised import load_demonstrations, supervised_batch
+from grpo_rl.data.training_set import TrainingRows
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.console import Console
@@ -97,12 +100,9 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     """A supervised run on `rows` sums; a folder's second run follows the first."""
     base = make_config(**trainer)
     data = {"responses": "rows", "train_batch_size": 2, "response_key": "reward_model.ground_truth"}
-    config = Config(
-        **{
-            **{name: getattr(base, name) for name in base.__dataclass_fields__},
-            "data": type(base.data)(**data),
-        }
-    )
+    parts = base.actor_rollout_ref
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="sft")))
+    config = settled(replace(base, data=type(base.data)(**data), actor_rollout_ref=parts))
     tokenizer = build_tokenizer(128)
     task = f"task:arithmetic?num_rows={rows}"
     train = load_demonstrations([task], config, tokenizer, max_samples=-1)
@@ -110,8 +110,8 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    demonstrations = Demonstrations(train, held_out)
-    context = Context(config, Roles(actor=actor), None, None, output, total_steps, demonstrations=demonstrations)
+    given = TrainingRows(train, held_out)
+    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=given)
     return Run(context, schedule_of(config))
 
 
