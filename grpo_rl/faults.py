@@ -30,6 +30,7 @@ POINTS = {
     "driver.phase": "a phase of the step begins (phase)",
     "driver.response": "a response has come in while others are still sampled (count)",
     "driver.log": "the step is done, and its metrics are about to be written",
+    "driver.reference": "the reference's log-probs of a batch of rows have been computed (part, row)",
     "actor.update.start": "an actor rank begins an update (rank)",
     "actor.update.forward": "an actor rank is about to train on a micro-batch (rank, micro_batch, rollouts)",
     "actor.update.mid_backward": "an actor rank has run the backward pass of a micro-batch (rank, micro_batch)",

@@ -53,6 +53,9 @@ class Actor(Trained, Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
 
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights, the same however many ranks hold them."""
+
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""
 

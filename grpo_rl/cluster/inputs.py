@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.pairs import PairSet, load_pairs
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.supervised import DemonstrationSet, load_demonstrations
 from grpo_rl.data.training_set import TrainingRows
@@ -23,7 +25,7 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 
-T = TypeVar("T", PromptDataset, DemonstrationSet)
+T = TypeVar("T", PromptDataset, DemonstrationSet | PairSet)
 
 
 class _Data(NamedTuple):
@@ -108,10 +110,12 @@ def _data(plan: Plan, tokenizer: Any, console: Console, folder: Path) -> _Data:
     with console.progress("reading the data") as bar:
         if data.responses == "rows":
             of_train = {"max_samples": data.train_max_samples} | reading("train")
-            train = done("train", load_demonstrations(data.train_files, config, tokenizer, **of_train))
+            load: Callable[..., DemonstrationSet | PairSet]
+            load = load_pairs if plan.objective.needs_pairs else load_demonstrations
+            train = done("train", load(data.train_files, config, tokenizer, **of_train))
             val = val_prompts = None
             if data.val_files:
-                found = load_demonstrations(data.val_files, config, tokenizer, **of_val, **reading("val"))
+                found = load(data.val_files, config, tokenizer, **of_val, **reading("val"))
                 val = done("validation", found)
             if data.val_prompt_files:
                 prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))

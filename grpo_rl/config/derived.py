@@ -10,8 +10,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_rl.config.checks.algorithm_table import LOSSES, NO_FACTS
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
+PAIR_AVERAGE = "seq-mean-token-mean"
+"""The average of losses over pairs where none is set: the mean over pairs."""
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
@@ -55,17 +59,30 @@ def is_offline(config: Config) -> bool:
     return config.data.responses != "policy"
 
 
+def trains_pairs(config: Config) -> bool:
+    """Return whether the loss compares the two sides of pairs. A loss of the user's own is known only once it is imported."""
+    return "pairs" in LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode, NO_FACTS)["needs"]
+
+
+def estimates_advantages(config: Config) -> bool:
+    """Return whether rewards are turned into advantages: not where the responses are given, nor where the loss compares pairs."""
+    return not is_offline(config) and not trains_pairs(config)
+
+
 def samples_answers(config: Config) -> bool:
     """Return whether anything is sampled and scored: where the rows have the responses, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with the settings that its schedule fixes, whatever their keys say.
+    """Return the configuration with the settings that its schedule and its loss fix, whatever their keys say.
 
-    Supervised training takes one optimizer step on each batch, on the distribution that the model itself has, and compares
-    it with no reference. Keys that say otherwise are refused before (`switch_rules.py`).
+    A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
+    Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
+    term. Keys that say otherwise are refused before (`schedule_rules.py`).
     """
+    if trains_pairs(config):
+        config = _with_pairs(config)
     if not is_offline(config):
         return config
     trainer = dataclasses.replace(config.trainer, schedule=OFFLINE)
@@ -73,9 +90,16 @@ def settled(config: Config) -> Config:
     actor = dataclasses.replace(
         parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
     )
-    rollout = dataclasses.replace(parts.rollout, n=1, temperature=1.0)
+    rollout = dataclasses.replace(parts.rollout, n=2 if trains_pairs(config) else 1, temperature=1.0)
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
     return dataclasses.replace(config, trainer=trainer, actor_rollout_ref=parts)
+
+
+def _with_pairs(config: Config) -> Config:
+    actor = dataclasses.replace(config.actor_rollout_ref.actor, use_kl_loss=False)
+    if actor.loss_agg_mode == leaves()["actor_rollout_ref.actor.loss_agg_mode"].default:
+        actor = dataclasses.replace(actor, loss_agg_mode=PAIR_AVERAGE)
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, actor=actor))
 
 
 def longest_sequence(config: Config) -> int:

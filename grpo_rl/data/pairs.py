@@ -7,9 +7,8 @@ number that says by how much the chosen answer is better, for reward models that
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.config.derived import longest_sequence
+from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.fingerprint import fingerprint_of
-from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, Joined, check_values, wrong
-from grpo_rl.errors import DataError
+from grpo_rl.data.sources.source import BadRow, Source, check_values, wrong
+from grpo_rl.data.training_set import RowSet, TooLongRow, sources_of
 from grpo_rl.types import Batch, Rollout
 
 
@@ -37,7 +35,8 @@ class PairColumns:
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
-    margin: str = "margin"
+    margin: str | None = "margin"
+    """None: it is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,11 @@ class Pair:
     chosen_ids: np.ndarray
     rejected_ids: np.ndarray
     margin: float | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt with the longer answer."""
+        return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
 
 
 # ---- one row -----------------------------------------------------------------------------------------
@@ -83,8 +87,8 @@ def pair_texts(row: dict[str, Any], where: str, columns: PairColumns = PairColum
         raise BadRow(
             f"{where}: columns {columns.chosen!r} and {columns.rejected!r} have the same answer; expected two that differ"
         )
-    margin = column(row, columns.margin, where, optional=True)
-    if margin is not None and math.isnan(finite(margin)):
+    margin = None if columns.margin is None else column(row, columns.margin, where, optional=True)
+    if columns.margin is not None and margin is not None and math.isnan(finite(margin)):
         raise wrong(where, columns.margin, margin, "a finite number or nothing")
     return PairTexts(*texts, None if margin is None else finite(margin))
 
@@ -163,122 +167,78 @@ def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
 # ---- a whole data set --------------------------------------------------------------------------------
 
 
-class PairDataset:
-    """The pairs of one or several sources as tokens, all read, checked and tokenized when they are loaded."""
+class PairSet(RowSet[Pair]):
+    """The pairs of one or several sources, by their row."""
+
+    ways_out = (
+        "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true: a cut answer would be another one"
+    )
 
     def __init__(
-        self, pairs: Sequence[Pair], fingerprint: list[dict[str, Any]], num_bad: int = 0, num_dropped: int = 0
+        self, parts: Sequence[Source], config: DataConfig, longest: int, tokenizer: Any, bad_rows: BadRows, limit: int
     ) -> None:
-        self.pairs = pairs
-        self.fingerprint = fingerprint
-        """The fingerprint of the sources, as a checkpoint contains it."""
-        self.num_bad = num_bad
-        self.num_dropped = num_dropped
-        """Rows left out because a prompt or an answer is too long."""
+        super().__init__(parts, config, longest, bad_rows, limit)
+        self._renderer = Renderer(config, tokenizer)
 
-    def __len__(self) -> int:
-        return len(self.pairs)
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return these rows as a batch: see `pair_batch`."""
+        return pair_batch([self.row(row) for row in rows])
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the pairs at `indices` as a batch: see `pair_batch`."""
-        return pair_batch([self.pairs[index] for index in indices])
+    def _sizes(self, row: Pair) -> tuple[int, int, int]:
+        trained = len(row.chosen_ids) + len(row.rejected_ids)
+        return row.longest, 2 * len(row.prompt_ids) + trained, trained
 
-    def digest(self) -> str:
-        """Return the SHA-256 of all tokens in their order: what log-probs of these pairs depend on beside the model."""
-        digest = hashlib.sha256()
-        for pair in self.pairs:
-            for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
-                digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
-        return digest.hexdigest()
+    def _read(self, index: int) -> Pair:
+        where = self._source.where(index)
+        found = tokenized_pair(pair_row(self._source.row(index), where, self.config), self._renderer, where)
+        if found.longest > self.longest:
+            raise TooLongRow(where, found.longest, self.longest)
+        return found
 
 
 def load_pairs(
     files: Sequence[str],
-    config: DataConfig,
+    config: Config,
     tokenizer: Any,
     *,
-    columns: PairColumns = PairColumns(),
-    max_samples: int = -1,
+    max_samples: int,
+    whole: bool = False,
     bad_rows: BadRows | None = None,
-) -> PairDataset:
-    """Return the pairs of all `files`, in order; of these the first `max_samples` (-1: all).
+    note: Callable[[str], None] | None = None,
+) -> PairSet:
+    """Return the rows of all `files`, in order, as pairs; of these the first `max_samples` (-1: all).
 
-    Bad rows are all named in one DataError, or left out, as `data.on_bad_row` says. A pair of which the prompt is longer than
-    `data.max_prompt_length`, or an answer longer than `data.max_response_length`, is dropped with
-    `data.filter_overlong_prompts`, and an error otherwise: a cut answer would be another one.
+    Up to `data.check_rows` rows, or any number that is wanted `whole`, are checked here; of more, a sample. Raises DataError
+    with file, row and column, and ConfigError for a task or template option.
     """
-    if not files:
-        raise DataError("no data files are given")
-    source = Joined("all sources", [open_source(name, config.cache_dir) for name in files])
-    renderer, bad = Renderer(config, tokenizer), BadRows(config.on_bad_row) if bad_rows is None else bad_rows
-    total = len(source) if max_samples < 0 else min(max_samples, len(source))
-    pairs: list[Pair] = []
-    too_long: list[str] = []
-    for first in range(0, total, TOKENIZED_AT_ONCE):
-        rendered = []
-        for index in range(first, min(total, first + TOKENIZED_AT_ONCE)):
-            where = source.where(index)
-            try:
-                rendered.append((index, _Rendered.of(pair_texts(source.row(index), where, columns), renderer, where)))
-            except BadRow as error:
-                bad.found(index, error, collect=True)
-        for (index, _), pair in zip(rendered, _tokenized([texts for _, texts in rendered], renderer), strict=True):
-            where = source.where(index)
-            if np.array_equal(pair.chosen_ids, pair.rejected_ids) or not len(pair.prompt_ids):
-                what = "prompt has no tokens" if not len(pair.prompt_ids) else "two answers have the same tokens"
-                bad.found(index, BadRow(f"{where}: the {what}"), collect=True)
-            elif problem := _too_long(pair, config):
-                too_long.append(f"{where}: {problem}")
-            else:
-                pairs.append(pair)
-    bad.raise_collected(total)
-    bad.report_collected(total)
-    if too_long and not config.filter_overlong_prompts:
-        others = f", as {len(too_long) - 1} other rows are too long" if len(too_long) > 1 else ""
-        raise DataError(f"{too_long[0]}{others}. Raise it, or drop such rows with data.filter_overlong_prompts=true")
-    if not pairs:
-        raise DataError(f"no pairs are left of {total} rows: {bad.num_rows} are bad and {len(too_long)} too long")
-    return PairDataset(pairs, fingerprint_of(source.parts), bad.num_rows, len(too_long))
+    data = config.data
+    parts = sources_of(files, data, tokenizer)
+    bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
+    found = PairSet(parts, data, longest_sequence(config), tokenizer, bad_rows, max_samples)
+    found.check(whole or len(found) <= data.check_rows, note)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A pair as the chat template makes it."""
-
-    row: Example
-    prompt: str
-    chosen: str
-    rejected: str
-    margin: float | None
-
-    @classmethod
-    def of(cls, texts: PairTexts, renderer: Renderer, where: str) -> _Rendered:
-        row = Example(texts.prompt, "", None, {})
-        prompt = renderer.render(row, where)
-        chosen, rejected = (renderer.answer(row, prompt, answer, where) for answer in (texts.chosen, texts.rejected))
-        return cls(row, prompt, chosen, rejected, texts.margin)
+def pair_row(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:
+    """Return the pair of a row, whose columns `config` names: see `pair_texts`."""
+    return pair_texts(row, where, PairColumns(config.prompt_key, config.chosen_key, config.rejected_key, margin=None))
 
 
-def _tokenized(rendered: Sequence[_Rendered], renderer: Renderer) -> list[Pair]:
-    prompts = renderer.tokenize([one.row for one in rendered], [one.prompt for one in rendered])
-    chosen, rejected = (renderer.tokenize_answers([getattr(one, side) for one in rendered]) for side in ("chosen", "rejected"))
-    return [
-        Pair(_int32(prompt), _int32(better), _int32(worse), one.margin)
-        for one, prompt, better, worse in zip(rendered, prompts, chosen, rejected, strict=True)
-    ]
+def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
+    """Return a pair as the chat template makes it, in tokens. Raises BadRow for a prompt without any, and for two equal answers."""
+    row = Example(texts.prompt, "", None, {})
+    prompt = renderer.render(row, where)
+    answers = [renderer.answer(row, prompt, answer, where) for answer in (texts.chosen, texts.rejected)]
+    (prompt_ids,) = renderer.tokenize([row], [prompt])
+    chosen_ids, rejected_ids = renderer.tokenize_answers(answers)
+    if chosen_ids == rejected_ids or not prompt_ids:
+        what = "prompt has no tokens" if not prompt_ids else "two answers have the same tokens"
+        raise BadRow(f"{where}: the {what}")
+    return Pair(_int32(prompt_ids), _int32(chosen_ids), _int32(rejected_ids), texts.margin)
 
 
 def _int32(ids: Sequence[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
-
-
-def _too_long(pair: Pair, config: DataConfig) -> str | None:
-    longest = max(len(pair.chosen_ids), len(pair.rejected_ids))
-    if len(pair.prompt_ids) > config.max_prompt_length:
-        return f"the prompt has {len(pair.prompt_ids)} tokens, more than data.max_prompt_length={config.max_prompt_length}"
-    if longest > config.max_response_length:
-        return f"an answer has {longest} tokens, more than data.max_response_length={config.max_response_length}"
-    return None
 
 
 # ---- batches -----------------------------------------------------------------------------------------
@@ -297,8 +257,6 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
             token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, dtype=np.int64)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
-            # These answers were not sampled; there is no other policy to compare with.
-            rollout_logprobs_T=torch.zeros(int(response_lengths_N.sum())),
         )
     )
 

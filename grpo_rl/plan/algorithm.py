@@ -39,10 +39,11 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         if _is_used(config, choice):
             yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
     if derived.is_offline(config):
-        return  # no advantages are estimated, and nothing is sampled that could be corrected or filtered
-    yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
-    yield "", lambda: _check_pair(config)
-    yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+        return  # nothing is sampled that could be corrected or filtered
+    if derived.estimates_advantages(config):
+        yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
+        yield "", lambda: _check_pair(config)
+        yield "algorithm.rollout_correction.", lambda: _check_correction(config)
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
         yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
@@ -103,7 +104,7 @@ def _is_used(config: Config, choice: Choice) -> bool:
     if choice is KL_IN_LOSS:
         return derived.has_kl_in_loss(config) and choice.name(config) != "full"
     if choice is ESTIMATOR:
-        return not derived.is_offline(config)
+        return derived.estimates_advantages(config)
     return choice is not KL_IN_REWARD or config.algorithm.use_kl_in_reward
 
 

@@ -15,10 +15,13 @@ from typing import Any
 from grpo_rl.config.derived import is_offline
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.conversations import conversation
+from grpo_rl.data.pairs import pair_row
 from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
 from grpo_rl.data.sources.quick_check import check_data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.algorithm import objective_of
 
 READ_WHOLE = 16 * 2**20
 """Bytes up to which a file is opened as the run opens it."""
@@ -33,10 +36,17 @@ def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
     if is_offline(config):
-        rows = check_data_files(data, conversation)
+        rows = check_data_files(data, pair_row if _trains_pairs(config) else conversation)
         prompts = check_data_files(replace(data, train_files=data.val_prompt_files, val_files=[]))
         return [*rows, *(problem for problem in prompts if problem not in rows)]
     return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
+
+
+def _trains_pairs(config: Config) -> bool:
+    try:
+        return objective_of(config).needs_pairs
+    except ConfigError:
+        return False  # reported by itself
 
 
 def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:

@@ -314,7 +314,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
     """Return the passes that a step makes.
 
     With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
-    log-probs are computed only where something else reads their values.
+    log-probs are computed only where something else reads their values. Losses over pairs have no ratio.
     """
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {
@@ -323,7 +323,8 @@ def _passes(config: Config, objective: Objective) -> Passes:
         f"the choice of tokens by {objective.loss_mode}": objective.needs_selection,
     }
     old_readers = tuple(reader for reader, reads in readers.items() if reads)
-    old_logprobs: OldLogprobs = "actor" if old_readers or derived.updates_per_step(config) > 1 else "none"
+    has_ratio = derived.updates_per_step(config) > 1 and not objective.needs_pairs
+    old_logprobs: OldLogprobs = "actor" if old_readers or has_ratio else "none"
     return Passes(
         old_logprobs="engine" if correction.bypass_mode else old_logprobs,
         old_readers=old_readers,

@@ -11,7 +11,7 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import MicroBatchRule, gen_batch_size, is_offline, longest_sequence
+from grpo_rl.config.derived import MicroBatchRule, estimates_advantages, gen_batch_size, is_offline, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
@@ -111,7 +111,10 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if reference := plan.role("reference"):
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}"
     elif plan.trains and not is_offline(config):
-        yield "reference", "not started: no KL term has a weight above 0"
+        why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
+        yield "reference", f"not started: {why}"
+    elif plan.trains and plan.objective.needs_ref:
+        yield "reference", "not started: the actor computes the initial policy's log-probs of all rows once, before step 1"
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
@@ -145,8 +148,11 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     if is_offline(config):
-        yield "rows", f"{_count(data.train_batch_size, 'row')} of the data, at most {longest_sequence(config)} tokens each"
-        yield "update", "1 optimizer step, on the tokens of the assistant's turns"
+        pairs = plan.objective.needs_pairs
+        longest = f"at most {longest_sequence(config)} tokens {'in each of their two sequences' if pairs else 'each'}"
+        yield "rows", f"{_count(data.train_batch_size, 'pair' if pairs else 'row')} of the data, {longest}"
+        trained = "both answers of every pair" if pairs else "the tokens of the assistant's turns"
+        yield "update", f"1 optimizer step, on {trained}"
         yield "micro-batch", "; ".join(_micro_batches(plan))
         return
     n = config.actor_rollout_ref.rollout.n
@@ -172,6 +178,12 @@ def _step(config: Config, plan: Plan) -> Rows:
             f"{_count(epochs, 'pass', 'passes')} = {_count(sizes.critic_updates_per_step, 'optimizer step')}{alone}",
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
+    if plan.objective.needs_pairs:
+        yield (
+            "pairs",
+            "the best and the worst response to each prompt by reward, at most one pair each; equal rewards make none",
+        )
+        return
     yield "ratio", _ratio(plan)
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
@@ -232,7 +244,7 @@ def _micro_batches(plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
-    if not is_offline(config):
+    if estimates_advantages(config):
         yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
         formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})

@@ -15,8 +15,14 @@ from grpo_rl.telemetry.step_line import FAILURES, component_keys, validation_key
 from grpo_rl.telemetry.text import duration, number, safe_text
 
 _WIDTH = 100
-LOSSES = {"val/loss": "validation loss", "val/perplexity": "validation perplexity", "train/loss": "training loss"}
-"""Metrics of supervised runs that the table of results compares, with their names there."""
+LOSSES = {
+    "val/loss": "validation loss",
+    "val/perplexity": "validation perplexity",
+    "val/accuracy": "validation pairs in the right order",
+    "val/margin": "validation margin of implicit rewards",
+    "train/loss": "training loss",
+}
+"""Metrics of runs on rows that the table of results compares, with their names there."""
 _TEXT_LIMIT = 400
 
 

@@ -55,7 +55,8 @@ class Cell:
 def header(metrics: Mapping[str, float] = MappingProxyType({})) -> list[Cell]:
     """Return the names of the columns for a run with such metrics, each as wide as its values."""
     if is_supervised(metrics):
-        return _supervised_header()
+        columns = _PAIR_COLUMNS if compares_pairs(metrics) else _SUPERVISED_COLUMNS
+        return [Cell(f"{'step':>9}" + "".join(name.rjust(width) for name, width in columns), "bold")]
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
 
@@ -65,13 +66,33 @@ def is_supervised(metrics: Mapping[str, float]) -> bool:
     return "train/loss" in metrics or "val/loss" in metrics
 
 
-def _supervised_header() -> list[Cell]:
-    names = "".join(name.rjust(width) for name, width in _SUPERVISED_COLUMNS)
-    return [Cell(f"{'step':>9}{names}", "bold")]
+def compares_pairs(metrics: Mapping[str, float]) -> bool:
+    """Return whether these are metrics of a run that learns from given pairs of answers."""
+    return "train/accuracy" in metrics or "val/accuracy" in metrics
+
+
+def _pair_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
+    """Return losses per pair, how many pairs the policy has in the right order and by how much, and how well prompts were answered."""
+    return [
+        Cell(f"{step}/{total}".rjust(9)),
+        Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
+        Cell(number(metrics.get("val/loss"), 9, digits=4), "bold green"),
+        Cell(number(metrics.get("train/accuracy"), 10)),
+        Cell(number(metrics.get("val/accuracy"), 9), "bold green"),
+        Cell(number(metrics.get("train/margin"), 9)),
+        Cell(number(metrics.get("val/margin"), 9), "bold green"),
+        Cell(number(validation_score(metrics), 9), "bold green"),
+        Cell(number(metrics.get("actor/grad_norm"), 9)),
+        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
+        Cell(_seconds(metrics.get("timing_s/step"), 8)),
+        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
+    ]
 
 
 def _supervised_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
     """Return losses per token, how well the prompts were answered, and the optimizer's state."""
+    if compares_pairs(metrics):
+        return _pair_line(step, total, metrics, left_s)
     return [
         Cell(f"{step}/{total}".rjust(9)),
         Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
@@ -155,6 +176,21 @@ _SUPERVISED_COLUMNS = [
     ("lr", 10),
     ("grad", 9),
     ("trained", 9),
+    ("tok/s", 8),
+    ("seconds", 8),
+    ("left", 8),
+]
+
+
+_PAIR_COLUMNS = [
+    ("loss", 9),
+    ("val loss", 9),
+    ("accuracy", 10),
+    ("val acc", 9),
+    ("margin", 9),
+    ("val marg", 9),
+    ("answers", 9),
+    ("grad", 9),
     ("tok/s", 8),
     ("seconds", 8),
     ("left", 8),

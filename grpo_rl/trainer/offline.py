@@ -18,10 +18,11 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
 from grpo_rl.data.supervised import supervised_batch
-from grpo_rl.data.training_set import TrainingSet
+from grpo_rl.data.training_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.reference_rows import FILE, ReferenceRows
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.selection import resume_order
 from grpo_rl.trainer.validation import Validation
@@ -45,10 +46,19 @@ class OfflineSchedule:
         rows = required(context.rows, "rows")
         self.train_data, self.val_data = rows.train, rows.val
         self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
+        self.reference = self._reference(rows)
         self.sampler = make_sampler(self.config, self.train_data)
         self.answers = Validation(context)
         self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
         self.trained: Sequence[Rollout] = ()
+
+    def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
+        """Return the reference's log-probs of the rows; None where the objective compares with none."""
+        if not self.objective.needs_ref:
+            return None
+        output = self.context.output
+        file, batch_size = output.run_dir.path / FILE, self.config.data.train_batch_size
+        return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
 
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
@@ -72,7 +82,9 @@ class OfflineSchedule:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
         position = self.sampler.position()
         try:
-            return self.train_data.batch([row for row, _ in self.sampler.next_batch()])
+            rows = [row for row, _ in self.sampler.next_batch()]
+            batch = self.train_data.batch(rows)
+            return batch if self.reference is None else self.reference.fill("train", rows, batch)
         except DataError:
             self.sampler.seek(position)
             raise
@@ -83,7 +95,7 @@ class OfflineSchedule:
         if self.val_data is not None:
             timer = Timer(self.context.progress.phase)
             with timer("testing"):
-                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size)
+                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
             metrics = named_measures("val", measured, self.objective) | timer.metrics()
         answered = self.answers()
         seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
@@ -160,16 +172,19 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
-def measure(actor: Actor, data: TrainingSet, objective: Objective, batch_size: int) -> Metrics:
-    """Return the policy loss `pg_loss` of all the rows, and its averaged statistics, as training on them in one batch has them."""
+def measure(
+    actor: Actor, data: TrainingSet, objective: Objective, batch_size: int, reference: ReferenceRows | None = None
+) -> Metrics:
+    """Return the policy loss `pg_loss` of all validation rows, and its averaged statistics, as one batch of them all has them."""
     # The other terms of the objective are no part of how well the rows are learnt.
     objective = dataclasses.replace(objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=())
-    parts = [range(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
+    parts = [list(range(start, min(start + batch_size, len(data)))) for start in range(0, len(data), batch_size)]
     each = [data.batch(rows).counts() for rows in parts]
     counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))
     totals: dict[str, float] = defaultdict(float)
     for rows in parts:
         batch = data.batch(rows)
+        batch = batch if reference is None else reference.fill("val", rows, batch)
         _, stats = objective(loss_input(batch, actor.logprobs(batch)), counts)
         for name, value in stats.items():
             totals[name] += float(value)

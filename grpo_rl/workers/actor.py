@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
+from grpo_rl.checkpoint import memory_state
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
@@ -43,6 +44,11 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return the current policy's log-probs of the micro-batches' trained tokens."""
         return self.per_token(share, micro_batches)
+
+    def weight_sums(self) -> dict[str, int]:
+        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
+        shards = {name: memory_state.local(value.detach()) for name, value in self.model.named_parameters()}
+        return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def measure(self, batch: Batch | None) -> Tensor:
         logprobs_T: Tensor = self.model(sequences_of(batch, self.device)).logprobs_T

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +88,13 @@ class ActorRole:
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
         return per_token(self.forward_cut, "logprobs", deal(self.worker_set, batch))
+
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights, the same however many ranks hold them: of the sums of each one's shards."""
+        sums: Counter[str] = Counter()
+        for shards in self.worker_set.call("weight_sums"):
+            sums.update(shards)
+        return sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()
 
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""

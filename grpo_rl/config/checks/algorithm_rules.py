@@ -10,7 +10,7 @@ from grpo_rl.config import derived, function_options
 from grpo_rl.config.checks import algorithm_table as table
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import is_offline
+from grpo_rl.config.derived import estimates_advantages, is_offline
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -46,8 +46,8 @@ def problems(config: Config) -> Iterator[str]:
         name = choice.name(config)
         yield from _unknown(f"{choice.section}.{choice.key}", choice.kind, name, known)
         facts = known.get(name)
-        # A supervised run estimates no advantages: settings of an estimator are refused as such.
-        if facts is not None and not (choice is function_options.ESTIMATOR and is_offline(config)):
+        # Where no advantages are estimated, settings of an estimator are refused as such.
+        if facts is not None and (choice is not function_options.ESTIMATOR or estimates_advantages(config)):
             yield from function_problems(config, choice, Function(name, facts["needs"], facts["options"]))
     yield from _unknown("actor_rollout_ref.rollout.name", "rollout engine", rollout.name, table.ENGINES)
     for spec in config.reward.functions:
@@ -145,19 +145,17 @@ def _value_alone(function: Function) -> Iterator[str]:
 
 
 def _pairs(config: Config, loss: Function) -> Iterator[str]:
-    """A loss over pairs where no pairs are made, or with an average that is no mean over pairs, or a budget of tokens that holds none."""
+    """A loss over pairs where a prompt has one response, with an average that is no mean over pairs, or a budget of tokens that holds none."""
     chosen = f"{function_options.LOSS.section}.{function_options.LOSS.key}={loss.name}"
-    if ":" not in config.trainer.schedule:  # a user's own schedule may make pairs
-        yield (
-            f"{chosen}: compares the two sides of a pair, and trainer.schedule={config.trainer.schedule} trains single responses"
-        )
     average = function_options.AVERAGE.name(config)
     if average in table.AGGREGATIONS and average not in function_options.PAIR_AVERAGES:
         yield (
             f"{_A}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; "
             f"{_A}.loss_agg_mode={' or '.join(function_options.PAIR_AVERAGES)}"
         )
-    budget, longest = derived.update_rule(config).max_tokens, config.data.max_prompt_length + config.data.max_response_length
+    if not is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
+        yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
+    budget, longest = derived.update_rule(config).max_tokens, derived.longest_sequence(config)
     if budget is not None and longest <= budget < 2 * longest:
         yield (
             f"{_A}.ppo_max_token_len_per_gpu={budget}: shorter than a pair, whose two sequences stay together with {chosen} and may "

@@ -1,11 +1,19 @@
-"""Keys that a schedule does not read: a supervised run samples nothing to train on, the others learn no given answers."""
+"""Keys that a run does not read: one on rows samples nothing to train on, one over pairs estimates no advantages, and so on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import OFFLINE, REWARD_MODEL, is_offline, samples_answers, trains_reward_model
+from grpo_rl.config.derived import (
+    OFFLINE,
+    REWARD_MODEL,
+    is_offline,
+    samples_answers,
+    trains_only_reward_model,
+    trains_pairs,
+    trains_reward_model,
+)
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
@@ -13,12 +21,14 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SUPERVISED_LOSS = "sft"
 TRAINED_MODEL = "reward.reward_model.train."
 """The section of a reward model that is trained."""
+ANSWER_COLUMNS = ("data.response_key", "data.messages_key", "data.tools_key", "data.enable_thinking_key")
+"""Columns of rows with an answer to learn."""
+PAIR_COLUMNS = ("data.chosen_key", "data.rejected_key")
+"""Columns of rows with two answers to compare."""
 ROWS_ONLY = (
     "data.val_prompt_files",
-    "data.response_key",
-    "data.messages_key",
-    "data.tools_key",
-    "data.enable_thinking_key",
+    *ANSWER_COLUMNS,
+    *PAIR_COLUMNS,
     "data.max_length",
     "trainer.early_stop_patience",
 )
@@ -42,6 +52,11 @@ SAMPLED_ONLY = (
     "trainer.save_rollouts",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
+ESTIMATED_ONLY = (
+    *("adv_estimator", "adv_options", "norm_adv_by_std_in_grpo", "gamma", "lam"),
+    *("use_kl_in_reward", "kl_penalty", "kl_penalty_options", "kl_ctrl.", "mask_truncated", "rollout_correction."),
+)
+"""Keys of `algorithm` that shape, correct or leave out advantages of tokens, which pairs do not have."""
 SCORED_ONLY = (
     f"{_R}.",
     "reward.",
@@ -71,8 +86,16 @@ def problems(config: Config) -> Iterator[str]:
             f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with data.responses=rows they stand in "
             "the data; leave it out"
         )
-    if loss != SUPERVISED_LOSS and ":" not in loss:
-        yield f"{key}={loss}: is made for sampled responses, and data.responses=rows trains on rows; {key}={SUPERVISED_LOSS}"
+    if loss != SUPERVISED_LOSS and ":" not in loss and not trains_pairs(config):
+        yield (
+            f"{key}={loss}: is made for sampled responses, and data.responses=rows trains on rows; {key}={SUPERVISED_LOSS} learns "
+            f"their answers, {key}=dpo compares two"
+        )
+    if trains_pairs(config) and config.data.truncation != "error":
+        yield (
+            f"data.truncation={config.data.truncation}: {key}={loss} compares whole answers, and a cut one would be another; drop "
+            "long rows with data.filter_overlong_prompts=true"
+        )
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
@@ -97,12 +120,16 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if not is_offline(config):
         if config.trainer.schedule != "sync":
             return idle  # a schedule of the user's own may read whatever it likes
-        return idle | {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+        idle |= {key: (False, "is of data.responses=rows") for key in ROWS_ONLY}
+        return idle | (_without_advantages(config) if trains_pairs(config) else {})
     idle |= {
         key: (False, "has no effect with data.responses=rows, which trains on the answers in the data")
         for key in leaves()
         if _lies_in(key, SAMPLED_ONLY)
     }
+    if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
+        unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
+        idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
     if not samples_answers(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
@@ -117,6 +144,18 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:
     return {key: (False, reason) for key in leaves() if key.startswith(section)}
+
+
+def _without_advantages(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys that sampled pairs do not read: the loss compares them by itself, and no advantage is estimated."""
+    why = f"has no effect with policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}, which "
+    estimated = tuple(f"algorithm.{name}" for name in ESTIMATED_ONLY)
+    return {
+        key: (False, why + ("compares pairs and reads no advantages" if reads else "has the reference in it and no KL term"))
+        for key in leaves()
+        for reads in (_lies_in(key, estimated),)
+        if reads or key.startswith(f"{_A}.kl_loss_")
+    }
 
 
 def _lies_in(key: str, entries: tuple[str, ...]) -> bool:

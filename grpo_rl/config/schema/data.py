@@ -21,7 +21,7 @@ class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
     responses: Literal["policy", "rows"] = "policy"
-    """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them."""
+    """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs."""
     train_weights: list[Positive] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     dynamic_weights: bool = False
@@ -34,6 +34,10 @@ class DataConfig:
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     response_key: str = "response"
     """responses=rows: column with the answer to learn, beside prompt_key; a path with dots where it lies in another column."""
+    chosen_key: str = "chosen"
+    """responses=rows, losses over pairs: column with the better answer, a text or chat messages; prompt_key may be missing where both sides begin with the prompt."""
+    rejected_key: str = "rejected"
+    """responses=rows, losses over pairs: column with the worse answer, of the same form."""
     messages_key: str = "messages"
     """responses=rows: column with a conversation, whose assistant turns are learnt; rows without it have prompt and response."""
     tools_key: str = "tools"

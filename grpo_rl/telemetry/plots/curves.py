@@ -16,6 +16,7 @@ from grpo_rl.telemetry.text import safe_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import GridSpec
 
 Records = Sequence[dict[str, float]]
 
@@ -37,7 +38,8 @@ _PHASES = {
 def plot_curves(run_dir: RunDir) -> Path:
     """Draw `plots/curves.png`, and return its path: reward and validation on top; KL, clip fraction, lengths and seconds below.
 
-    Of a supervised run it has the losses on top; answers, learning rate, gradient and seconds below.
+    Of a run on rows it has the losses on top; answers, learning rate, gradient and seconds below, and for pairs how many
+    are in the right order, and by how much. A run on sampled pairs has these two in place of KL and clip fraction.
     Panels without a value in metrics.jsonl say so and stay empty.
     """
     # Matplotlib takes a second to import, which only a run that draws should pay.
@@ -84,22 +86,43 @@ def style() -> dict[Any, Any]:
 def _draw(figure: Figure, name: str, records: Records) -> None:
     grid = figure.add_gridspec(2, 4, height_ratios=[1.75, 1])
     figure.suptitle(safe_text(name, limit=100), x=0.012, ha="left", fontsize=13, fontweight="bold")
+    pairs = any(key in record for record in records for key in ("train/accuracy", "pairs/num_pairs"))
     if any("train/loss" in record for record in records):
-        _draw_losses(figure.add_subplot(grid[0, :]), records)
+        _draw_losses(figure.add_subplot(grid[0, :]), records, "Loss per pair" if pairs else "Loss per token (nats)")
+        if pairs:
+            _draw_order(figure, grid, records, "train/accuracy", "train/margin")
+            _draw_scores(figure.add_subplot(grid[1, 2]), records, "Answers to validation prompts")
+            _draw_phases(figure.add_subplot(grid[1, 3]), records)
+            return
         _draw_scores(figure.add_subplot(grid[1, 0]), records, "Answers to validation prompts")
         _draw_line(figure.add_subplot(grid[1, 1]), "Learning rate", records, "actor/lr")
         _draw_line(figure.add_subplot(grid[1, 2]), "Norm of the gradient", records, "actor/grad_norm")
         _draw_phases(figure.add_subplot(grid[1, 3]), records)
         return
     _draw_scores(figure.add_subplot(grid[0, :]), records)
-    _draw_line(figure.add_subplot(grid[1, 0]), "KL to the reference", records, "actor/kl_loss")
-    _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
+    if pairs:
+        _draw_order(figure, grid, records, "actor/reward_accuracy", "actor/reward_margin")
+    else:
+        _draw_line(figure.add_subplot(grid[1, 0]), "KL to the reference", records, "actor/kl_loss")
+        _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
     _draw_lengths(figure.add_subplot(grid[1, 2]), records)
     _draw_phases(figure.add_subplot(grid[1, 3]), records)
 
 
-def _draw_losses(axes: Axes, records: Records) -> None:
-    axes.set_title("Loss per token (nats)")
+def _draw_order(figure: Figure, grid: GridSpec, records: Records, accuracy: str, margin: str) -> None:
+    """Draw how the policy orders pairs, in the two left panels of the lower row; validation as points, where there is any."""
+    for column, (title, key, validated) in enumerate(
+        (("Pairs in the right order", accuracy, "val/accuracy"), ("Margin of implicit rewards", margin, "val/margin"))
+    ):
+        axes = figure.add_subplot(grid[1, column])
+        steps, values = _series(records, validated)
+        if values:
+            axes.plot(steps, values, color=_SOURCES[0], linewidth=1.2, marker="o", markersize=4, label="validation")
+        _draw_line(axes, title, records, key)
+
+
+def _draw_losses(axes: Axes, records: Records, title: str) -> None:
+    axes.set_title(title)
     steps, losses = _series(records, "train/loss")
     if losses:
         axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=1)
