@@ -32,53 +32,21 @@ LARGEST_EXPONENT = 700.0
 """e to this is near the largest float."""
 
 
-class OfflineSchedule:
-    """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
+class RowSchedule:
+    """The part of a schedule that trains on rows as they stand which is alike for all models: which rows come next, and the end."""
 
-    Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
-    """
-
-    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder"})
+    reference: ReferenceRows | None = None
+    """The reference's log-probs of the rows, where the objective compares with them."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config
-        self.actor = required(context.roles.actor, "actor")
         rows = required(context.rows, "rows")
         self.train_data, self.val_data = rows.train, rows.val
-        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
-        self.reference = self._reference(rows)
         self.sampler = make_sampler(self.config, self.train_data)
-        self.answers = Validation(context)
         self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
         self.trained: Sequence[Rollout] = ()
 
-    def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
-        """Return the reference's log-probs of the rows; None where the objective compares with none."""
-        if not self.objective.needs_ref:
-            return None
-        output = self.context.output
-        file, batch_size = output.run_dir.path / FILE, self.config.data.train_batch_size
-        return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
-
-    def step(self) -> Metrics:
-        """Train on the next batch of rows."""
-        timer = Timer(self.context.progress.phase)
-        with timer("data"):
-            batch = self._draw()
-        with timer("update_actor"):
-            metrics = self.actor.update(batch)
-        num_tokens = float(len(batch.token_ids_S))
-        measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
-        return (
-            named_measures("train", measured, self.objective)
-            | {"train/num_tokens": float(batch.num_trained_tokens)}
-            | metrics
-            | {"trainer/epoch": float(self.sampler.epoch)}
-            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
-            | timer.metrics()
-        )
-
-    def _draw(self) -> Batch:
+    def draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
         position = self.sampler.position()
         try:
@@ -88,20 +56,6 @@ class OfflineSchedule:
         except DataError:
             self.sampler.seek(position)
             raise
-
-    def evaluate(self) -> Metrics:
-        """Measure the loss on the validation rows, and answer the validation prompts."""
-        metrics: Metrics = {}
-        if self.val_data is not None:
-            timer = Timer(self.context.progress.phase)
-            with timer("testing"):
-                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
-            metrics = named_measures("val", measured, self.objective) | timer.metrics()
-        answered = self.answers()
-        seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
-        if self.val_data is not None:
-            self.early_stop.record(self.context.step, metrics["val/loss"])
-        return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
 
     def ended(self) -> str | None:
         """Return why training ends early, once the validation loss has not fallen for long enough."""
@@ -116,6 +70,63 @@ class OfflineSchedule:
         """Go on from this state. Raises CheckpointError for other training data."""
         resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
         self.early_stop.load_state_dict(state["early_stop"])
+
+
+class OfflineSchedule(RowSchedule):
+    """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
+
+    Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
+    """
+
+    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.actor = required(context.roles.actor, "actor")
+        rows = required(context.rows, "rows")
+        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
+        self.reference = self._reference(rows)
+        self.answers = Validation(context)
+
+    def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
+        """Return the reference's log-probs of the rows; None where the objective compares with none."""
+        if not self.objective.needs_ref:
+            return None
+        output = self.context.output
+        file, batch_size = output.run_dir.path / FILE, self.config.data.train_batch_size
+        return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
+
+    def step(self) -> Metrics:
+        """Train on the next batch of rows."""
+        timer = Timer(self.context.progress.phase)
+        with timer("data"):
+            batch = self.draw()
+        with timer("update_actor"):
+            metrics = self.actor.update(batch)
+        num_tokens = float(len(batch.token_ids_S))
+        measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+        return (
+            named_measures("train", measured, self.objective)
+            | {"train/num_tokens": float(batch.num_trained_tokens)}
+            | metrics
+            | {"trainer/epoch": float(self.sampler.epoch)}
+            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
+            | timer.metrics()
+        )
+
+    def evaluate(self) -> Metrics:
+        """Measure the loss on the validation rows, and answer the validation prompts."""
+        metrics: Metrics = {}
+        if self.val_data is not None:
+            timer = Timer(self.context.progress.phase)
+            with timer("testing"):
+                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
+            metrics = named_measures("val", measured, self.objective) | timer.metrics()
+        answered = self.answers()
+        seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
+        if self.val_data is not None:
+            self.early_stop.record(self.context.step, metrics["val/loss"])
+        return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
 
 
 class EarlyStop:

@@ -9,6 +9,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.offline import OfflineSchedule
+from grpo_rl.trainer.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly
@@ -16,6 +17,7 @@ from grpo_rl.trainer.validation import ValidationOnly
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
 SCHEDULES.register("offline")(OfflineSchedule)
+SCHEDULES.register("reward_model")(RewardModelSchedule)
 METHODS = {
     "__init__": "Schedule(context: Context)",
     "step": "step() -> Metrics",
