@@ -76,7 +76,7 @@ def _draw_scores(axes: Axes, scoring: Scoring) -> None:
 
 
 def _draw_roc(axes: Axes, scoring: Scoring) -> None:
-    axes.set_title("ROC: good ones found at each share of bad ones")
+    axes.set_title("ROC curve")
     axes.plot([0, 1], [0, 1], color=_DIAGONAL, linewidth=1, linestyle="--")
     if len(scoring.good) and len(scoring.bad):
         bad, good = roc(scoring.good, scoring.bad)
@@ -93,7 +93,7 @@ def roc(good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_reliability(axes: Axes, scoring: Scoring) -> None:
-    axes.set_title("Reliability: how often it is right when it is so sure")
+    axes.set_title("Reliability")
     axes.plot([0, 1], [0, 1], color=_DIAGONAL, linewidth=1, linestyle="--")
     filled = scoring.counts > 0
     if filled.any():
@@ -102,5 +102,5 @@ def _draw_reliability(axes: Axes, scoring: Scoring) -> None:
         axes.scatter(probability, frequency, s=20 + 220 * counts / counts.max(), color=_LINE, alpha=0.6)
     # A preferred response has a probability of one half at least.
     axes.set_xlim(0.48 if scoring.kind == "responses" else -0.02, 1.02)
-    axes.set_xlabel("mean probability (larger point: more of them)")
-    axes.set_ylabel("frequency")
+    axes.set_xlabel("probability (larger point: more of them)")
+    axes.set_ylabel("how often it is right" if scoring.kind == "responses" else "share of good steps")
