@@ -20,7 +20,7 @@ from grpo_rl.data.supervised import load_demonstrations
 from grpo_rl.data.training_set import RowSet, TrainingRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
-from grpo_rl.plan.decisions import Plan, RowKind
+from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
@@ -29,11 +29,12 @@ from grpo_rl.telemetry.rundir import RunDir
 T = TypeVar("T", PromptDataset, RowSet[Any])
 
 
-_LOADERS: dict[RowKind, Callable[..., RowSet[Any]]] = {
+_LOADERS: dict[str, Callable[..., RowSet[Any]]] = {
     "answers": load_demonstrations,
     "pairs": load_pairs,
     "rated steps": load_rated_steps,
 }
+"""The function that loads each kind of rows, by its name in the plan."""
 
 
 class _Data(NamedTuple):

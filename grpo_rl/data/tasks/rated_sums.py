@@ -21,8 +21,8 @@ def rated_sums(
 ) -> LazyRows:
     """Rows of a sum, its `completions` (one column each, from the right, then the result) and their `labels`.
 
-    Two numbers of `digits` digits; `errors` is the share of rows in which one step is wrong: a carry that is forgotten, or a
-    result that is off by one. The rows end with their first wrong step, as PRM800K's do. The splits share no sum. Row i is
+    Two numbers of `digits` digits; `errors` is the share of rows in which one column is wrong: its carry is forgotten, or it
+    has one that was not there. The rows end with their first wrong step, as PRM800K's do. The splits share no sum. Row i is
     drawn from (seed, i). Raises ConfigError for options out of range.
     """
     if not 1 <= digits <= MOST_DIGITS or not 0 <= errors <= 1 or num_rows < 1 or split not in ("train", "val"):
@@ -39,9 +39,9 @@ def rated_sums(
             if split_of_text("+".join(map(str, sorted((left, right))))) == split:
                 break
         steps = written(left, right)
-        bad = rng.randrange(len(steps)) if rng.random() < errors else None
+        bad = rng.randrange(digits) if rng.random() < errors else None
         if bad is not None:
-            steps = [*steps[:bad], spoilt(rng, steps[bad])]
+            steps = [*steps[:bad], spoilt(steps[bad])]
         return {
             "prompt": [{"role": "user", "content": f"{left}+{right}="}],
             "completions": steps,
@@ -61,10 +61,9 @@ def written(left: int, right: int) -> list[str]:
     return [*steps, str(total)]
 
 
-def spoilt(rng: random.Random, step: str) -> str:
-    """Return the step with a mistake: its carry forgotten, where it has one and the draw says so, else its result off by one."""
-    terms, equals, result = step.rpartition("=")
-    if terms.endswith("+1") and terms.count("+") == 2 and rng.random() < 0.5:
+def spoilt(step: str) -> str:
+    """Return a column with its carry forgotten, or with one that was not there; its own sum is right."""
+    terms, _, result = step.rpartition("=")
+    if terms.count("+") == 2:
         return f"{terms.removesuffix('+1')}={int(result) - 1}"
-    value = int(result)
-    return f"{terms}{equals}{value + 1 if value == 0 or rng.random() < 0.5 else value - 1}"
+    return f"{terms}+1={int(result) + 1}"
