@@ -38,7 +38,7 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.progress import advancing
-from grpo_rl.trainer.reward_failures import scored
+from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Metrics, Rollout
 
