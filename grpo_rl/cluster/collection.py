@@ -28,7 +28,7 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.config.schema.tree import Config, RejectionConfig
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.rejection import Kept, answer_rows, pair_rows, parts_of
+from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan

@@ -12,13 +12,13 @@ from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.data import rejection
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.pairs import load_pairs
-from grpo_rl.data.rated_steps import load_rated_steps
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.supervised import load_demonstrations
-from grpo_rl.data.training_set import RowSet, TrainingRows
+from grpo_rl.data.training_rows import rejection
+from grpo_rl.data.training_rows.pairs import load_pairs
+from grpo_rl.data.training_rows.rated_steps import load_rated_steps
+from grpo_rl.data.training_rows.supervised import load_demonstrations
+from grpo_rl.data.training_rows.training_set import RowSet, TrainingRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan

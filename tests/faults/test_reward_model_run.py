@@ -14,8 +14,8 @@ import torch
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rated_steps import rated_row, tokenized_steps
 from grpo_rl.data.tasks.rated_sums import rated_sums
+from grpo_rl.data.training_rows.rated_steps import rated_row, tokenized_steps
 from grpo_rl.models import builtin
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.models.load import load_tokenizer

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.supervised import supervised_batch
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration
+from grpo_rl.data.training_rows.supervised import supervised_batch
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure, named_measures
-from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.sampled.selection import resume_order
+from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Metrics, Rollout
 

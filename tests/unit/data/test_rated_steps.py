@@ -17,9 +17,9 @@ from grpo_rl.config.schema.tree import (
     TrainerConfig,
 )
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rated_steps import load_rated_steps, rated_batch, rated_row, tokenized_steps
 from grpo_rl.data.sources.source import BadRow
 from grpo_rl.data.tasks.rated_sums import rated_sums, written
+from grpo_rl.data.training_rows.rated_steps import load_rated_steps, rated_batch, rated_row, tokenized_steps
 from grpo_rl.errors import DataError
 from grpo_rl.models import builtin
 from grpo_rl.rewards.models.rendering import Renderer as Scoring

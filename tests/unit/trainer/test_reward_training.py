@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_rl.trainer.rows.reward_training import Scored, draw_quality, quality, scored_rows, write_scores
 
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
-from grpo_rl.data.pairs import Pair, pair_batch
+from grpo_rl.data.training_rows.pairs import Pair, pair_batch
 from grpo_rl.telemetry.plots.scoring_plots import roc
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.rows.reward_training import Scored, draw_quality, quality, scored_rows, write_scores
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)

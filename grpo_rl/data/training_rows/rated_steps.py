@@ -27,7 +27,7 @@ from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.numeric_columns import finite
 from grpo_rl.data.sources.source import BadRow, Source, check_values, wrong
-from grpo_rl.data.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
