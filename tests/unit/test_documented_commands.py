@@ -92,7 +92,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("ground")
     row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     row |= {"response": "2", "chosen": "2", "rejected": "3"}
-    rows = pa.Table.from_pylist([row | {"extra_info": {"index": index}} for index in range(2048)])
+    rows = pa.Table.from_pylist([row | {"extra_info": {"index": index, "answer": "#### 2"}} for index in range(2048)])
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
     (tmp_path / "my.yaml").write_text("defaults: [/recipe/arithmetic/grpo, _self_]\n")
