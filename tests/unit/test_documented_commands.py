@@ -131,7 +131,10 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
         mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
         if mine != files:
             replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
-    if not config.actor_rollout_ref.model.path.startswith("builtin:"):
+    if config.trainer.schedule == "reward_model":
+        embedded = config.reward.reward_model.model_path.startswith("builtin:")
+        replaced |= {} if embedded else {"reward.reward_model.model_path": "builtin:arithmetic"}
+    elif not config.actor_rollout_ref.model.path.startswith("builtin:"):
         replaced["actor_rollout_ref.model.path"] = "builtin:arithmetic"
         # The embedded model reads 64 tokens: what is tried is the command, not the model's size.
         short = {"data.max_prompt_length": "24", "data.max_response_length": "24"}

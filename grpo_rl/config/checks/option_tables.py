@@ -11,6 +11,7 @@ TASK_OPTIONS: dict[str, str] = {
         "num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int "
         "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
     ),
+    "rated_sums": "num_rows:int digits:int errors:float split:train|val seed:int",
 }
 REWARD_OPTIONS: dict[str, str] = {
     "arithmetic": "",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_tools import CPU, A, R, config_of
+from config_tools import CPU, RUNNABLE, A, R, config_of
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 
@@ -138,6 +140,25 @@ def test_a_dpo_without_its_reference_starts_none() -> None:
     assert check(config_of(free), CPU) == [] and decide(config_of(free), CPU).role("reference") is None
 
 
+SCORER = {
+    "trainer.schedule": "reward_model",
+    "reward.reward_model.model_path": "builtin:arithmetic",
+    "data.rejected_key": "extra_info.demonstration",
+}
+RATED = {k: v for k, v in SCORER.items() if k != "data.rejected_key"} | {"reward.reward_model.train.loss": "steps"}
+
+
+def test_a_reward_model_trains_without_a_policy_and_an_engine() -> None:
+    for given in (SCORER, RATED | {"reward.reward_model.step_separator": "x"}):
+        config = given_to_reward_model(given)
+        assert check(config, CPU) == []
+        plan = decide(config, CPU, num_train_rows=64)
+        assert [(role.name, role.stateful) for role in plan.roles] == [("reward_model", True)] and plan.trains_reward_model
+        assert plan.engine is None and not plan.reward.scores and plan.sizes.reward_model_updates == plan.sizes.total_steps > 0
+        assert decide(config, CPU, resumes=True).roles == plan.roles, "a resumed one needs no actor either"
+    assert decide(given_to_reward_model(SCORER), CPU).rows == "pairs"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -164,6 +185,40 @@ def test_a_dpo_without_its_reference_starts_none() -> None:
 def test_a_key_that_pairs_do_not_read_is_refused(given: dict[str, Any], message: str) -> None:
     problems = check(config_of(given), CPU)
     assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (SCORER | {f"{A}.optim.lr": 1e-4}, f"{A}.optim.lr=0.0001: has no effect with trainer.schedule=reward_model"),
+        (SCORER | {f"{R}.n": 4}, "trains no policy"),
+        (SCORER | {"algorithm.gamma": 0.9}, "trains no policy"),
+        (SCORER | {"reward.num_workers": 7}, "trains no policy"),
+        (SCORER | {"reward.reward_model.weight": 2.0}, "trains no policy"),
+        (
+            SCORER | {"reward.reward_model.step_separator": "x"},
+            "has no effect with reward.reward_model.train.loss=bradley_terry",
+        ),
+        (SCORER | {"data.responses": "rows"}, "says what a policy learns from"),
+        (SCORER | {"trainer.val_only": True}, "validates while it trains"),
+        (SCORER | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files"),
+        (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
+        (SCORER | {"reward.reward_model.train.optim.min_lr_ratio": 0.1}, "train.optim.lr_scheduler_type=linear or cosine"),
+        (RATED, "reward.reward_model.step_separator is not set"),
+        (RATED | {"reward.reward_model.train.center_coef": 0.1}, "needs reward.reward_model.train.loss=bradley_terry"),
+        (RATED | {"data.rejected_key": "worse"}, "has no effect with reward.reward_model.train.loss=steps"),
+        ({"reward.reward_model.train.optim.lr": 1e-4}, "is of trainer.schedule=reward_model"),
+    ],
+)
+def test_the_training_of_a_reward_model_refuses_what_it_does_not_read(given: dict[str, Any], message: str) -> None:
+    config = given_to_reward_model(given) if "trainer.schedule" in given else config_of(given)
+    assert any(message in problem for problem in check(config, CPU))
+
+
+def given_to_reward_model(given: dict[str, Any]) -> Config:
+    """The smallest runnable configuration without its policy, and what is given."""
+    bare = {key: leaves()[key].default for key in RUNNABLE if not key.startswith(("data.", "trainer."))}
+    return config_of(bare | given)
 
 
 @pytest.mark.parametrize(

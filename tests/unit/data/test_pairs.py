@@ -16,7 +16,9 @@ from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.data.pairs import (
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.training_rows.pairs import (
     PairColumns,
     PairSet,
     load_pairs,
@@ -24,8 +26,6 @@ from grpo_rl.data.pairs import (
     pairs_of_groups,
     with_sides,
 )
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.make import make_plan

@@ -21,10 +21,10 @@ from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
-from grpo_rl.data.conversations import Demonstration
-from grpo_rl.data.pairs import load_pairs
-from grpo_rl.data.supervised import load_demonstrations, supervised_batch
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration
+from grpo_rl.data.training_rows.pairs import load_pairs
+from grpo_rl.data.training_rows.supervised import load_demonstrations, supervised_batch
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
