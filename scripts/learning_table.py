@@ -69,6 +69,7 @@ PAIRS = (
     Pair("dr_grpo", "dr_grpo", "vanilla", (*TWO_UPDATES, f"{A}.loss_agg_mode=seq-mean-token-sum-norm")),
     Pair("rloo", "rloo", "reinforce"),
     Pair("opo", "opo", "reinforce"),
+    Pair("rft", "rft", "reinforce"),
     Pair("gpg", "gpg", "gpg"),
     Pair("grpo_passk", "grpo_passk", "vanilla", TWO_UPDATES),
     Pair("gdpo", "gdpo", "vanilla", (*TWO_UPDATES, f"reward.functions=[arithmetic,0.5*{Path(__file__).resolve()}:digits]")),

@@ -185,5 +185,7 @@ def test_a_failure_in_a_users_own_function_names_its_file_and_line(check, tmp_pa
     )
     code, shown = check(str(own), [row(response="four")])
     assert code == 2
-    assert f"AttributeError: 'str' object has no attribute 'nothing' ({own}, line 2, in helper)" in shown
-    assert "".join(shown.splitlines()).count("; it is called as function(data_source=..., ") == 1
+    failure = f"AttributeError: 'str' object has no attribute 'nothing' ({own}, line 2, in helper)"
+    assert "".join(failure.split()) in "".join(shown.split())
+    # Where the lines break depends on the length of the path.
+    assert "".join(shown.split()).count(";itiscalledasfunction(data_source=...,") == 1
