@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from grpo_rl.algos.objective import Objective
 from grpo_rl.data.collate import collate
 from grpo_rl.data.pairs import pairs_of_groups, with_sides
-from grpo_rl.trainer.credit.advantage import Advantage, check_finite, with_baselines
-from grpo_rl.trainer.credit.trained_tokens import TrainedTokens, penalize_overlong
+from grpo_rl.trainer.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.reward_failures import scored
 from grpo_rl.trainer.schedule import Context, required, training_sampling
 from grpo_rl.trainer.selection import Selected, Selection
+from grpo_rl.trainer.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 

@@ -22,7 +22,7 @@ from grpo_rl.data.training_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor
-from grpo_rl.trainer.credit.advantage import check_finite
+from grpo_rl.trainer.advantage import check_finite
 from grpo_rl.types import Batch
 
 if TYPE_CHECKING:
