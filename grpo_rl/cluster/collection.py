@@ -28,7 +28,7 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.config.schema.tree import Config, RejectionConfig
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.rejection import Kept, answer_rows, pair_rows, parts_of
+from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
@@ -38,7 +38,7 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.progress import advancing
-from grpo_rl.trainer.reward_failures import scored
+from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Metrics, Rollout
 

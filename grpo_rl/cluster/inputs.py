@@ -12,12 +12,13 @@ from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.data import rejection
 from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.pairs import PairSet, load_pairs
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.supervised import DemonstrationSet, load_demonstrations
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows import rejection
+from grpo_rl.data.training_rows.pairs import load_pairs
+from grpo_rl.data.training_rows.rated_steps import load_rated_steps
+from grpo_rl.data.training_rows.supervised import load_demonstrations
+from grpo_rl.data.training_rows.training_set import RowSet, TrainingRows
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -26,7 +27,15 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 
-T = TypeVar("T", PromptDataset, DemonstrationSet | PairSet)
+T = TypeVar("T", PromptDataset, RowSet[Any])
+
+
+_LOADERS: dict[str, Callable[..., RowSet[Any]]] = {
+    "answers": load_demonstrations,
+    "pairs": load_pairs,
+    "rated steps": load_rated_steps,
+}
+"""The function that loads each kind of rows, by its name in the plan."""
 
 
 class _Data(NamedTuple):
@@ -113,11 +122,10 @@ def _data(
     # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
     of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
     with console.progress("reading the data") as bar:
-        if data.responses != "policy":
+        if plan.rows is not None:
             rows = config if collected is None else rejection.reading(config, str(collected))
             of_train = {"max_samples": data.train_max_samples if collected is None else -1} | reading("train")
-            load: Callable[..., DemonstrationSet | PairSet]
-            load = load_pairs if plan.objective.needs_pairs else load_demonstrations
+            load = _LOADERS[plan.rows]
             train = done("train", load(rows.data.train_files, rows, tokenizer, **of_train))
             val = val_prompts = None
             if data.val_files:

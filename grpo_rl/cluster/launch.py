@@ -141,6 +141,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         inputs.val_data,
         Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
         plan.sizes.total_steps or 0,
+        objective=plan.objective,
         rows=inputs.rows,
         collected=collected,
     )
@@ -183,6 +184,7 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     """Export the models of a training that is done, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
+    from grpo_rl.trainer.rows.reward_training import draw_quality
 
     run_dir, console = launch.run_dir, launch.console
     exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
@@ -205,6 +207,7 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     with console.progress("drawing the curves"):
         plot_curves(run_dir)
         plot_rewards(run_dir)
+        draw_quality(run_dir)
 
 
 def await_ray(connection: Connection, console: Console) -> None:

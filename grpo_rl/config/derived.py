@@ -12,7 +12,7 @@ from typing import Literal
 
 from grpo_rl.config.checks.algorithm_table import LOSSES, NO_FACTS
 from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 
 PAIR_AVERAGE = "seq-mean-token-mean"
 """The average of losses over pairs where none is set: the mean over pairs."""
@@ -56,12 +56,13 @@ class MicroBatchRule:
 
 def is_offline(config: Config) -> bool:
     """Return whether the responses that are trained stand fixed before training, instead of coming from the policy as it is."""
-    return config.data.responses != "policy"
+    return config.data.responses != "policy" or trains_only_reward_model(config)
 
 
 def trains_pairs(config: Config) -> bool:
     """Return whether the loss compares the two sides of pairs. A loss of the user's own is known only once it is imported."""
-    return "pairs" in LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode, NO_FACTS)["needs"]
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    return not trains_only_reward_model(config) and "pairs" in LOSSES.get(loss, NO_FACTS)["needs"]
 
 
 def estimates_advantages(config: Config) -> bool:
@@ -126,8 +127,9 @@ def settled(config: Config) -> Config:
         config = _with_pairs(config)
     if not is_offline(config):
         return config
-    trainer = dataclasses.replace(config.trainer, schedule=OFFLINE)
-    parts = config.actor_rollout_ref
+    only_scores = trains_only_reward_model(config)
+    trainer = config.trainer if only_scores else dataclasses.replace(config.trainer, schedule=OFFLINE)
+    parts = _reward_model_parts(config) if only_scores else config.actor_rollout_ref
     actor = dataclasses.replace(
         parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
     )
@@ -135,6 +137,14 @@ def settled(config: Config) -> Config:
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
     data = dataclasses.replace(config.data, gen_batch_size=None)
     return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
+
+
+def _reward_model_parts(config: Config) -> ActorRolloutRefConfig:
+    """Return the policy's settings with the reward model in its place: its folder is what tokenizer and sizes are read from."""
+    own, parts = config.reward.reward_model, config.actor_rollout_ref
+    model = ModelConfig(own.model_path or "", own.tokenizer_path, own.trust_remote_code)
+    # transformers' engine refuses no model: nothing samples with this one.
+    return dataclasses.replace(parts, model=model, rollout=dataclasses.replace(parts.rollout, name="hf"))
 
 
 def _with_pairs(config: Config) -> Config:

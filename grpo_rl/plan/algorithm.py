@@ -29,8 +29,8 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
 from grpo_rl.rewards.combined import factors_of, may_score_steps
-from grpo_rl.trainer.advantage import estimator_options
-from grpo_rl.trainer.selection import check_metric
+from grpo_rl.trainer.sampled.advantage import estimator_options
+from grpo_rl.trainer.sampled.selection import check_metric
 
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import collects, is_offline
+from grpo_rl.config.derived import collects, is_offline, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.conversations import conversation
-from grpo_rl.data.pairs import pair_row
 from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
 from grpo_rl.data.sources.quick_check import check_data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.training_rows.conversations import conversation
+from grpo_rl.data.training_rows.pairs import pair_row, pair_row_with_margin
+from grpo_rl.data.training_rows.rated_steps import rated_row
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
 
@@ -35,6 +36,8 @@ Bind = Callable[[str, Callable[[], Any]], Any]
 def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
+    if trains_only_reward_model(config):
+        return check_data_files(data, rated_row if config.reward.reward_model.train.loss == "steps" else pair_row_with_margin)
     if is_offline(config):
         read = pair_row if _trains_pairs(config) else conversation
         sampled = data.train_files if collects(config) else []

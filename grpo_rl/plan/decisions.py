@@ -27,6 +27,10 @@ OldLogprobs = Literal["actor", "engine", "none"]
 """The process that computes old log-probs: the actor before the first update, the engine while it samples, or none."""
 
 
+RowKind = Literal["answers", "pairs", "rated steps"]
+"""The kind of rows that are trained on as they stand."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """Devices that are reserved together: GPUs, or places for processes on a CPU."""
@@ -160,6 +164,8 @@ class Plan:
     """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
     objective: Objective
     advantage_needs: frozenset[str]
+    rows: RowKind | None
+    """The kind of rows that are trained on; None where what is trained on is sampled."""
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
     resumes: bool = False
@@ -255,6 +261,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         engine=_engine(config, machine, roles),
         objective=objective,
         advantage_needs=needs,
+        rows=_rows(config, objective),
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
         resumes=resumes,
         collection=collection,
@@ -284,7 +291,7 @@ def _roles(
         threads = rollout.cpu_threads or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
         roles.append(RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3))
-    if trains or resumes:
+    if trains or (resumes and "rollout" in driven):
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
     readers = {
@@ -306,6 +313,14 @@ def _roles(
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
         roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
     return roles
+
+
+def _rows(config: Config, objective: Objective) -> RowKind | None:
+    if derived.trains_only_reward_model(config):
+        return "rated steps" if config.reward.reward_model.train.loss == "steps" else "pairs"
+    if not derived.is_offline(config):
+        return None
+    return "pairs" if objective.needs_pairs else "answers"
 
 
 def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSpec | None:

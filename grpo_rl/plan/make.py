@@ -107,8 +107,11 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     custom = config.data.custom_cls
     if custom.path is not None:
         yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
-    if path.startswith(PREFIX):
+    scorer = config.reward.reward_model.model_path or ""
+    if path.startswith(PREFIX) and path != scorer:
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
+    if scorer.startswith(PREFIX):
+        yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
     yield "", lambda: model_folder.check_policy(config, machine)
 
 

@@ -41,8 +41,8 @@ def describe(composed: Composed, plan: Plan) -> str:
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
         "one training step": _step(config, plan) if plan.trains else iter(()),
-        "paradigm": components(config, plan) if plan.trains else iter(()),
-        "objective": _objective(config, plan) if plan.trains else iter(()),
+        "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
+        "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
     }
@@ -56,7 +56,7 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     """Wrap one entry; without a label it is an item of a list."""
-    start = f"  {label:<{_LABEL}}" if label else "  - "
+    start = f"  {label + ' ':<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
         text,
         width=WIDTH,
@@ -112,7 +112,8 @@ def _length_of_run(config: Config, plan: Plan) -> str:
         what = "kept responses" if collects(config) else "data"
         length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {what}"
     else:
-        steps, updates = plan.sizes.total_steps, plan.sizes.actor_updates
+        sizes = plan.sizes
+        steps, updates = sizes.total_steps or 0, sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
         length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
     saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "no checkpoints"
@@ -127,7 +128,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if actor := plan.role("actor"):
         why = "" if plan.trains else f", for {actor.reason}"
         yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{why}"
-    else:
+    elif not plan.trains:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
     if plan.engine is not None:
         yield "rollout", _engines(plan, plan.engine)
@@ -142,6 +143,9 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
+    if plan.trains_reward_model and (trained := plan.role("reward_model")):
+        number = _count(trained.num_workers, "rank")
+        yield "reward model", f"{number}, FSDP2 over {backend}, one {device} each, a head of one label, trained"
     scoring = plan if plan.reward.scores else plan.collection
     if scoring is None:
         yield "engines", "none: nothing is sampled, and no reward is computed"
@@ -178,6 +182,16 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
+    if plan.role("actor") is None:
+        steps = config.reward.reward_model.train.loss == "steps"
+        longest = f"at most {longest_sequence(config)} tokens {'each' if steps else 'in each of their two sequences'}"
+        yield "rows", f"{_count(data.train_batch_size, 'solution' if steps else 'pair')} of the data, {longest}"
+        yield (
+            "update",
+            f"1 optimizer step, on {'the ends of the rated steps' if steps else 'the last tokens of both responses'}",
+        )
+        yield "micro-batch", f"<= {config.reward.reward_model.max_token_len_per_gpu:,} tokens per rank"
+        return
     if is_offline(config):
         pairs = plan.objective.needs_pairs
         longest = f"at most {longest_sequence(config)} tokens {'in each of their two sequences' if pairs else 'each'}"
@@ -329,6 +343,20 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield name.strip(), f"= {value.strip()}"
 
 
+def _scoring(config: Config, plan: Plan) -> Rows:
+    """Yield the loss of a reward model, as formula."""
+    del plan
+    train = config.reward.reward_model.train
+    if train.loss == "steps":
+        yield (
+            "loss",
+            "= 1/num_steps Σ_steps -y log sigmoid(s) - (1 - y) log sigmoid(-s);  s the score at the step's end, y its label",
+        )
+        return
+    centring = f" + {train.center_coef:g} (r_w + r_l)²" if train.center_coef else ""
+    yield "loss", f"= 1/num_pairs Σ_pairs -log sigmoid(r_w - r_l - margin){centring};  r the score at the response's last token"
+
+
 def _memory(plan: Plan) -> Rows:
     if plan.model is None:
         yield "unknown", "the sizes of this model are known only when its weights are read"
@@ -338,7 +366,7 @@ def _memory(plan: Plan) -> Rows:
 
 def _notes(config: Config, plan: Plan) -> Rows:
     machine = plan.machine
-    optim = config.actor_rollout_ref.actor.optim
+    optim = config.actor_rollout_ref.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
     if machine.device == "cpu" and plan.world_size > machine.num_cpus:
         yield (
             "-",

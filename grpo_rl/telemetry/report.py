@@ -19,7 +19,10 @@ LOSSES = {
     "val/loss": "validation loss",
     "val/perplexity": "validation perplexity",
     "val/accuracy": "validation pairs in the right order",
-    "val/margin": "validation margin of implicit rewards",
+    "val/auc": "validation AUC of good against bad",
+    "val/calibration_error": "validation calibration error",
+    "val/brier": "validation Brier score",
+    "val/margin": "validation margin",
     "train/loss": "training loss",
 }
 """Metrics of runs on rows that the table of results compares, with their names there."""
@@ -56,7 +59,9 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
             changed.append((name, points[0][1], points[-1][1]))
         else:
             measured.append((name, points[-1][1]))
+    of_steps = any("val/good" in record for record in records)
     for key, name in LOSSES.items():
+        name = name.replace("pairs in the right order", "steps judged right") if of_steps else name
         points = [(record["step"], record[key]) for record in records if key in record]
         if points and points[0][0] != points[-1][0]:
             changed.append((name, points[0][1], points[-1][1]))
@@ -154,6 +159,7 @@ def _written(run_dir: RunDir) -> str:
         "configuration": run_dir.config_file,
         "checkpoints": run_dir.checkpoints,
         "model": run_dir.model,
+        "reward model": run_dir.reward_model,
         "logs": run_dir.logs,
         "this report": run_dir.report_file,
     }

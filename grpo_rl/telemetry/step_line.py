@@ -72,7 +72,10 @@ def compares_pairs(metrics: Mapping[str, float]) -> bool:
 
 
 def _pair_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
-    """Return losses per pair, how many pairs the policy has in the right order and by how much, and how well prompts were answered."""
+    """Return losses per pair, how many pairs are in the right order and by how much, and how well prompts were answered.
+
+    Of a reward model that learns rated steps they are losses per step, and the share that it judges right.
+    """
     return [
         Cell(f"{step}/{total}".rjust(9)),
         Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
@@ -82,7 +85,7 @@ def _pair_line(step: int, total: int, metrics: Mapping[str, float], left_s: floa
         Cell(number(metrics.get("train/margin"), 9)),
         Cell(number(metrics.get("val/margin"), 9), "bold green"),
         Cell(number(validation_score(metrics), 9), "bold green"),
-        Cell(number(metrics.get("actor/grad_norm"), 9)),
+        Cell(number(metrics.get("actor/grad_norm", metrics.get("reward_model/grad_norm")), 9)),
         Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
         Cell(_seconds(metrics.get("timing_s/step"), 8)),
         Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),

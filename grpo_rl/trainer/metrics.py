@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.reward_failures import failure_metrics
+from grpo_rl.trainer.sampled.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
 
 

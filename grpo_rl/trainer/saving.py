@@ -32,7 +32,7 @@ class Saving:
         checkpoint = config.actor_rollout_ref.actor.checkpoint
         self.in_background = checkpoint.async_save
         self.committed, self.output = roles.committed, output
-        self.exported = roles.actor if "hf_model" in checkpoint.save_contents else None
+        self.exported = (roles.actor or roles.reward_model) if "hf_model" in checkpoint.save_contents else None
         self.roles = roles.with_state()
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
         self.num_failed = 0

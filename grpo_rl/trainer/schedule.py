@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from grpo_rl.algos.objective import Objective
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
@@ -90,6 +91,8 @@ class Context:
     """The metrics of the responses that were sampled before training, which are logged with those before the first step."""
     step: int = 0
     """The number of the step that is going on, or that was done last; the run counts it up before each `Schedule.step`."""
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    """The function that the actor's updates minimise, as the plan has it."""
     rows: TrainingRows | None = None
     """The rows that are trained on as they stand; None where the trained responses are sampled."""
 

@@ -10,6 +10,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.iterate.iterations import IterateSchedule
 from grpo_rl.trainer.rows.offline import OfflineSchedule
+from grpo_rl.trainer.rows.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly
@@ -18,6 +19,7 @@ SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
 SCHEDULES.register("iterate")(IterateSchedule)
 SCHEDULES.register("offline")(OfflineSchedule)
+SCHEDULES.register("reward_model")(RewardModelSchedule)
 METHODS = {
     "__init__": "Schedule(context: Context)",
     "step": "step() -> Metrics",

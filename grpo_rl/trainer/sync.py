@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from grpo_rl.algos.objective import Objective
 from grpo_rl.data.collate import collate
-from grpo_rl.data.pairs import pairs_of_groups, with_sides
-from grpo_rl.trainer.advantage import Advantage, check_finite, with_baselines
+from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
 from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.reward_failures import scored
+from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
+from grpo_rl.trainer.sampled.reward_failures import scored
+from grpo_rl.trainer.sampled.selection import Selected, Selection
+from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.schedule import Context, required, training_sampling
-from grpo_rl.trainer.selection import Selected, Selection
-from grpo_rl.trainer.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
@@ -34,8 +33,7 @@ class SyncSchedule:
         self.train_data = required(context.train_data, "training data")
         self.advantage = Advantage(self.config.algorithm, self.rewarder.factors)
         self.trained_tokens = TrainedTokens(self.config.algorithm)
-        actor = self.config.actor_rollout_ref.actor
-        self.compares = Objective.from_config(actor, self.config.data.max_response_length).needs_pairs
+        self.compares = context.objective.needs_pairs
         """True where the loss compares the best and the worst response of each group; no advantages are estimated then."""
         self.selection = Selection(self.config, self.train_data, self.rewarder.factors)
         self.validation = Validation(context)

@@ -13,6 +13,7 @@ import pytest
 from oracles import Training
 
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.errors import DataError
 from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
@@ -113,7 +114,7 @@ def test_a_killed_rejection_sampling_training_ends_with_the_bits_of_an_undisturb
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "1+1="}, "no column 'response'"),
+        ({"prompt": "1+1="}, "there is no column 'response'"),
         ({"prompt": "1+1=", "response": " "}, "column 'response'"),
         ({"messages": [{"role": "user", "content": "1+1="}]}, "no assistant turn"),
     ],
@@ -125,7 +126,7 @@ def test_a_bad_row_is_named_with_its_file_and_line_before_anything_starts(
     good = json.dumps({"prompt": "1+1=", "response": "2"})
     file.write_text("\n".join([*[good] * 6, json.dumps(row), good]) + "\n")
     run = training("bad", words_of(model, "rows", f"data.train_files={file}")).start()
-    assert run.wait(END_S) == 4, run.describe()
-    assert any(f"{file}:7" in line or "line 7" in line for line in run.error_lines()), run.error_lines()
+    assert run.wait(END_S) == DataError.exit_code, run.describe()
+    assert any(f"{file}, line 7: " in line for line in run.error_lines()), run.error_lines()
     assert any(said in line for line in run.error_lines()), run.error_lines()
     assert not (run.path / "session.json").exists(), "nothing was started"

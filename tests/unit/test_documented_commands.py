@@ -32,7 +32,7 @@ _RUNS = re.compile(r"(?:python -m grpo_rl\.main|bash scripts/submit\.sh)\s(?P<wo
 _MODULE = re.compile(r"python -m (grpo_rl\.[\w.]+)(?P<words>[^`]*)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"[+~]*(?P<key>[a-z_]+(?:\.\w+)+)=(?P<value>[^\s|]+)")
-_FILE_KEYS = ("data.train_files", "data.val_files")
+_FILE_KEYS = ("data.train_files", "data.val_files", "data.val_prompt_files")
 _NO_MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 
 
@@ -92,7 +92,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("ground")
     row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     row |= {"response": "2", "chosen": "2", "rejected": "3"}
-    rows = pa.Table.from_pylist([row | {"extra_info": {"index": index}} for index in range(2048)])
+    rows = pa.Table.from_pylist([row | {"extra_info": {"index": index, "answer": "#### 2"}} for index in range(2048)])
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
     (tmp_path / "my.yaml").write_text("defaults: [/recipe/arithmetic/grpo, _self_]\n")
@@ -127,11 +127,14 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     config = compose([word for word in given if not own_recipe or not word.startswith("recipe=")]).config
     replaced = {}
     for key in _FILE_KEYS:
-        files = config.data.train_files if key == "data.train_files" else config.data.val_files
+        files = getattr(config.data, key.removeprefix("data."))
         mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
         if mine != files:
             replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
-    if not config.actor_rollout_ref.model.path.startswith("builtin:"):
+    if config.trainer.schedule == "reward_model":
+        embedded = config.reward.reward_model.model_path.startswith("builtin:")
+        replaced |= {} if embedded else {"reward.reward_model.model_path": "builtin:arithmetic"}
+    elif not config.actor_rollout_ref.model.path.startswith("builtin:"):
         replaced["actor_rollout_ref.model.path"] = "builtin:arithmetic"
         # The embedded model reads 64 tokens: what is tried is the command, not the model's size.
         short = {"data.max_prompt_length": "24", "data.max_response_length": "24"}

@@ -238,7 +238,7 @@ def deciding(file: Path) -> Iterator[str]:
 @pytest.mark.parametrize("room", ["cluster", "workers", "trainer"])
 def test_no_other_room_decides(room: str) -> None:
     # The estimator itself reads its own declaration to know what it is called with.
-    own = {PACKAGE / "trainer" / "advantage.py": {"needs_of"}}
+    own = {PACKAGE / "trainer" / "credit" / "advantage.py": {"needs_of"}}
     files = sorted((PACKAGE / room).rglob("*.py"))
     found = [
         f"{file.relative_to(PACKAGE)}:{place}"

@@ -94,5 +94,5 @@ REWARDS: tuple[str, ...] = (
     "tags",
 )
 ENGINES: tuple[str, ...] = ("hf", "vllm")
-TASKS: tuple[str, ...] = ("arithmetic", "countdown")
+TASKS: tuple[str, ...] = ("arithmetic", "countdown", "rated_sums")
 EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "countdown")

@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_rl.config.derived import collects, critic_has_own_model, has_judge, has_reward_model, samples_answers
+from grpo_rl.config.derived import (
+    collects,
+    critic_has_own_model,
+    has_judge,
+    has_reward_model,
+    samples_answers,
+    trains_only_reward_model,
+)
 from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.tree import Config
 
@@ -25,6 +32,8 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
+    if trains_only_reward_model(config):
+        return  # it has no policy: `reward_rules` looks at its model
     model = config.actor_rollout_ref.model
     key = "actor_rollout_ref.model.path"
     if not model.path:

@@ -30,14 +30,18 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     model = config.reward.reward_model
-    if not model.enable:
+    alone, trained = derived.trains_only_reward_model(config), derived.trains_reward_model(config)
+    if not model.enable and not alone:
         yield from _idle(config, _MODEL, "enable", f"needs {_MODEL}.enable=true")
         return
-    if model.model_path is None:
+    if model.model_path is None and alone:
+        yield f"{_MODEL}.model_path is not set: trainer.schedule={derived.REWARD_MODEL} trains it; a model folder, or builtin:arithmetic"
+    elif model.model_path is None:
         yield f"{_MODEL}.enable=true: needs {_MODEL}.model_path, a folder with a sequence-classification model of one label"
-    elif derived.trains_reward_model(config) and model.model_path.startswith("builtin:"):
+    elif trained and model.model_path.startswith("builtin:"):
         pass  # its name is looked up by the plan
-    elif problem := model_folder(model.model_path, needs_tokenizer=False):
+    elif problem := model_folder(model.model_path, needs_tokenizer=alone and model.tokenizer_path is None):
+        problem = problem.replace("actor_rollout_ref.model.tokenizer_path", f"{_MODEL}.tokenizer_path")
         yield f"{_MODEL}.model_path={model.model_path}: {problem}"
     if model.tokenizer_path is not None and not Path(model.tokenizer_path).expanduser().is_dir():
         yield f"{_MODEL}.tokenizer_path={model.tokenizer_path}: there is no such folder"
@@ -49,8 +53,17 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
             f"{_MODEL}.max_token_len_per_gpu={model.max_token_len_per_gpu}: shorter than one sequence, which may have "
             f"data.max_prompt_length + data.max_response_length = {longest} tokens; at least {longest}"
         )
-    yield from _steps(config)
+    yield from _trained_steps(config) if alone else _steps(config)
     yield from _place(config, machine)
+
+
+def _trained_steps(config: Config) -> Iterator[str]:
+    separator = config.reward.reward_model.step_separator
+    if config.reward.reward_model.train.loss == "steps" and not separator:
+        yield (
+            f"{_MODEL}.step_separator is not set: {_MODEL}.train.loss=steps reads a step at the end of the text between steps; "
+            "give it, such as '\\n\\n', and the same where the model scores"
+        )
 
 
 def _steps(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ from grpo_rl.config.derived import (
     is_iterated,
     is_offline,
     samples_answers,
+    trains_only_reward_model,
     trains_pairs,
     trains_reward_model,
 )
@@ -71,6 +72,20 @@ ESTIMATED_ONLY = (
     *("use_kl_in_reward", "kl_penalty", "kl_penalty_options", "kl_ctrl.", "mask_truncated", "rollout_correction."),
 )
 """Keys of `algorithm` that shape, correct or leave out advantages of tokens, which pairs do not have."""
+READ_BY_REWARD_MODEL = (
+    TRAINED_MODEL,
+    *(f"reward.reward_model.{name}" for name in ("model_path", "tokenizer_path", "trust_remote_code", "step_separator")),
+    *(f"reward.reward_model.{name}" for name in ("max_token_len_per_gpu", "dtype", "param_offload")),
+    f"{_A}.checkpoint.",
+    *(f"data.{name}" for name in ("train_files", "train_weights", "val_files", "prompt_key", "chosen_key", "rejected_key")),
+    *(f"data.{name}" for name in ("max_length", "max_prompt_length", "max_response_length", "filter_overlong_prompts")),
+    *(f"data.{name}" for name in ("system_prompt", "chat_template", "apply_chat_template_kwargs", "custom_cls.", "cache_dir")),
+    *(f"data.{name}" for name in ("on_bad_row", "check_rows", "allow_change", "train_batch_size", "shuffle", "seed")),
+    *(f"data.{name}" for name in ("train_max_samples", "val_max_samples", "responses")),
+    *(key for key in leaves() if key.startswith("trainer.") and key not in ("trainer.critic_warmup", "trainer.save_rollouts")),
+    "ray_kwargs.",
+)
+"""All that trainer.schedule=reward_model reads, or has a rule of its own for."""
 SCORED_ONLY = (
     f"{_R}.",
     "reward.",
@@ -86,6 +101,9 @@ def problems(config: Config) -> Iterator[str]:
     """Yield what does not go with the schedule."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
     key = f"{_A}.policy_loss.loss_mode"
+    if trains_only_reward_model(config):
+        yield from _reward_model(config)
+        return
     if not is_offline(config):
         if trainer.schedule == OFFLINE:
             yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
@@ -113,6 +131,8 @@ def problems(config: Config) -> Iterator[str]:
             f"data.truncation={config.data.truncation}: {key}={loss} compares whole answers, and a cut one would be another; drop "
             "long rows with data.filter_overlong_prompts=true"
         )
+    if collects(config) and trains_pairs(config) and config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {chosen} compares the best and the worst of a group; 2 or more"
     mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
         yield (
@@ -124,13 +144,30 @@ def problems(config: Config) -> Iterator[str]:
             f"trainer.val_only=true: {chosen} only trains; with data.responses=policy the answers to data.val_files are sampled "
             "and scored"
         )
+    if collects(config) and config.data.train_weights:
+        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
+    yield from _early_stop(config)
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    """Yield what contradicts the schedule that trains a reward model alone."""
+    if config.data.responses != "policy":
+        yield (
+            f"data.responses={config.data.responses}: says what a policy learns from, and trainer.schedule={REWARD_MODEL} trains none; "
+            "leave it out"
+        )
+    if config.trainer.val_only:
+        yield f"trainer.val_only=true: trainer.schedule={REWARD_MODEL} validates while it trains; leave it out"
+    yield from _early_stop(config)
+
+
+def _early_stop(config: Config) -> Iterator[str]:
+    trainer = config.trainer
     if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
         yield (
             f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
             "steps; give both"
         )
-    if collects(config) and config.data.train_weights:
-        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
 
 
 def _iterated(config: Config) -> Iterator[str]:
@@ -169,6 +206,8 @@ def _iterated(config: Config) -> Iterator[str]:
 
 def switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that the schedule does not read, as `switch_rules` has them: (False, the reason)."""
+    if trains_only_reward_model(config):
+        return _unread_by_reward_model(config)
     idle = {} if trains_reward_model(config) else _of(TRAINED_MODEL, f"is of trainer.schedule={REWARD_MODEL}, which trains it")
     if not is_offline(config):
         if config.trainer.schedule not in SAMPLING:
@@ -188,9 +227,10 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
     if ":" not in (loss := config.actor_rollout_ref.actor.policy_loss.loss_mode):
         unread, kind = (ANSWER_COLUMNS, "pairs") if trains_pairs(config) else (PAIR_COLUMNS, "answers to learn")
         idle |= {key: (False, f"policy_loss.loss_mode={loss} reads rows with {kind}") for key in unread}
-    if trains_pairs(config):
-        why = f"has no effect with policy_loss.loss_mode={loss}, which compares the best with the worst response, however good"
-        idle["algorithm.rejection.min_reward"] = (False, why)
+    if collects(config) and trains_pairs(config):
+        idle |= _of(
+            REJECTION, f"keeps single responses, and loss_mode={loss} compares the best with the worst response, however good"
+        )
     idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
     if not samples_answers(config) and not collects(config):
         idle |= {
@@ -201,6 +241,21 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
         if config.data.max_length is not None:
             why = "has no effect with data.max_length, the longest row"
             idle |= {f"data.{name}": (False, why) for name in ("max_prompt_length", "max_response_length")}
+    return idle
+
+
+def _unread_by_reward_model(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys that the training of a reward model does not read: those of the policy, of sampling, of other rewards."""
+    loss, why = (
+        config.reward.reward_model.train.loss,
+        f"has no effect with trainer.schedule={REWARD_MODEL}, which trains no policy",
+    )
+    idle = {key: (False, why) for key in leaves() if not _lies_in(key, READ_BY_REWARD_MODEL)}
+    unread = ("reward.reward_model.step_separator",) if loss == "bradley_terry" else PAIR_COLUMNS
+    idle |= {key: (False, f"has no effect with {TRAINED_MODEL}loss={loss}") for key in unread}
+    if config.data.max_length is not None:
+        longest = "has no effect with data.max_length, the longest sequence"
+        idle |= {f"data.{name}": (False, longest) for name in ("max_prompt_length", "max_response_length")}
     return idle
 
 

@@ -10,7 +10,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.curriculum import PassRateSampler
 from grpo_rl.data.draw_order.mixture import MixedSampler
 from grpo_rl.data.draw_order.sampler import PromptSampler, Sampler
-from grpo_rl.data.training_set import TrainingSet
+from grpo_rl.data.training_rows.training_set import TrainingSet
 
 
 def make_sampler(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.training_rows.conversations import Demonstration, Tokenizing, conversation
 
 
 def demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:

@@ -12,6 +12,7 @@ from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.made_rows import Row
 from grpo_rl.data.tasks.options import split_spec
+from grpo_rl.data.tasks.rated_sums import rated_sums
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ PREFIX = (TASK_PREFIX, GYM_PREFIX)
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 TASKS.register("arithmetic")(arithmetic)
 TASKS.register("countdown")(countdown)
+TASKS.register("rated_sums")(rated_sums)
 
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read

@@ -92,6 +92,9 @@ def _draw(figure: Figure, name: str, records: Records) -> None:
     figure.suptitle(safe_text(name, limit=100), x=0.012, ha="left", fontsize=13, fontweight="bold")
     pairs = any(key in record for record in records for key in ("train/accuracy", "pairs/num_pairs"))
     if any("train/loss" in record for record in records):
+        if any("reward_model/loss" in record for record in records):
+            _draw_reward_model(figure, grid, records)
+            return
         _draw_losses(figure.add_subplot(grid[0, :]), records, "Loss per pair" if pairs else "Loss per token (nats)")
         if pairs:
             _draw_order(figure, grid, records, "train/accuracy", "train/margin")
@@ -118,6 +121,30 @@ def _draw(figure: Figure, name: str, records: Records) -> None:
         _draw_line(figure.add_subplot(grid[1, 1]), "Clip fraction", records, "actor/pg_clipfrac")
     _draw_lengths(figure.add_subplot(grid[1, 2]), records)
     _draw_phases(figure.add_subplot(grid[1, 3]), records)
+
+
+def _draw_reward_model(figure: Figure, grid: GridSpec, records: Records) -> None:
+    """Draw the training of a reward model: loss, accuracy, how well it ranks and how far off its probabilities are, gradient, time."""
+    _draw_losses(figure.add_subplot(grid[0, :]), records, "Loss per pair, or per rated step")
+    _draw_validated(figure.add_subplot(grid[1, 0]), "Accuracy", records, "train/accuracy", ("val/accuracy",))
+    _draw_validated(
+        figure.add_subplot(grid[1, 1]), "Validation", records, "", ("val/auc", "val/calibration_error", "val/brier")
+    )
+    _draw_line(figure.add_subplot(grid[1, 2]), "Norm of the gradient", records, "reward_model/grad_norm")
+    _draw_phases(figure.add_subplot(grid[1, 3]), records)
+
+
+def _draw_validated(axes: Axes, title: str, records: Records, key: str, validated: Sequence[str]) -> None:
+    """Draw a metric of the training, and metrics of the validations as points."""
+    for color, name in zip(_SOURCES, validated, strict=False):
+        steps, values = _series(records, name)
+        if values:
+            label = name.removeprefix("val/").replace("_", " ")
+            label = "validation" if len(validated) == 1 else "AUC" if label == "auc" else label
+            axes.plot(steps, values, color=color, linewidth=1.2, marker="o", markersize=4, label=label)
+    _draw_line(axes, title, records, key)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")
 
 
 def _draw_order(figure: Figure, grid: GridSpec, records: Records, accuracy: str, margin: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rl.data.pairs import pair_batch, pairs_of_groups
+from grpo_rl.data.training_rows.pairs import pair_batch, pairs_of_groups
 from grpo_rl.protocols import MovingReference
 from grpo_rl.rewards.combined import by_rule
 from grpo_rl.trainer.iterate.opinions import Opinion, opinions

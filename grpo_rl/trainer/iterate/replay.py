@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.data.pairs import Pair
+from grpo_rl.data.training_rows.pairs import Pair
 from grpo_rl.errors import CheckpointError
 from grpo_rl.types import Rollout
 

@@ -9,23 +9,62 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_rl.algos.objective import Objective
-from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.supervised import supervised_batch
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration
+from grpo_rl.data.training_rows.supervised import supervised_batch
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure, named_measures
+from grpo_rl.trainer.sampled.selection import resume_order
 from grpo_rl.trainer.schedule import Context, required
-from grpo_rl.trainer.selection import resume_order
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Metrics, Rollout
 
 
-class OfflineSchedule:
+class RowSchedule:
+    """The part of a schedule that trains on rows as they stand which is alike for all models: which rows come next, and the end."""
+
+    reference: ReferenceRows | None = None
+    """The reference's log-probs of the rows, where the objective compares with them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.config = context, context.config
+        rows = required(context.rows, "rows")
+        self.train_data, self.val_data = rows.train, rows.val
+        self.sampler = make_sampler(self.config, self.train_data)
+        self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
+        self.trained: Sequence[Rollout] = ()
+
+    def draw(self) -> Batch:
+        """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
+        position = self.sampler.position()
+        try:
+            rows = [row for row, _ in self.sampler.next_batch()]
+            batch = self.train_data.batch(rows)
+            return batch if self.reference is None else self.reference.fill("train", rows, batch)
+        except DataError:
+            self.sampler.seek(position)
+            raise
+
+    def ended(self) -> str | None:
+        """Return why training ends early, once the validation loss has not fallen for long enough."""
+        return self.early_stop.reason()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, and what the validations were."""
+        order = self.sampler.state_dict() | {"data": self.train_data.fingerprint}
+        return {"sampler": order, "num_rows": len(self.train_data), "early_stop": self.early_stop.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this state. Raises CheckpointError for other training data."""
+        resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
+        self.early_stop.load_state_dict(state["early_stop"])
+
+
+class OfflineSchedule(RowSchedule):
     """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
 
     Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
@@ -34,16 +73,11 @@ class OfflineSchedule:
     roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder"})
 
     def __init__(self, context: Context) -> None:
-        self.context, self.config = context, context.config
+        super().__init__(context)
         self.actor = required(context.roles.actor, "actor")
-        rows = required(context.rows, "rows")
-        self.train_data, self.val_data = rows.train, rows.val
-        self.objective = Objective.from_config(self.config.actor_rollout_ref.actor, self.config.data.max_response_length)
-        self.reference = self._reference(rows)
-        self.sampler = make_sampler(self.config, self.train_data)
+        self.objective = context.objective
+        self.reference = self._reference(required(context.rows, "rows"))
         self.answers = Validation(context)
-        self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
-        self.trained: Sequence[Rollout] = ()
 
     def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
         """Return the reference's log-probs of the rows; None where the objective compares with none."""
@@ -57,7 +91,7 @@ class OfflineSchedule:
         """Train on the next batch of rows."""
         timer = Timer(self.context.progress.phase)
         with timer("data"):
-            batch = self._draw()
+            batch = self.draw()
         with timer("update_actor"):
             metrics = self.actor.update(batch)
         num_tokens = float(len(batch.token_ids_S))
@@ -70,17 +104,6 @@ class OfflineSchedule:
             | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
             | timer.metrics()
         )
-
-    def _draw(self) -> Batch:
-        """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
-        position = self.sampler.position()
-        try:
-            rows = [row for row, _ in self.sampler.next_batch()]
-            batch = self.train_data.batch(rows)
-            return batch if self.reference is None else self.reference.fill("train", rows, batch)
-        except DataError:
-            self.sampler.seek(position)
-            raise
 
     def evaluate(self) -> Metrics:
         """Measure the loss on the validation rows, and answer the validation prompts."""
@@ -110,20 +133,6 @@ class OfflineSchedule:
         for other in folder.iterdir():
             if other != target:
                 shutil.rmtree(other)
-
-    def ended(self) -> str | None:
-        """Return why training ends early, once the validation loss has not fallen for long enough."""
-        return self.early_stop.reason()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and what the validations were."""
-        order = self.sampler.state_dict() | {"data": self.train_data.fingerprint}
-        return {"sampler": order, "num_rows": len(self.train_data), "early_stop": self.early_stop.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this state. Raises CheckpointError for other training data."""
-        resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
-        self.early_stop.load_state_dict(state["early_stop"])
 
 
 class EarlyStop:

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
-from grpo_rl.data.training_set import TrainingRows, TrainingSet
+from grpo_rl.data.training_rows.training_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor
-from grpo_rl.trainer.advantage import check_finite
+from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.types import Batch
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan import algorithm
 from grpo_rl.registry import needs_of, options_of
-from grpo_rl.trainer.advantage import estimator_options
+from grpo_rl.trainer.sampled.advantage import estimator_options
 
 A = "actor_rollout_ref.actor"
 PARTS = {"first": 1.0, "second": 0.5}

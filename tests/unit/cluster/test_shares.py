@@ -25,10 +25,10 @@ from grpo_rl.errors import DivergedError
 from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.tokens import Stretch, TokenBlock
-from grpo_rl.trainer.advantage import check_finite
 from grpo_rl.trainer.metrics import batch_metrics
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.trained_tokens import TrainedTokens
+from grpo_rl.trainer.sampled.advantage import check_finite
+from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens
 from grpo_rl.types import Batch, Completion, Prompt, Rollout, Support
 
 BLOCKS: dict[str, TokenBlock] = {}

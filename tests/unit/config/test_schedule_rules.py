@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_tools import CPU, A, R, config_of
+from config_tools import CPU, RUNNABLE, A, R, config_of
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 
 ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft", "data.response_key": "reward_model.ground_truth"}
+RFT = {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "sft"}
+COLLECTED_PAIRS = {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "dpo", f"{R}.n": 4}
 VAL = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"], "trainer.test_freq": 5}
 ITERATE = {
     "trainer.schedule": "iterate",
@@ -32,6 +36,24 @@ def test_a_supervised_run_starts_the_actor_alone_and_engines_only_for_prompts_to
     assert [role.name for role in asked.roles] == ["rollout", "actor"] and asked.reward.rules
     assert alone.sizes.updates_per_step == 1 and not alone.objective.needs_ref
     assert alone.passes.old_logprobs == "none"
+
+
+def test_a_collecting_run_has_a_plan_for_its_collection_with_the_sampling_that_was_asked_for() -> None:
+    asked = {f"{R}.n": 4, f"{R}.temperature": 0.7, "data.gen_batch_size": 3, "algorithm.rejection.min_reward": 0.5}
+    config = config_of(RFT | asked)
+    assert check(config, CPU) == []
+    plan = decide(config, CPU)
+    assert [role.name for role in plan.roles] == ["actor"] and plan.engine is None and not plan.reward.scores
+    rollout = plan.config.actor_rollout_ref.rollout
+    assert (rollout.n, rollout.temperature, plan.config.data.gen_batch_size) == (1, 1.0, None)
+    assert plan.collection is not None and plan.sizes.total_steps is None
+    assert [role.name for role in plan.collection.roles] == ["rollout"] and plan.collection.reward.rules
+    rollout, data = plan.collection.config.actor_rollout_ref.rollout, plan.collection.config.data
+    assert (rollout.n, rollout.temperature, data.gen_batch_size) == (4, 0.7, 3)
+    assert data.val_files == config.data.train_files and data.train_files == []
+    assert decide(config_of(ROWS), CPU).collection is None
+    pairs = decide(config_of(COLLECTED_PAIRS), CPU)
+    assert pairs.objective.needs_pairs and pairs.collection is not None
 
 
 def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -> None:
@@ -55,6 +77,15 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ROWS | {f"{R}.name": "hf"}, "needs data.val_prompt_files"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
+        ({"algorithm.rejection.max_per_prompt": 2}, "max_per_prompt=2: is of data.responses=initial_policy"),
+        (ROWS | {"algorithm.rejection.min_reward": 0.5}, "min_reward=0.5: has no effect with data.responses=rows"),
+        (RFT | {f"{R}.log_prob_micro_batch_size_per_gpu": 4}, "which samples its responses before training"),
+        (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
+        (RFT | {"trainer.val_only": True}, "data.responses=initial_policy only trains"),
+        (RFT | {"data.train_weights": [1.0]}, "data.responses=initial_policy answers every prompt alike"),
+        (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
+        (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
+        (COLLECTED_PAIRS | {"algorithm.rejection.min_reward": 0.5}, "keeps single responses"),
         (ROWS | {"trainer.iterate.replay_share": 0.2}, "replay_share=0.2: has no effect with data.responses=rows"),
         ({"trainer.iterate.steps_per_iteration": 5}, "steps_per_iteration=5: is of trainer.schedule=iterate"),
         ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
@@ -109,6 +140,25 @@ def test_a_dpo_without_its_reference_starts_none() -> None:
     assert check(config_of(free), CPU) == [] and decide(config_of(free), CPU).role("reference") is None
 
 
+SCORER = {
+    "trainer.schedule": "reward_model",
+    "reward.reward_model.model_path": "builtin:arithmetic",
+    "data.rejected_key": "extra_info.demonstration",
+}
+RATED = {k: v for k, v in SCORER.items() if k != "data.rejected_key"} | {"reward.reward_model.train.loss": "steps"}
+
+
+def test_a_reward_model_trains_without_a_policy_and_an_engine() -> None:
+    for given in (SCORER, RATED | {"reward.reward_model.step_separator": "x"}):
+        config = given_to_reward_model(given)
+        assert check(config, CPU) == []
+        plan = decide(config, CPU, num_train_rows=64)
+        assert [(role.name, role.stateful) for role in plan.roles] == [("reward_model", True)] and plan.trains_reward_model
+        assert plan.engine is None and not plan.reward.scores and plan.sizes.reward_model_updates == plan.sizes.total_steps > 0
+        assert decide(config, CPU, resumes=True).roles == plan.roles, "a resumed one needs no actor either"
+    assert decide(given_to_reward_model(SCORER), CPU).rows == "pairs"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -135,6 +185,40 @@ def test_a_dpo_without_its_reference_starts_none() -> None:
 def test_a_key_that_pairs_do_not_read_is_refused(given: dict[str, Any], message: str) -> None:
     problems = check(config_of(given), CPU)
     assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (SCORER | {f"{A}.optim.lr": 1e-4}, f"{A}.optim.lr=0.0001: has no effect with trainer.schedule=reward_model"),
+        (SCORER | {f"{R}.n": 4}, "trains no policy"),
+        (SCORER | {"algorithm.gamma": 0.9}, "trains no policy"),
+        (SCORER | {"reward.num_workers": 7}, "trains no policy"),
+        (SCORER | {"reward.reward_model.weight": 2.0}, "trains no policy"),
+        (
+            SCORER | {"reward.reward_model.step_separator": "x"},
+            "has no effect with reward.reward_model.train.loss=bradley_terry",
+        ),
+        (SCORER | {"data.responses": "rows"}, "says what a policy learns from"),
+        (SCORER | {"trainer.val_only": True}, "validates while it trains"),
+        (SCORER | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files"),
+        (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
+        (SCORER | {"reward.reward_model.train.optim.min_lr_ratio": 0.1}, "train.optim.lr_scheduler_type=linear or cosine"),
+        (RATED, "reward.reward_model.step_separator is not set"),
+        (RATED | {"reward.reward_model.train.center_coef": 0.1}, "needs reward.reward_model.train.loss=bradley_terry"),
+        (RATED | {"data.rejected_key": "worse"}, "has no effect with reward.reward_model.train.loss=steps"),
+        ({"reward.reward_model.train.optim.lr": 1e-4}, "is of trainer.schedule=reward_model"),
+    ],
+)
+def test_the_training_of_a_reward_model_refuses_what_it_does_not_read(given: dict[str, Any], message: str) -> None:
+    config = given_to_reward_model(given) if "trainer.schedule" in given else config_of(given)
+    assert any(message in problem for problem in check(config, CPU))
+
+
+def given_to_reward_model(given: dict[str, Any]) -> Config:
+    """The smallest runnable configuration without its policy, and what is given."""
+    bare = {key: leaves()[key].default for key in RUNNABLE if not key.startswith(("data.", "trainer."))}
+    return config_of(bare | given)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.training_rows.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.models.builtin import build_tokenizer
 
 # As ChatML, with other brackets: a newline follows the end of every turn, and the role stands on a line of its own.

@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.data.pairs import (
+from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.training_rows.pairs import (
     PairColumns,
     PairSet,
     load_pairs,
@@ -23,10 +26,9 @@ from grpo_rl.data.pairs import (
     pairs_of_groups,
     with_sides,
 )
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.plan.make import make_plan
 from grpo_rl.types import Prompt, Rollout
 
 TOKENIZER = build_tokenizer(128)
@@ -269,3 +271,14 @@ def test_pairs_do_not_depend_on_the_order_in_which_rollouts_end(rewards: list[li
 def test_no_pairs_make_an_empty_batch() -> None:
     batch = with_sides(collate([]))
     assert batch.num_rollouts == 0 and batch.chosen_N is not None and torch.equal(batch.chosen_N, torch.zeros(0).bool())
+
+
+def test_bad_pairs_are_named_with_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+    bad = [{"prompt": "q", "chosen": "a"}, {**GOOD, "rejected": " "}, {**GOOD, "rejected": "2"}]
+    file = write(tmp_path, GOOD, *bad)
+    words = ["data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo", f"data.train_files={file}"]
+    with pytest.raises(DataError) as refused:
+        make_plan(compose([*words, "data.train_batch_size=1", "actor_rollout_ref.model.path=builtin:arithmetic"]))
+    assert [f"{file}, line {number}: " in str(refused.value) for number in range(1, 5)] == [False, True, True, True]
+    for phrase in ("there is no column 'rejected'", "'rejected' has an empty answer", "have the same answer"):
+        assert phrase in str(refused.value)

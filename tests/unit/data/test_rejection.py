@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
-from grpo_rl.data.rejection import Kept, answer_rows, pair_rows, parts_of, reading
-from grpo_rl.data.supervised import load_demonstrations
+from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of, reading
+from grpo_rl.data.training_rows.supervised import load_demonstrations
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.types import Prompt, Rollout
 

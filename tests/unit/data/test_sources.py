@@ -27,7 +27,7 @@ from grpo_rl.data.sources.fingerprint import differences
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.trainer.selection import Selection
+from grpo_rl.trainer.sampled.selection import Selection
 
 TOKENIZER = build_tokenizer(128)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.conversations import Demonstration
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.supervised import DemonstrationSet, cut_to, load_demonstrations, supervised_batch
+from grpo_rl.data.training_rows.conversations import Demonstration
+from grpo_rl.data.training_rows.supervised import DemonstrationSet, cut_to, load_demonstrations, supervised_batch
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 

@@ -29,6 +29,16 @@ def iterated_record(step: int) -> dict[str, float]:
     return full_record(step) | phase | opinion
 
 
+def pair_record(step: int) -> dict[str, float]:
+    names = ["train/loss", "train/accuracy", "train/margin", "actor/grad_norm", "timing_s/step", "timing_s/update_actor"]
+    validated = dict.fromkeys(("val/loss", "val/accuracy", "val/margin"), 0.2 * step) if step % 5 == 0 else {}
+    return dict.fromkeys(names, 0.1 * step) | validated
+
+
+def sampled_pair_record(step: int) -> dict[str, float]:
+    return full_record(step) | {"pairs/num_pairs": 3.0, "actor/reward_accuracy": 0.5, "actor/reward_margin": -0.1}
+
+
 @pytest.mark.parametrize(
     "records",
     [
@@ -40,8 +50,14 @@ def iterated_record(step: int) -> dict[str, float]:
         [dict.fromkeys(full_record(1), math.inf), full_record(1)],
         [iterated_record(step) for step in range(14)],
         [dict.fromkeys(iterated_record(1), math.nan), iterated_record(4)],
+        [pair_record(step) for step in range(12)],
+        [{"val/loss": 0.7, "val/accuracy": 0.0, "val/margin": math.nan}, pair_record(1)],
+        [{"pairs/num_pairs": 0.0}, sampled_pair_record(1)],
     ],
-    ids=["nothing", "validation only", "one step", "forty steps", "only nan", "infinities", "iterated", "iterated, one step"],
+    ids=[
+        *("nothing", "validation only", "one step", "forty steps", "only nan", "infinities", "iterated", "iterated, one step"),
+        *("pairs in rows", "pairs in rows, one step", "sampled pairs"),
+    ],
 )
 def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, records: list[dict[str, float]]) -> None:
     run_dir = RunDir.create(tmp_path, "name with $mathematics_{$")

@@ -91,3 +91,34 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
 def test_the_time_left_takes_at_most_seven_columns(seconds: float, shown: str) -> None:
     plain = as_text(step_line.line(1, 9, {}, seconds))
     assert plain.split()[8] == shown and len(plain) == 119
+
+
+def test_a_run_on_pairs_has_a_line_of_its_own() -> None:
+    names = {
+        "train/loss": 0.6,
+        "val/loss": 0.5,
+        "train/accuracy": 0.75,
+        "val/accuracy": 0.8,
+        "train/margin": 0.1,
+        "val/margin": -0.2,
+    }
+    metrics = {**names, "actor/grad_norm": 0.3, "perf/tokens_per_s": 99.0, "timing_s/step": 1.5, "val/arithmetic/mean@1": 0.25}
+    heads = [cell.text for cell in step_line.header(metrics)]
+    [head], line = heads, as_text(step_line.line(2, 9, metrics, 61.0))
+    assert line.split() == [
+        "2/9",
+        "0.6000",
+        "0.5000",
+        "0.750",
+        "0.800",
+        "0.100",
+        "-0.200",
+        "0.250",
+        "0.300",
+        "99",
+        "1.50",
+        "1m01s",
+    ]
+    # Every value ends under the end of its name, before the first step as well, where there is validation alone.
+    assert len(head) == len(line) == len(as_text(step_line.line(0, 9, {"val/accuracy": 0.0, "val/loss": 0.7})))
+    assert head.split()[:4] == ["step", "loss", "val", "loss"] and "margin" in head and "ppl" not in head

@@ -7,7 +7,7 @@ import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig
 from grpo_rl.errors import ConfigError, DivergedError
-from grpo_rl.trainer.advantage import Advantage
+from grpo_rl.trainer.sampled.advantage import Advantage
 from grpo_rl.types import Batch
 
 

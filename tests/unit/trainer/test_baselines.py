@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.trainer.advantage import with_baselines
 from grpo_rl.trainer.metrics import rollout_metrics
+from grpo_rl.trainer.sampled.advantage import with_baselines
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 

@@ -13,9 +13,9 @@ from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.registry import needs_of
 from grpo_rl.rewards.contract.failures import summary
-from grpo_rl.trainer.advantage import Advantage, with_baselines
-from grpo_rl.trainer.reward_failures import failure_metrics, scored, with_reward
-from grpo_rl.trainer.trained_tokens import penalize_overlong
+from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
+from grpo_rl.trainer.sampled.reward_failures import failure_metrics, scored, with_reward
+from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 

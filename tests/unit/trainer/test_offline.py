@@ -21,12 +21,13 @@ from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
-from grpo_rl.data.conversations import Demonstration
-from grpo_rl.data.pairs import load_pairs
-from grpo_rl.data.supervised import load_demonstrations, supervised_batch
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration
+from grpo_rl.data.training_rows.pairs import load_pairs
+from grpo_rl.data.training_rows.supervised import load_demonstrations, supervised_batch
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
@@ -118,7 +119,9 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
     given = TrainingRows(train, held_out)
-    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=given)
+    context = Context(
+        config, Roles(actor=actor), None, None, output, total_steps, objective=Objective(loss_mode="sft"), rows=given
+    )
     return Run(context, schedule_of(config))
 
 
@@ -139,7 +142,16 @@ def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any)
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    context = Context(config, Roles(actor=actor), None, None, output, total_steps, rows=TrainingRows(train, val))
+    context = Context(
+        config,
+        Roles(actor=actor),
+        None,
+        None,
+        output,
+        total_steps,
+        objective=objective_of(config),
+        rows=TrainingRows(train, val),
+    )
     return Run(context, schedule_of(config))
 
 

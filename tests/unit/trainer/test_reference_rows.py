@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.pairs import PairSet, load_pairs
-from grpo_rl.data.training_set import TrainingRows
+from grpo_rl.data.training_rows.pairs import PairSet, load_pairs
+from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.console import Console

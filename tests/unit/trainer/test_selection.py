@@ -19,8 +19,8 @@ from grpo_rl.config.schema.tree import (
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.trainer.selection import Selection, check_metric, metric_of
-from grpo_rl.trainer.trained_tokens import penalize_overlong
+from grpo_rl.trainer.sampled.selection import Selection, check_metric, metric_of
+from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
 from grpo_rl.types import Prompt, Rollout
 
 FACTORS = {"auto": 1.0}

@@ -15,6 +15,7 @@ from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, Poli
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.telemetry.console import Console
@@ -187,7 +188,8 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
-        context = Context(config, roles, train, val if with_val else None, output, total_steps)
+        objective = objective_of(config)
+        context = Context(config, roles, train, val if with_val else None, output, total_steps, objective=objective)
         return Run(context, schedule_of(config)), policy
 
     yield trainer

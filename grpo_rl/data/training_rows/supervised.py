@@ -10,10 +10,10 @@ import torch
 
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.source import BadRow, Source
-from grpo_rl.data.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.training_rows.conversations import Demonstration, Tokenizing, conversation
+from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
 from grpo_rl.types import Batch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
-from grpo_rl.data.pairs import pairs_of_groups
+from grpo_rl.data.training_rows.pairs import pairs_of_groups
 from grpo_rl.types import Rollout
 
 Rows = list[dict[str, Any]]

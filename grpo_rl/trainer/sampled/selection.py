@@ -14,11 +14,11 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order.choose import make_sampler
 from grpo_rl.data.draw_order.sampler import Sampler
 from grpo_rl.data.sources.fingerprint import differences
-from grpo_rl.data.training_set import TrainingSet
+from grpo_rl.data.training_rows.training_set import TrainingSet
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
-from grpo_rl.trainer.reward_failures import with_reward
+from grpo_rl.trainer.sampled.reward_failures import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]

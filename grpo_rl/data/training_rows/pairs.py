@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.config.derived import longest_sequence
+from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.numeric_columns import finite
 from grpo_rl.data.sources.source import BadRow, Source, check_values, wrong
-from grpo_rl.data.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
 from grpo_rl.types import Batch, Rollout
 
 
@@ -166,6 +166,10 @@ def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
 # ---- a whole data set --------------------------------------------------------------------------------
 
 
+PairRow = Callable[[dict[str, Any], str, DataConfig], PairTexts]
+"""Reads the columns of a row at a place."""
+
+
 class PairSet(RowSet[Pair]):
     """The pairs of one or several sources, by their row."""
 
@@ -174,10 +178,17 @@ class PairSet(RowSet[Pair]):
     )
 
     def __init__(
-        self, parts: Sequence[Source], config: DataConfig, longest: int, tokenizer: Any, bad_rows: BadRows, limit: int
+        self,
+        parts: Sequence[Source],
+        config: DataConfig,
+        longest: int,
+        tokenizer: Any,
+        bad_rows: BadRows,
+        limit: int,
+        row: PairRow,
     ) -> None:
         super().__init__(parts, config, longest, bad_rows, limit)
-        self._renderer = Renderer(config, tokenizer)
+        self._renderer, self._texts = Renderer(config, tokenizer), row
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `pair_batch`."""
@@ -189,7 +200,7 @@ class PairSet(RowSet[Pair]):
 
     def _read(self, index: int) -> Pair:
         where = self._source.where(index)
-        found = tokenized_pair(pair_row(self._source.row(index), where, self.config), self._renderer, where)
+        found = tokenized_pair(self._texts(self._source.row(index), where, self.config), self._renderer, where)
         if found.longest > self.longest:
             raise TooLongRow(where, found.longest, self.longest)
         return found
@@ -213,7 +224,8 @@ def load_pairs(
     data = config.data
     parts = sources_of(files, data, tokenizer)
     bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
-    found = PairSet(parts, data, longest_sequence(config), tokenizer, bad_rows, max_samples)
+    row = pair_row_with_margin if trains_only_reward_model(config) else pair_row
+    found = PairSet(parts, data, longest_sequence(config), tokenizer, bad_rows, max_samples, row)
     found.check(whole or len(found) <= data.check_rows, note)
     return found
 
@@ -221,6 +233,11 @@ def load_pairs(
 def pair_row(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:
     """Return the pair of a row, whose columns `config` names: see `pair_texts`."""
     return pair_texts(row, where, PairColumns(config.prompt_key, config.chosen_key, config.rejected_key, margin=None))
+
+
+def pair_row_with_margin(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:
+    """Return the pair of a row with its margin, where the row has one: for reward models, whose loss reads it."""
+    return pair_texts(row, where, PairColumns(config.prompt_key, config.chosen_key, config.rejected_key))
 
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
@@ -256,8 +273,16 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
             token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, dtype=np.int64)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
+            margins_N=_margins(pairs),
         )
     )
+
+
+def _margins(pairs: Sequence[Pair]) -> torch.Tensor | None:
+    """Return the margin of each pair on both of its rollouts, 0 where a row has none; None where no row has one."""
+    if all(pair.margin is None for pair in pairs):
+        return None
+    return torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)
 
 
 def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]]:

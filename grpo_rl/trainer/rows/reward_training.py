@@ -1,0 +1,170 @@
+"""Training of a reward model alone: pairs or rated steps from files, and how well it tells good from bad on others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
+from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
+from grpo_rl.config.schema.tree import RewardModelTrainConfig
+from grpo_rl.data.training_rows.training_set import TrainingSet
+from grpo_rl.protocols import TrainedRewardModel
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.rows.offline import RowSchedule
+from grpo_rl.trainer.schedule import Context, required
+from grpo_rl.types import Metrics
+
+
+class RewardModelSchedule(RowSchedule):
+    """One optimizer step of the reward model on each batch of pairs or of rated steps; no policy, and no engine."""
+
+    roles: ClassVar[frozenset[str]] = frozenset({"reward_model"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.model = required(context.roles.reward_model, "reward_model")
+        self.settings = self.config.reward.reward_model.train
+
+    def step(self) -> Metrics:
+        """Train on the next batch of rows."""
+        timer = Timer(self.context.progress.phase)
+        with timer("data"):
+            batch = self.draw()
+        with timer("update_reward_model"):
+            metrics = self.model.update(batch)
+        measured = {f"train/{name}": metrics[f"reward_model/{name}"] for name in ("loss", "accuracy")}
+        if self.settings.loss == "bradley_terry":
+            measured["train/margin"] = metrics["reward_model/margin"]
+        num_tokens = float(len(batch.token_ids_S))
+        return (
+            measured
+            | metrics
+            | {"trainer/epoch": float(self.sampler.epoch)}
+            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
+            | timer.metrics()
+        )
+
+    def evaluate(self) -> Metrics:
+        """Measure loss, accuracy, ranking and calibration on the validation rows; their scores go to `val/scores_step_N.jsonl`."""
+        if self.val_data is None:
+            return {}
+        timer = Timer(self.context.progress.phase)
+        with timer("testing"):
+            scored = scored_rows(self.model, self.val_data, self.config.data.train_batch_size)
+        metrics = quality(scored, self.settings)
+        self.early_stop.record(self.context.step, metrics["val/loss"])
+        write_scores(self.context.output.run_dir, self.context.step, scored)
+        return metrics | timer.metrics()
+
+
+class Scored(NamedTuple):
+    """The scores of pairs, or those of rated steps."""
+
+    chosen_P: Tensor | None = None
+    rejected_P: Tensor | None = None
+    margin_P: Tensor | None = None
+    scores_K: Tensor | None = None
+    labels_K: Tensor | None = None
+
+
+def scored_rows(model: TrainedRewardModel, data: TrainingSet, batch_size: int) -> Scored:
+    """Return the present scores of all rows, read `batch_size` at a time."""
+    parts: list[Scored] = []
+    for start in range(0, len(data), batch_size):
+        batch = data.batch(range(start, min(start + batch_size, len(data))))
+        scores = model.scores(batch)
+        if batch.labels_T is not None:
+            parts.append(Scored(scores_K=scores, labels_K=batch.labels_T))
+            continue
+        assert batch.chosen_N is not None
+        pairs = Pairs.of(batch.group_N, batch.chosen_N)
+        margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
+        parts.append(Scored(scores[pairs.chosen_P], scores[pairs.rejected_P], margin_P))
+    columns = zip(*parts, strict=True)
+    return Scored(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+def quality(scored: Scored, settings: RewardModelTrainConfig) -> Metrics:
+    """Return the metrics `val/...` of these scores.
+
+    A pair is right where the chosen response has the larger score, `auc` compares every chosen response with every rejected
+    one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good where its label is above one half, its
+    probability is sigmoid(s), and neutral steps (label 0.5) count in the loss only.
+    """
+    if scored.scores_K is not None and scored.labels_K is not None:
+        scores_K, labels_K = scored.scores_K, scored.labels_K
+        loss = step_classification(scores_K, labels_K)[0].mean()
+        decided_K = labels_K != 0.5
+        scores_K, good_K = scores_K[decided_K], labels_K[decided_K] > 0.5
+        accuracy = float(((scores_K > 0) == good_K).double().mean())
+        ranking, reliability = auc(scores_K, good_K), calibration(scores_K.double().sigmoid(), good_K)
+        more = {"val/good": float(good_K.double().mean())}
+    else:
+        assert scored.chosen_P is not None and scored.rejected_P is not None
+        chosen_P, rejected_P = scored.chosen_P, scored.rejected_P
+        center_coef = settings.center_coef
+        loss = bradley_terry(chosen_P, rejected_P, margin_P=scored.margin_P, center_coef=center_coef)[0].mean()
+        accuracy, reliability = pair_accuracy(chosen_P, rejected_P), pair_calibration(chosen_P, rejected_P)
+        sides = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
+        ranking = auc(torch.cat([chosen_P, rejected_P]), sides)
+        more = {
+            "val/margin": float((chosen_P - rejected_P).double().mean()),
+            "val/score_mean": float(torch.cat([chosen_P, rejected_P]).double().mean()),
+        }
+    measured = {"val/loss": float(loss), "val/accuracy": accuracy, "val/auc": ranking}
+    measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | more
+    # Before the first update of a new head all scores are equal, and no pair has a preferred side.
+    return {name: value for name, value in measured.items() if value == value}
+
+
+def write_scores(run_dir: RunDir, step: int, scored: Scored) -> None:
+    """Write a line for each pair, `{chosen, rejected}`, or for each labelled step, `{score, label}`."""
+    run_dir.val.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{json.dumps(line)}\n" for line in _lines(scored))
+    (run_dir.val / f"scores_step_{step}.jsonl").write_text(text, encoding="utf-8")
+
+
+def _lines(scored: Scored) -> Iterator[dict[str, float]]:
+    if scored.scores_K is not None and scored.labels_K is not None:
+        for score, label in zip(scored.scores_K.tolist(), scored.labels_K.tolist(), strict=True):
+            yield {"score": score, "label": label}
+    elif scored.chosen_P is not None and scored.rejected_P is not None:
+        for chosen, rejected in zip(scored.chosen_P.tolist(), scored.rejected_P.tolist(), strict=True):
+            yield {"chosen": chosen, "rejected": rejected}
+
+
+def draw_quality(run_dir: RunDir) -> Path | None:
+    """Draw how well the scores of the last validation tell good from bad; return the picture's path, None without a validation."""
+    # Here, as what decides loads no more than it needs: the plan looks up the schedule.
+    from grpo_rl.telemetry.plots.scoring_plots import Scoring, plot_scoring
+
+    files = {int(path.stem.rpartition("_")[2]): path for path in run_dir.val.glob("scores_step_*.jsonl")}
+    if not files:
+        return None
+    step = max(files)
+    lines = [json.loads(line) for line in files[step].read_text(encoding="utf-8").splitlines()]
+    if "chosen" in lines[0]:
+        good, bad = (torch.tensor([line[side] for line in lines], dtype=torch.float64) for side in ("chosen", "rejected"))
+        reliability = pair_calibration(good, bad)
+        kind, accuracy = "responses", pair_accuracy(good, bad)
+    else:
+        labels_K = torch.tensor([line["label"] for line in lines])
+        scores_K = torch.tensor([line["score"] for line in lines], dtype=torch.float64)[labels_K != 0.5]
+        good_K = labels_K[labels_K != 0.5] > 0.5
+        good, bad = scores_K[good_K], scores_K[~good_K]
+        reliability = calibration(scores_K.sigmoid(), good_K)
+        kind, accuracy = "steps", float(((scores_K > 0) == good_K).double().mean())
+    ranking = auc(torch.cat([good, bad]), torch.arange(len(good) + len(bad)) < len(good))
+    figures = (
+        f"accuracy {accuracy:.3f}, AUC {ranking:.3f}, calibration error {reliability.error:.3f}, Brier {reliability.brier:.3f}"
+    )
+    bins = (reliability.probability_B.numpy(), reliability.frequency_B.numpy(), reliability.counts_B.numpy())
+    return plot_scoring(run_dir, Scoring(step, kind, good.numpy(), bad.numpy(), *bins, figures))

@@ -1,0 +1,88 @@
+"""Quality of a reward model's scores, as its schedule measures, writes and draws it: values worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_rl.config.schema.tree import RewardModelTrainConfig
+from grpo_rl.data.training_rows.pairs import Pair, pair_batch
+from grpo_rl.telemetry.plots.scoring_plots import roc
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.rows.reward_training import Scored, draw_quality, quality, scored_rows, write_scores
+from grpo_rl.types import Batch
+
+PAIRS = RewardModelTrainConfig(center_coef=0.1)
+STEPS = RewardModelTrainConfig(loss="steps")
+
+
+class Rows(list[Pair]):
+    """Pairs that make batches."""
+
+    def batch(self, rows: range) -> Batch:
+        return pair_batch([self[row] for row in rows])
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_quality_of_pairs_by_hand():
+    found = quality(Scored(column(1.0, 0.0), column(0.0, 2.0), column(0.0, 0.5)), PAIRS)
+    losses = [math.log1p(math.exp(-1.0)) + 0.1 * 1.0, math.log1p(math.exp(2.5)) + 0.1 * 4.0]
+    assert found["val/loss"] == pytest.approx(sum(losses) / 2)
+    assert found["val/accuracy"] == 0.5 and found["val/margin"] == -0.5
+    # Chosen 1 and 0 against rejected 0 and 2: one win, one tie, two losses.
+    assert found["val/auc"] == pytest.approx(1.5 / 4)
+    sure = [1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-2.0))]
+    assert found["val/brier"] == pytest.approx(((1 - sure[0]) ** 2 + sure[1] ** 2) / 2)
+    assert found["val/calibration_error"] == pytest.approx((1 - sure[0] + sure[1]) / 2)
+
+
+def test_neutral_steps_count_in_the_loss_only():
+    found = quality(Scored(scores_K=column(2.0, -1.0, 3.0), labels_K=column(1.0, 0.0, 0.5)), STEPS)
+    losses = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(-1.0)), math.log1p(math.exp(-3.0)) + 1.5]
+    assert found["val/loss"] == pytest.approx(sum(losses) / 3)
+    assert found["val/accuracy"] == 1.0 and found["val/auc"] == 1.0 and found["val/good"] == 0.5
+
+
+def test_a_new_head_prefers_nothing_and_has_no_calibration_yet():
+    found = quality(Scored(column(0.0, 0.0), column(0.0, 0.0), column(0.0, 0.0)), PAIRS)
+    assert found["val/loss"] == pytest.approx(math.log(2)) and found["val/accuracy"] == 0.5 == found["val/auc"]
+    assert "val/brier" not in found and "val/calibration_error" not in found
+
+
+def test_all_rows_are_scored_in_their_order_whatever_the_batch():
+    pairs = [
+        Pair(column(1).int().numpy(), column(*[2] * n).int().numpy(), column(*[3] * (n + 1)).int().numpy()) for n in (1, 2, 3)
+    ]
+    data = Rows(pairs)
+    model = SimpleNamespace(scores=lambda batch: batch.response_lengths_N.float())
+    for size in (1, 2, 5):
+        scored = scored_rows(model, data, size)
+        assert scored.chosen_P.tolist() == [1, 2, 3] and scored.rejected_P.tolist() == [2, 3, 4] and not scored.margin_P.any()
+
+
+def test_the_roc_curve_by_hand():
+    bad, good = roc(column(3.0, 1.0).numpy(), column(1.0, 0.0).numpy())
+    assert bad.tolist() == [0.0, 0.0, 0.5, 1.0] and good.tolist() == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("scored", "line"),
+    [
+        (Scored(column(1.0, 0.5), column(0.0, 2.0), column(0.0, 0.0)), {"chosen": 1.0, "rejected": 0.0}),
+        (Scored(scores_K=column(2.0, -1.0), labels_K=column(1.0, 0.0)), {"score": 2.0, "label": 1.0}),
+    ],
+)
+def test_the_scores_of_the_last_validation_are_drawn(tmp_path, scored, line):
+    run_dir = RunDir(tmp_path)
+    assert draw_quality(run_dir) is None
+    for step in (2, 10):
+        write_scores(run_dir, step, scored)
+    assert json.loads((run_dir.val / "scores_step_10.jsonl").read_text().splitlines()[0]) == line
+    assert draw_quality(run_dir).read_bytes().startswith(b"\x89PNG")
