@@ -24,42 +24,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from grpo_rl.config.derived import policy_steps
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.plots.curves import style
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"
 ACCURACY = "val/arithmetic/mean@1"
-PROMPTS, RESPONSES, STEPS, TEST_EVERY = 32, 8, 60, 10
+PROMPTS, RESPONSES, STEPS, TEST_EVERY = 32, 8, 40, 5
 ROLLOUTS = PROMPTS * RESPONSES
 """Rollouts in each training step, of every method."""
+ITERATION, REWARD_MODEL_STEPS = 5, 10
+"""Steps of the policy and of the reward model in one iteration."""
 
 START = (
     "recipe=paradigm/sft",
     f"data.train_files={TASK}&forgotten_carries=0.5",
     "data.response_key=extra_info.demonstration",
     "data.val_files=[]",
+    f"data.val_prompt_files={TASK}&split=val&num_rows=256",
     f"{A}.optim.lr=2e-3",
     "trainer.total_training_steps=150",
+    "trainer.test_freq=-1",
+    "trainer.logger=[console]",
 )
 ALL = (
     "data.max_prompt_length=32",
     "data.max_response_length=16",
     f"{A}.optim.lr_scheduler_type=linear",
+    "trainer.logger=[console]",
+)
+FROM_FIXED = (
+    f"data.train_files={TASK}&split=train&num_rows=2048",
+    f"data.val_prompt_files={TASK}&split=val&num_rows=256",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.test_freq={TEST_EVERY}",
-    "trainer.logger=[console]",
-    "trainer.save_rollouts=false",
-    "trainer.export_at_end=false",
 )
-ONLINE = (
-    "recipe=arithmetic/grpo",
+SAMPLING = (
     f"data.train_files={TASK}&split=train",
     f"data.val_files={TASK}&split=val&num_rows=256",
     f"data.train_batch_size={PROMPTS}",
     f"{A}.ppo_mini_batch_size={PROMPTS}",
-    f"{R}.n={RESPONSES}",
+    "trainer.save_rollouts=false",
 )
+ONLINE = (*SAMPLING, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}")
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,35 @@ class Method:
     label: str
     words: tuple[str, ...]
     lr: str = "5e-4"
+    iteration: tuple[int, int] = (0, STEPS)
+    """Steps of the reward model and of the policy in one iteration."""
+
+
+def iterated(name: str, label: str, reward_model_steps: int, policy_steps: int) -> Method:
+    """Return a method that trains against a reward model, which learns from the policy's samples as each iteration begins."""
+    cycle = reward_model_steps + policy_steps
+    total = STEPS // policy_steps * cycle
+    words = (
+        *("recipe=paradigm/iterate", *SAMPLING, f"trainer.total_training_steps={total}"),
+        f"trainer.test_freq={cycle if policy_steps < STEPS else TEST_EVERY}",
+        f"trainer.iterate.reward_model_steps={reward_model_steps}",
+        f"trainer.iterate.steps_per_iteration={policy_steps}",
+    )
+    return Method(name, label, words, iteration=(reward_model_steps, policy_steps))
 
 
 METHODS = (
-    Method("rft", "RFT", ()),
-    Method("online_rft", "online RFT", (*ONLINE, "algorithm.adv_estimator=rft", f"{A}.policy_loss.loss_mode=reinforce")),
-    Method("ppo", "PPO", (*ONLINE, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_epochs=2")),
-    Method("grpo_os", "GRPO+OS", ONLINE),
-    Method("grpo_ps", "GRPO+PS", (*ONLINE, "algorithm.adv_estimator=grpo_process", "reward.functions=[arithmetic_process]")),
+    Method("rft", "RFT", ("recipe=paradigm/rft", *FROM_FIXED, f"data.train_batch_size={ROLLOUTS}")),
+    Method("online_rft", "online RFT", ("recipe=paradigm/online_rft", *ONLINE)),
+    Method("dpo", "DPO", ("recipe=paradigm/dpo", *FROM_FIXED, f"data.train_batch_size={ROLLOUTS // 2}"), lr="2e-4"),
+    Method("online_dpo", "online DPO", ("recipe=paradigm/online_dpo", *ONLINE), lr="3e-4"),
+    Method("ppo", "PPO", ("recipe=paradigm/ppo", *ONLINE)),
+    Method("grpo_os", "GRPO+OS", ("recipe=paradigm/grpo", *ONLINE)),
+    Method("grpo_ps", "GRPO+PS", ("recipe=paradigm/grpo_process", *ONLINE)),
+    iterated("fixed", "GRPO, fixed reward model", REWARD_MODEL_STEPS * STEPS // ITERATION, STEPS),
+    iterated("iterate", "iterative GRPO", REWARD_MODEL_STEPS, ITERATION),
 )
+AGAINST_A_MODEL = ("fixed", "iterate")
 
 
 def main() -> int:
@@ -92,24 +120,30 @@ def main() -> int:
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
     started = time.perf_counter()
     if not arguments.draw:
-        start = train(arguments.out, "start", [*START, "trainer.test_freq=-1"]) / "model"
+        start = train(arguments.out, "start", list(START)) / "model"
         jobs = [(method, seed) for seed in arguments.seeds for method in methods]
         with ThreadPoolExecutor(arguments.side_by_side) as pool:
             list(pool.map(lambda job: train(arguments.out, f"{job[0].name}_{job[1]}", words_of(*job, start)), jobs))
         print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
-    curves = {method: [curve(arguments.out / f"{method.name}_{seed}") for seed in arguments.seeds] for method in METHODS}
+    curves = {
+        method: [curve(arguments.out / f"{method.name}_{seed}", method) for seed in arguments.seeds] for method in METHODS
+    }
     found = {method: [points for points in seeds if points] for method, seeds in curves.items() if any(seeds)}
     table = "\n".join(table_of(found))
     (arguments.out / "table.md").write_text(table + "\n", encoding="utf-8")
     print(table)
-    draw(found, arguments.out / "accuracy.png")
+    draw({method: found[method] for method in found if method.name not in AGAINST_A_MODEL}, arguments.out / "accuracy.png")
+    against = {method: found[method] for method in found if method.name in (*AGAINST_A_MODEL, "grpo_os")}
+    draw(against, arguments.out / "reward_model.png")
     return 0
 
 
 def words_of(method: Method, seed: int, start: Path) -> list[str]:
     """Return the command's words for one run of a method."""
     seeds = [f"{key}={seed}" for key in ("trainer.seed", "data.seed", f"{R}.seed")]
-    return [*method.words, *ALL, f"actor_rollout_ref.model.path={start}", f"{A}.optim.lr={method.lr}", *seeds]
+    scorer = [f"reward.reward_model.model_path={start}"] if method.name in AGAINST_A_MODEL else []
+    models = [f"actor_rollout_ref.model.path={start}", *scorer]
+    return [*method.words, *ALL, *models, f"{A}.optim.lr={method.lr}", "trainer.export_at_end=false", *seeds]
 
 
 def train(out: Path, name: str, words: Sequence[str]) -> Path:
@@ -122,7 +156,7 @@ def train(out: Path, name: str, words: Sequence[str]) -> Path:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         sys.exit(f"{name}: exit code {done.returncode}\n{' '.join(command)}\n{done.stdout[-3000:]}")
-    points = curve(folder)
+    points = curve(folder, METHODS[0])
     print(f"{name:<16} accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}" if points else f"{name:<16} done", flush=True)
     return folder
 
@@ -130,11 +164,15 @@ def train(out: Path, name: str, words: Sequence[str]) -> Path:
 Points = list[tuple[int, float]]
 
 
-def curve(folder: Path) -> Points:
-    """Return step and accuracy of each validation of a run; nothing where the run is not there."""
+def curve(folder: Path, method: Method) -> Points:
+    """Return the policy's steps and the accuracy at each validation of a run; nothing where the run is not there.
+
+    Of several validations after the same number of the policy's steps, the last one counts.
+    """
     file = folder / "metrics.jsonl"
     records = read_metrics(file) if file.is_file() else []
-    return [(int(record["step"]), record[ACCURACY]) for record in records if ACCURACY in record]
+    found = {policy_steps(int(record["step"]), *method.iteration): record[ACCURACY] for record in records if ACCURACY in record}
+    return sorted(found.items())
 
 
 def table_of(curves: dict[Method, list[Points]]) -> list[str]:
@@ -179,7 +217,7 @@ def draw(curves: dict[Method, list[Points]], path: Path) -> None:
             values = [[dict(points)[step] for points in seeds if step in dict(points)] for step in steps]
             axes.plot(steps, [fmean(column) for column in values], color=colour, label=method.label)
             axes.fill_between(steps, [min(c) for c in values], [max(c) for c in values], color=colour, alpha=0.12, linewidth=0)
-        axes.set_xlabel(f"training step, {ROLLOUTS} rollouts each")
+        axes.set_xlabel(f"training step of the policy, {ROLLOUTS} rollouts each")
         axes.set_ylabel("greedy accuracy on held-out problems")
         axes.legend(frameon=False)
         figure.savefig(path, dpi=130)
