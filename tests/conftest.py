@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import gc
+import signal
 
 from hypothesis import settings
 
@@ -13,3 +14,8 @@ settings.load_profile("repeatable")
 # Thousands of tests, each of which leaves little behind: by default Python walks all that they and torch have made, a tenth
 # of a second each time, for every few hundred new objects that stay.
 gc.set_threshold(50_000, 20, 20)
+
+# A shell gives what it starts with `&` an ignored SIGINT, and nohup an ignored SIGHUP; both are inherited by every process that
+# a test starts, and a run leaves ignored what was ignored before.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
