@@ -82,7 +82,13 @@ READ_BY_REWARD_MODEL = (
     *(f"data.{name}" for name in ("system_prompt", "chat_template", "apply_chat_template_kwargs", "custom_cls.", "cache_dir")),
     *(f"data.{name}" for name in ("on_bad_row", "check_rows", "allow_change", "train_batch_size", "shuffle", "seed")),
     *(f"data.{name}" for name in ("train_max_samples", "val_max_samples", "responses")),
-    *(key for key in leaves() if key.startswith("trainer.") and key not in ("trainer.critic_warmup", "trainer.save_rollouts")),
+    *(
+        key
+        for key in leaves()
+        if key.startswith("trainer.")
+        and not key.startswith(ITERATED)
+        and key not in ("trainer.critic_warmup", "trainer.save_rollouts")
+    ),
     "ray_kwargs.",
 )
 """All that trainer.schedule=reward_model reads, or has a rule of its own for."""
@@ -262,7 +268,7 @@ def _unread_by_reward_model(config: Config) -> dict[str, tuple[bool, str]]:
 def _without_advantages(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that sampled pairs do not read: the loss compares them by itself, and no advantage is estimated."""
     why = f"has no effect with policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}, which "
-    estimated = tuple(f"algorithm.{name}" for name in ESTIMATED_ONLY)
+    estimated = (*(f"algorithm.{name}" for name in ESTIMATED_ONLY), "critic.", "trainer.critic_warmup")
     return {
         key: (False, why + ("compares pairs and reads no advantages" if reads else "has the reference in it and no KL term"))
         for key in leaves()

@@ -23,6 +23,18 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
 
+LEARNT: dict[str, Any] = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft"}
+ASKED: dict[str, Any] = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
+SCORER: dict[str, Any] = {
+    **{key: leaves()[key].default for key in RUNNABLE if not key.startswith(("data.", "trainer."))},
+    "trainer.schedule": "reward_model",
+    "reward.reward_model.model_path": "builtin:arithmetic",
+}
+ITERATED: dict[str, Any] = {
+    "trainer.schedule": "iterate",
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "builtin:arithmetic",
+}
 CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "default": ({}, CPU),
     "hf": ({f"{R}.name": "hf"}, CPU),
@@ -63,6 +75,14 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "GPUs": ({"trainer.device": "cuda"}, EIGHT_GPUS),
     "GPUs apart": ({"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, f"{R}.nnodes": 1}, EIGHT_GPUS),
     "GPUs, hf": ({"trainer.device": "cuda", f"{R}.name": "hf"}, EIGHT_GPUS),
+    "answers in rows": (LEARNT, CPU),
+    "answers in rows, validated": (LEARNT | ASKED | {"trainer.test_freq": 5}, CPU),
+    "pairs in rows": (LEARNT | {f"{A}.policy_loss.loss_mode": "dpo"}, CPU),
+    "answers of the initial policy": (LEARNT | {"data.responses": "initial_policy"}, CPU),
+    "pairs of the initial policy": (LEARNT | {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "dpo"}, CPU),
+    "sampled pairs": ({f"{A}.policy_loss.loss_mode": "dpo"}, CPU),
+    "reward model": (SCORER, CPU),
+    "iterated": (ITERATED, CPU),
 }
 """Configurations that one key is changed in: what is added to the smallest runnable one, and the machine."""
 
@@ -107,20 +127,35 @@ READ: dict[str, Reader] = {
     "algorithm.filter_groups.max_num_gen_batches": _if(
         lambda c: c.algorithm.filter_groups.enable and c.algorithm.filter_groups.refill
     ),
-    "data.gen_batch_size": _if(lambda c: c.algorithm.filter_groups.enable and c.algorithm.filter_groups.refill),
+    "data.gen_batch_size": _if(
+        lambda c: c.data.responses == "initial_policy" or (c.algorithm.filter_groups.enable and c.algorithm.filter_groups.refill)
+    ),
     "data.seed": _if(lambda c: c.data.shuffle),
     "data.difficulty_key": _if(lambda c: c.data.curriculum == "difficulty"),
     "data.curriculum_floor": _if(lambda c: c.data.curriculum == "pass_rate" or c.data.dynamic_weights),
     "data.retire_metric": _if(lambda c: c.data.retire_above or c.data.curriculum == "pass_rate" or c.data.dynamic_weights),
     "data.retire_score": _if(lambda c: c.data.retire_above or c.data.curriculum == "pass_rate" or c.data.dynamic_weights),
     "data.val_max_samples": _if(lambda c: c.data.val_files),
-    "trainer.val_before_train": _if(lambda c: c.data.val_files),
-    "trainer.test_freq": _if(lambda c: c.data.val_files),
+    "trainer.val_before_train": _if(lambda c: c.data.val_files or c.data.val_prompt_files),
+    "trainer.test_freq": _if(lambda c: c.data.val_files or c.data.val_prompt_files),
     "reward.failure_value": _if(lambda c: c.reward.on_failure == "value"),
     "reward.overlong_buffer": _if(lambda c: c.reward.overlong_buffer.len is not None),
     "reward.custom_reward_function": _if(lambda c: c.reward.custom_reward_function.path),
     "reward.reward_model.enable": _if(lambda c: True),
-    "reward.reward_model": _if(lambda c: c.reward.reward_model.enable),
+    "reward.reward_model": _if(lambda c: c.reward.reward_model.enable or c.trainer.schedule == "reward_model"),
+    "reward.reward_model.train": _if(lambda c: c.trainer.schedule in ("reward_model", "iterate")),
+    "trainer.iterate": _if(lambda c: c.trainer.schedule == "iterate"),
+    "trainer.early_stop_patience": _if(lambda c: c.data.val_files),
+    "algorithm.rejection": _if(lambda c: c.data.responses == "initial_policy"),
+    "data.responses": _if(lambda c: True),
+    "data.response_key": _if(lambda c: c.data.responses == "rows"),
+    "data.messages_key": _if(lambda c: c.data.responses == "rows"),
+    "data.tools_key": _if(lambda c: c.data.responses == "rows"),
+    "data.enable_thinking_key": _if(lambda c: c.data.responses == "rows"),
+    "data.chosen_key": _if(lambda c: c.data.responses == "rows" or c.trainer.schedule == "reward_model"),
+    "data.rejected_key": _if(lambda c: c.data.responses == "rows" or c.trainer.schedule == "reward_model"),
+    "data.max_length": _if(lambda c: True),
+    "data.val_prompt_files": _if(lambda c: True),
     "reward.judge.base_url": _if(lambda c: True),
     "reward.judge": _if(lambda c: c.reward.judge.base_url),
     "trainer.on_save_error": _if(lambda c: c.trainer.save_freq > 0),
@@ -163,6 +198,13 @@ READ: dict[str, Reader] = {
 }  # fmt: skip
 """Keys (or groups, by the longest match) whose value is handed on as it is, and when something reads it."""
 
+OF_SAMPLING = (
+    f"{R}.", "algorithm.", "reward.functions", "reward.function_kwargs", "reward.batched", "reward.num_workers",
+    "reward.timeout_s", "reward.memory_limit_gb", "reward.on_failure", "data.reward_fn_key", "data.data_source",
+    "data.ground_truth_key", "data.extra_info_key",
+)  # fmt: skip
+"""Keys, and beginnings of keys, that nothing reads where nothing is sampled."""
+
 ENGINE_READS = {
     ("hf", "cpu"): {"threads"},
     ("hf", "cuda"): set[str](),
@@ -201,10 +243,11 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
     old, reference, critic = plan.recomputes_old_logprobs, plan.role("reference"), plan.role("critic")
     shared = set().union(*ENGINE_READS.values())
     device = machine.device
+    sampling = (plan.collection or plan).engine
     engine = {
         name: value
-        for name, value in dataclasses.asdict(plan.engine).items()
-        if name not in shared - ENGINE_READS.get((plan.engine.name, device), shared)
+        for name, value in ({} if sampling is None else dataclasses.asdict(sampling)).items()
+        if name not in shared - ENGINE_READS.get((sampling.name, device), shared)
     }
     passes = {
         "update": plan.passes.update,
@@ -220,8 +263,11 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
     }
     values = {key: value_at(config, key) for key in leaves() if _is_read(key, config, plan)}
     return {
-        "roles": [(role.name, role.pool, role.num_workers, role.devices_per_worker) for role in plan.roles],
-        "pools": plan.pools,
+        "roles": [
+            (role.name, role.pool, role.num_workers, role.devices_per_worker)
+            for role in (*plan.roles, *(plan.collection.roles if plan.collection else ()))
+        ],
+        "pools": (plan.collection or plan).pools,
         "passes": passes,
         "sizes": sizes,
         "engine": engine,
@@ -232,6 +278,9 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
 
 
 def _is_read(key: str, config: Config, plan: Plan) -> bool:
+    samples = plan.engine is not None or plan.collection is not None
+    if not samples and key.startswith(OF_SAMPLING):
+        return False
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         reader = READ.get(".".join(parts[:length]))
