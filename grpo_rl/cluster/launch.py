@@ -70,8 +70,8 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
         checkpoint = resume_folder(config, run_dir, console)
-        # Responses that were sampled before a checkpoint was there need not be sampled again.
-        kept = None if config.trainer.resume_mode == "disable" else run_dir.collected
+        # What was sampled or computed before a checkpoint was there is not done again where it is of the same data and weights.
+        kept = () if config.trainer.resume_mode == "disable" else (run_dir.collected, run_dir.reference_logprobs)
         earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)

@@ -90,6 +90,11 @@ class RunDir:
         return self.path / "collected"
 
     @property
+    def reference_logprobs(self) -> Path:
+        """The file with the reference's log-probs of rows that are trained as they stand."""
+        return self.path / "reference_logprobs.safetensors"
+
+    @property
     def best(self) -> Path:
         """The folder of the exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
         return self.path / "best"
@@ -139,12 +144,12 @@ class RunDir:
             return []
         return _differences(_flat(before), _flat(yaml.safe_load(resolved_yaml)))
 
-    def start_fresh(self, keep: Path | None = None) -> Path | None:
+    def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
 
-        For a run that does not resume: so it starts in an empty folder and nothing is overwritten. What lies in `keep` stays.
+        For a run that does not resume: so it starts in an empty folder and nothing is overwritten. The files and folders `keep` stay.
         """
-        left = (_EARLIER, LOCK_FILE) if keep is None else (_EARLIER, LOCK_FILE, keep.name)
+        left = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
         if not self._holds_a_run(left):
             return None
         aside = self._new_aside()

@@ -10,8 +10,6 @@ import pytest
 from oracles import Training
 from tiny_run import STEPS
 
-from grpo_rl.trainer.rows.reference_rows import FILE
-
 END_S = 300.0
 pytestmark = pytest.mark.timeout(1200)
 IN_REFERENCE = "driver.reference:kill9@part=train,n=2,once"
@@ -56,11 +54,14 @@ def test_dpo_on_rows_killed_in_the_reference_pass_and_in_a_step(training: Any, r
     broken, codes, hashes = killed_and_undisturbed(training, words_for_rows(run_words), IN_REFERENCE, IN_UPDATE)
     assert [fired["fault"] for fired in broken.fired()] == [IN_REFERENCE, IN_UPDATE]
     assert codes == [-9, -9, 0] and hashes[0] == hashes[1]
-    said = " ".join((broken.path / "logs" / "console.log").read_text().split())
-    # What was killed left no half of a file: the second start computed them all, and the last one read the whole file.
-    assert "computing the reference's log-probs of all rows, once: " in said
-    assert said.count("computing the reference's log-probs of all rows, once ...") == 1
-    assert said.count("the reference's log-probs of all rows are in") == 1 and (broken.path / FILE).is_file()
+    # A start without a checkpoint begins a new log, and sets the earlier one aside.
+    logs = sorted(broken.path.rglob("console.log"), key=lambda log: log.stat().st_mtime)
+    said = " ".join(" ".join(log.read_text() for log in logs).split())
+    # The killed pass left no half of a file: the second start computed all of it, and the last one read it.
+    assert said.count("computing the reference's log-probs of all rows, once ...") == 2
+    assert said.count("computing the reference's log-probs of all rows, once: ") == 1
+    assert said.count("the reference's log-probs of all rows are in") == 1
+    assert (broken.path / "reference_logprobs.safetensors").is_file()
 
 
 def test_online_dpo_killed_in_a_step(training: Any, run_words: list[str]) -> None:

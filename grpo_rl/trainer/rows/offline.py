@@ -16,7 +16,7 @@ from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
+from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure, named_measures
 from grpo_rl.trainer.sampled.selection import resume_order
 from grpo_rl.trainer.schedule import Context, required
@@ -84,7 +84,7 @@ class OfflineSchedule(RowSchedule):
         if not self.objective.needs_ref:
             return None
         output = self.context.output
-        file, batch_size = output.run_dir.path / FILE, self.config.data.train_batch_size
+        file, batch_size = output.run_dir.reference_logprobs, self.config.data.train_batch_size
         return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
 
     def step(self) -> Metrics:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws.
     from grpo_rl.telemetry.console import Console
 
-FILE = "reference_logprobs.safetensors"
 COMPARED = 1024
 """Rows of each part whose tokens are compared with the file's before it is used; of the others each is when it is drawn."""
 PARTS = ("train", "val")

@@ -17,11 +17,13 @@ from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.console import Console
 from grpo_rl.trainer.rows import reference_rows
-from grpo_rl.trainer.rows.reference_rows import FILE, ReferenceRows
+from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.types import Batch
 
 TOKENIZER = build_tokenizer(128)
 SUMS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n) * 3} for n in range(8, 15)]
+
+FILE = "reference_logprobs.safetensors"
 
 
 class Policy:
