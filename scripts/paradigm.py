@@ -199,7 +199,7 @@ def last(points: Points) -> int:
     return -1
 
 
-COLOURS = ("#7b8794", "#0b7285", "#868e96", "#2b8a3e", "#862e9c", "#d97706", "#2563eb")
+COLOURS = ("#7b8794", "#0b7285", "#c2255c", "#2b8a3e", "#862e9c", "#d97706", "#2563eb")
 
 
 def draw(curves: dict[Method, list[Points]], path: Path) -> None:
