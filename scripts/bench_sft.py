@@ -117,7 +117,7 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         stack.callback(run_dir.release)
         stack.enter_context(ray_session(plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file))
         inputs = read_inputs(plan, run_dir, console, stack)
-        cluster = Cluster(inputs.plan, inputs.model_folder, run_dir.logs, console)
+        cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
         started = start_roles(cluster, inputs.plan, inputs.tokenizer)
         bare = cluster.worker_set("bare_loop", cluster.pool("actor").slots(), os.cpu_count() or 1)
@@ -126,7 +126,9 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         sinks = Sinks(run_dir, plan.config.trainer, composed.resolved)
         stack.callback(sinks.close)
         output = Output(run_dir, console, sinks, RolloutLog(run_dir))
-        context = Context(plan.config, Roles(started.actor), None, None, output, steps + 1, rows=inputs.rows)
+        context = Context(
+            plan.config, Roles(started.actor), None, None, output, steps + 1, rows=inputs.rows, objective=plan.objective
+        )
         schedule = Watched(context, OfflineSchedule)
         actor, loop = (next(pid for name, pid in cluster.pids().items() if role in name) for role in ("actor", "bare_loop"))
         measured = []
@@ -155,7 +157,7 @@ class Watched:
     def __init__(self, context: Any, schedule: Any) -> None:
         self.rows: list[tuple[list[int], list[int]]] = []
         self.schedule = schedule(context)
-        draw = self.schedule._draw
+        draw = self.schedule.draw
 
         def keep() -> Any:
             batch = draw()
@@ -170,7 +172,7 @@ class Watched:
             ]
             return batch
 
-        self.schedule._draw = keep
+        self.schedule.draw = keep
 
     def step(self) -> Any:
         """Make one step of the schedule."""
