@@ -40,20 +40,25 @@ def nonfinite(run: RunRecord) -> Finding | None:
 def nothing_trained(run: RunRecord) -> Finding | None:
     """Return a finding where corrections leave no token to train."""
     points = run.points("rollout/trained_token_fraction")
-    if len(points) < 2 or any(value > 0 for _, value in points[-2:]):
+    if not points or points[-1][1] > 0:
         return None
     step = since(points, lambda value: value == 0)
+    masked = (run.values("rollout/masked_fraction") or [0.0])[-1]
+    causes, advice = [], []
+    if masked > 0:
+        causes.append(f"algorithm.mask_truncated leaves out the {masked:.0%} of the responses that were cut off")
+        advice.append("raise data.max_response_length, or set algorithm.mask_truncated=false")
+    if masked < 1:
+        causes.append("algorithm.rollout_correction.rollout_rs rejects all other tokens")
+        advice.append("widen algorithm.rollout_correction.rollout_rs_threshold, or find out why rollout_corr/* are so large")
     return Finding(
         name="nothing_trained",
         weight=Weight.ILL,
-        title="No token is trained: all of them are rejected before the update.",
+        title="No token of this step is trained, and no weight moves.",
         since=step,
         evidence=f"rollout/trained_token_fraction is 0 since step {step}",
-        meaning="A correction's bounds reject everything, or the rule for truncated responses does.",
-        advice=(
-            "widen the thresholds of algorithm.rollout_correction",
-            "raise data.max_response_length where truncated responses are masked",
-        ),
+        meaning="; ".join(causes) + ".",
+        advice=tuple(advice),
         source="algorithm.rollout_correction in docs/configuration.md",
     )
 

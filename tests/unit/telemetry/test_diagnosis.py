@@ -14,6 +14,7 @@ import yaml
 
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.config.compose import compose
+from grpo_rl.telemetry.diagnosis.alarms import Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, as_text, diagnose
 from grpo_rl.telemetry.diagnosis.findings import Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since, window
@@ -271,3 +272,32 @@ def test_every_rule_is_listed_once_and_ill_comes_before_watch() -> None:
     assert len(set(RULES)) == len(RULES)
     weights = [one.weight for one in diagnose(ILL["learning_rate_too_high"]).findings]
     assert weights == sorted(weights) and weights[0] is Weight.ILL
+
+
+def test_an_alarm_is_raised_once_in_the_step_in_which_it_begins() -> None:
+    records = ILL["kl_runaway"].records
+    alarms = Alarms(CONFIG)
+    begun = {int(record["step"]): alarms.see(int(record["step"]), record) for record in records}
+    raised = {step: [one.name for one in found] for step, found in begun.items() if found}
+    assert list(raised.values()) == [["kl_runaway"]]
+    step = next(iter(raised))
+    assert 5 < step < STEPS
+    again = Alarms(CONFIG)
+    again.resume([dict(record) | ({"alarm/kl_runaway": 1.0} if record["step"] == step else {}) for record in records[:30]])
+    assert [again.see(int(record["step"]), record) for record in records[30:]] == [[]] * (len(records) - 30)
+    assert "kl_loss_coef" in as_warning(begun[step][0])
+
+
+def test_a_step_without_a_trained_token_is_named_at_once_with_the_share_and_the_key() -> None:
+    masked = {"rollout/masked_fraction": 1.0, "rollout/trained_token_fraction": 0.0}
+    (found,) = Alarms(CONFIG).see(1, masked)
+    assert found.name == "nothing_trained"
+    assert "100% of the responses that were cut off" in found.meaning and "rollout_rs" not in found.meaning
+    (found,) = Alarms(CONFIG).see(1, masked | {"rollout/masked_fraction": 0.25})
+    assert "the 25% of the responses" in found.meaning and "rollout_rs rejects all other tokens" in found.meaning
+
+
+def test_three_steps_of_equal_groups_raise_an_alarm() -> None:
+    alarms = Alarms(CONFIG)
+    equal = {"advantage/zero_group_fraction": 1.0, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0}
+    assert [bool(alarms.see(step, equal)) for step in range(1, 6)] == [False, False, True, False, False]
