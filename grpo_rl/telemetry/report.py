@@ -112,7 +112,8 @@ def rewards_section(records: Sequence[dict[str, float]]) -> str:
 
 def _health(run_dir: RunDir) -> str:
     """Return what the doctor finds in the finished run."""
-    return as_text(diagnose(RunRecord.of_folder(run_dir.path)))
+    text = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
+    return f"Health\n{text}\n  more: python -m grpo_rl doctor {run_dir.path}"
 
 
 def _samples(run_dir: RunDir, num_samples: int) -> str:

@@ -40,5 +40,5 @@ class Alarms:
 
 
 def as_warning(finding: Finding) -> str:
-    """Return a finding as one line of the screen."""
-    return f"{finding.title} {finding.evidence}. {finding.meaning} To change: {'; or '.join(finding.advice)} [{finding.name}]"
+    """Return a finding as one line of the screen, with the likeliest remedy; the doctor shows the others."""
+    return f"{finding.title} {finding.evidence}. Likeliest remedy: {finding.advice[0]} [{finding.name}: docs/doctor.md]"

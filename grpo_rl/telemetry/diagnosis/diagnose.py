@@ -58,17 +58,25 @@ def diagnose(run: RunRecord) -> Diagnosis:
 WORDS = {Weight.ILL: "ILL  ", Weight.WATCH: "WATCH", Weight.NOTE: "note "}
 
 
-def as_text(diagnosis: Diagnosis, width: int = 100) -> str:
-    """Return the diagnosis for people, safe to print: what is wrong first, then what to change."""
+def as_text(diagnosis: Diagnosis, width: int = 100, *, brief: bool = False) -> str:
+    """Return the diagnosis for people, safe to print: what is wrong first, then what to change.
+
+    With `brief` only the first finding is shown in full, as it often brought about the others.
+    """
     if diagnosis.is_healthy:
         lines = [f"Nothing is wrong with this run, as far as {len(RULES)} rules see in {diagnosis.num_steps} steps."]
     else:
         grave = sum(one.weight is Weight.ILL for one in diagnosis.findings)
         watched = sum(one.weight is Weight.WATCH for one in diagnosis.findings)
         lines = [f"{diagnosis.num_steps} steps: {grave} illness{'es' if grave != 1 else ''}, {watched} to watch."]
-    for finding in diagnosis.findings:
-        lines += ["", *_finding(finding, width)]
+    for number, finding in enumerate(diagnosis.findings):
+        lines += ["", *(_title(finding, width) if brief and number else _finding(finding, width))]
     return "\n".join(lines)
+
+
+def _title(finding: Finding, width: int) -> list[str]:
+    text = f"{WORDS[finding.weight]}  {finding.title} [{finding.name}, since step {finding.since}]"
+    return textwrap.wrap(safe_text(text, limit=1000), width, subsequent_indent=" " * 7)
 
 
 def _finding(finding: Finding, width: int) -> list[str]:
@@ -81,11 +89,7 @@ def _finding(finding: Finding, width: int) -> list[str]:
             break_long_words=False,
         )
 
-    lines = textwrap.wrap(
-        f"{WORDS[finding.weight]}  {finding.title} [{finding.name}, since step {finding.since}]",
-        width,
-        subsequent_indent="       ",
-    )
+    lines = _title(finding, width)
     lines += wrapped("seen", finding.evidence) + wrapped("means", finding.meaning)
     for number, advice in enumerate(finding.advice):
         lines += wrapped("to change" if number == 0 else "", f"- {advice}")

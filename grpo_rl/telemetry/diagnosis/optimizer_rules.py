@@ -194,7 +194,8 @@ def loss_is_zero(run: RunRecord) -> Finding | None:
     """Return a note that explains a loss of 0, which is right where one update follows each sampling."""
     losses, norms = run.points("actor/pg_loss"), dict(run.points("actor/grad_norm"))
     near = [step for step, value in losses if abs(value) < 1e-5 and norms.get(step, 0.0) > 1e-4]
-    if len(losses) < 2 or len(near) < 0.8 * len(losses):
+    equal = run.values("advantage/zero_group_fraction")
+    if len(losses) < 2 or len(near) < 0.8 * len(losses) or (equal and last(equal) > 0.9):
         return None
     return Finding(
         name="loss_is_zero",
