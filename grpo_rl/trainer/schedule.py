@@ -20,6 +20,7 @@ from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarde
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.timeline import Timeline
 from grpo_rl.trainer.progress import StepProgress
 from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Metrics, Rollout, Sampling
@@ -72,6 +73,8 @@ class Output:
     rollouts: RolloutLog
     status: Status = dataclasses.field(default_factory=Status)
     stop: Stop = dataclasses.field(default_factory=Stop)
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    """The record of which role was busy when, open to any thread. The default keeps nothing."""
 
 
 @dataclasses.dataclass(slots=True)

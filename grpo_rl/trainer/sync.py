@@ -41,7 +41,7 @@ class SyncSchedule:
 
     def step(self) -> Metrics:
         """Sample, score, compare, train: one batch of prompts from beginning to end."""
-        timer = Timer(self.context.progress.phase)
+        timer = self.context.progress.timer()
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
         selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
