@@ -18,7 +18,7 @@ from grpo_rl.telemetry.diagnosis.alarms import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.progress import TimeLeft, Timer
+from grpo_rl.trainer.progress import TimeLeft
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics, Rollout
@@ -34,6 +34,7 @@ class Run:
         self.context, self.config, self.roles, self.output = context, context.config, context.roles, context.output
         self.progress = context.progress
         self.progress.on_phase = self._phase
+        self.timeline = self.progress.timeline = context.output.timeline
         self.schedule = schedule(context)
         self.total_steps = context.total_steps
         self.saving = Saving(context.config, context.roles, context.output)
@@ -65,6 +66,7 @@ class Run:
             raise
         finally:
             self.output.stop.finishing()
+            self.timeline.write()
 
     def _fit(self) -> None:
         trainer = self.config.trainer
@@ -95,11 +97,13 @@ class Run:
         self.output.stop.step_begins()
         started = time.perf_counter()
         self.context.step += 1
+        self.timeline.step = self.step
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
         try:
-            metrics = self.schedule.step()
+            with self.timeline.span("step", "step"):
+                metrics = self.schedule.step()
         except DataError:
             self._keep_finished()
             raise
@@ -135,6 +139,7 @@ class Run:
             self.output.console.step(self.step, self.total_steps, metrics, left_s)
             for finding in begun:
                 self.output.console.warn(as_warning(finding))
+            self.timeline.write()
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)
@@ -146,7 +151,7 @@ class Run:
 
     def _save(self) -> Metrics:
         """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
-        timer = Timer(self.progress.phase)
+        timer = self.progress.timer()
         with timer("save"):
             self.saving.begin(self.step, self.state_dict())
         return timer.metrics()
@@ -188,6 +193,8 @@ class Run:
         self.output.sinks.truncate_after(self.step)
         logged = read_metrics(self.output.run_dir.metrics_file)
         self.alarms.resume(logged)
+        self.timeline.truncate_after(self.step)
+        self.timeline.step = self.step
         if any(row["step"] == self.step for row in logged):
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
