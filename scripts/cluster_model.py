@@ -70,7 +70,7 @@ class TrainerRates:
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """All that takes time, besides the lengths of the responses."""
+    """The seconds of everything that takes time, whatever the lengths of the responses."""
 
     engine: EngineRates
     trainer: TrainerRates
@@ -89,7 +89,7 @@ class ClusterRates:
 
 @dataclass(frozen=True)
 class Work:
-    """What is sampled and trained in one step."""
+    """The work of one step: groups to sample and to train, and their lengths."""
 
     num_groups: int
     group_size: int
@@ -118,7 +118,7 @@ class Group:
 
 @dataclass
 class Result:
-    """What a simulation found."""
+    """The times of a simulated training, and its groups."""
 
     steps_s: list[float]
     """Seconds of each step, from the end of a weight transfer to the end of the next."""

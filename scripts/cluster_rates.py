@@ -58,7 +58,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Pools:
-    """How many GPUs sample and how many train; shared ones do both in turns."""
+    """The numbers of GPUs that sample and that train; shared ones do both in turns."""
 
     rollout: int
     trainer: int

@@ -1,4 +1,4 @@
-"""How many GPUs shall sample and how many train? Schedules on a cluster that is not there, by a discrete-event model.
+"""Simulates the schedules on a cluster of any size: how many GPUs to sample with, how many to train with, what limits.
 
     python scripts/simulate_cluster.py --model qwen3-8b --gpus 64 512 4096 --mean 4096 --longest 16384
     python scripts/simulate_cluster.py --model qwen3-32b --gpus 256 --split 192:64 --schedules sync async --staleness 2
