@@ -213,7 +213,8 @@ FROM_MAIN_TO_LOSS = [
     ("trainer/run.py", "fit", "_fit"),
     ("trainer/run.py", "_fit", "_whole_step"),
     ("trainer/run.py", "_whole_step", "step"),
-    ("trainer/sync.py", "step", "_update"),
+    ("trainer/sync.py", "step", "train"),
+    ("trainer/sync.py", "train", "_update"),
     ("trainer/sync.py", "_update", "update"),
     ("cluster/roles/actor_role.py", "update", "update"),  # named in the call of all ranks
     ("workers/trained_rank.py", "update", "_optimizer_step"),

@@ -16,6 +16,7 @@ from grpo_rl.types import Metrics, Rollout
 PHASES = {
     "sync_weights": "sending weights",
     "gen": "sampling",
+    "wait_for_rollouts": "waiting for responses",
     "reward": "scoring",
     "old_logprobs": "old log-probs",
     "ref": "reference",
@@ -74,8 +75,8 @@ class StepProgress:
         """Move on by so many steps."""
         self.bar.advance(steps, "")
 
-    def counting(self, submit: Callable[[Rollout], None], total: int) -> Callable[[Rollout], None]:
-        """Return `submit` with a note of how many of the `total` responses it has been called with."""
+    def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
+        """Return `submit` with a note of how many of the `total` responses it has been called with; None shows no note."""
         count = 0
 
         def submit_and_count(rollout: Rollout) -> None:
@@ -83,7 +84,8 @@ class StepProgress:
             submit(rollout)
             count += 1
             fault_point("driver.response", count=count)
-            self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
+            if total is not None:
+                self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count
 
