@@ -85,6 +85,12 @@ class ClusterRates:
     """Seconds from the end of a response to its reward."""
     switch_s: float = 0.0
     """Seconds in which shared GPUs change between sampling and training; colocated only."""
+    engine_factors: tuple[float, ...] = (1.0,)
+    """Factors of the engines' seconds, one of which is drawn for each step: how much measured steps differ from the rates.
+
+    Where two sides wait for each other, a mean step is longer than the means of both sides say.
+    """
+    trainer_factors: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class Replica:
             if self.paused or not self.active:
                 yield self.wake
                 continue
-            pace = self.rates.step_s(len(self.active), self.context)
+            pace = self.rates.step_s(len(self.active), self.context) * self.pool.factor
             tokens = min(self.active[0][0] - self.clock, MOST_TOKENS_AT_A_PACE)
             started, batch = self.env.now, len(self.active)
             yield self.env.timeout(self.owed_s + tokens * pace) | self.wake
@@ -210,6 +216,8 @@ class Pool:
 
     def __init__(self, env: simpy.Environment, rates: ClusterRates, work: Work) -> None:
         self.env, self.rates, self.prompt_length = env, rates, work.prompt_length
+        self.factor = 1.0
+        """The factor of the engines' seconds in the step that is going on."""
         self.queue: deque[tuple[Group, int]] = deque()
         self.replicas = [Replica(env, rates.engine, self) for _ in range(rates.num_replicas)]
         self.complete: list[Group] = []
@@ -287,6 +295,7 @@ class Simulation:
     steps_s: list[float] = field(default_factory=list)
     trainer_s: float = 0.0
     transfer_s: float = 0.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def run(self) -> Result:
         """Simulate all steps."""
@@ -371,6 +380,7 @@ class Simulation:
         lengths = work.lengths(number * work.group_size).reshape(number, work.group_size)
         new = [Group(first + place, lengths[place], self.version) for place in range(number)]
         self.groups += new
+        self.pool.factor = float(self.rng.choice(self.rates.engine_factors))
         self.pool.submit(new)
 
     def _take(self) -> list[Group]:
@@ -388,7 +398,7 @@ class Simulation:
             group.trained_at = self.version
         tokens = sum(group.tokens(self.work.prompt_length) for group in batch)
         longest = self.work.prompt_length + max(int(group.lengths.max()) for group in batch)
-        seconds = self.rates.trainer.batch_s(tokens, longest)
+        seconds = self.rates.trainer.batch_s(tokens, longest) * float(self.rng.choice(self.rates.trainer_factors))
         self.trainer_s += seconds
         yield self.env.timeout(seconds)
 

@@ -23,6 +23,8 @@ WARM_UP_STEPS = 2
 """The first steps of a run, in which caches and pipelines are cold."""
 TRAINING = ("actor", "reference", "critic")
 BAR = 0.10
+PREDICTED_STEPS = 200
+"""Steps of a prediction, whose mean is compared; the measured lengths are used again and again."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Step:
     """Seconds in which requests were under way; `trainer_s` and `transfer_s` are those of the other roles."""
     trainer_s: float
     transfer_s: float
+    rest_s: float
+    """Seconds between the other parts: rewards that are waited for, collating, logs. Of a schedule that overlaps, those in
+    which the trainer neither works, nor gets rid of its weights, nor waits for responses."""
     lengths: np.ndarray
     """The response lengths of what the step logged."""
     prompts: int
@@ -99,12 +104,14 @@ def _step(mark: Interval, intervals: Sequence[Interval], log: Path) -> Step:
         return busy_seconds([one for one in intervals if one.role in roles], mark.start, mark.end)
 
     records = read_rollouts(log)
+    path = (*TRAINING, "weights", "wait" if any(one.role == "wait" for one in intervals) else "rollout")
     return Step(
         mark.step,
         mark.end - mark.start,
         busy("rollout"),
         busy(*TRAINING),
         busy("weights"),
+        mark.end - mark.start - busy(*path),
         np.asarray([record["response_length"] for record in records], dtype=np.int64),
         sum(record["prompt_length"] for record in records),
     )
@@ -155,19 +162,18 @@ def rates_of(run: MeasuredRun, steps: Sequence[Step]) -> ClusterRates:
     sampled = np.array(
         [[decode_steps(step.lengths, run.slots * run.replicas), step.lengths.sum() / run.replicas] for step in steps]
     )
-    overhead_s, sequence_s = fitted(sampled.astype(float), np.array([step.rollout_s for step in steps]))
+    sampling_s, training_s = (np.array([getattr(step, name) for step in steps]) for name in ("rollout_s", "trainer_s"))
+    overhead_s, sequence_s = fitted(sampled.astype(float), sampling_s)
     trained = np.array([[1.0, step.tokens] for step in steps])
-    fixed_s, token_s = fitted(trained, np.array([step.trainer_s for step in steps]))
-    transfer_s = statistics.fmean(step.transfer_s for step in steps)
-    # What is left of a step that does one thing after the other: rewards that are waited for, collating, logs.
-    rest = [step.whole_s - step.rollout_s - step.trainer_s - step.transfer_s for step in steps]
-    in_turns = run.schedule in ("sync", "colocated")
+    fixed_s, token_s = fitted(trained, training_s)
     return ClusterRates(
         EngineRates(overhead_s, sequence_s, max_sequences=run.slots),
         TrainerRates(fixed_s, token_s),
         run.replicas,
-        transfer_s,
-        controller_step_s=max(0.0, statistics.fmean(rest)) if in_turns else 0.0,
+        statistics.fmean(step.transfer_s for step in steps),
+        controller_step_s=max(0.0, statistics.fmean(step.rest_s for step in steps)),
+        engine_factors=tuple((sampling_s / (sampled @ [overhead_s, sequence_s])).tolist()),
+        trainer_factors=tuple((training_s / (trained @ [fixed_s, token_s])).tolist()),
     )
 
 
@@ -175,13 +181,11 @@ def predicted(rates: ClusterRates, run: MeasuredRun, steps: Sequence[Step]) -> f
     """Return the seconds of a step that the model expects of this run in these steps, with the lengths that they had."""
     lengths = replayed(np.concatenate([step.lengths for step in steps]).tolist())
     prompt = round(sum(step.prompts for step in steps) / sum(len(step.lengths) for step in steps))
-    in_turns = run.schedule in ("sync", "colocated")
-    # Schedules that overlap fill a pipeline first and drain it at the end: more steps, of which the middle ones count.
-    num_steps = len(steps) if in_turns else max(24, 4 * (run.max_staleness + 2))
+    num_steps = PREDICTED_STEPS
     group_size = len(steps[0].lengths) // run.num_groups or run.group_size
     work = Work(run.num_groups, group_size, prompt, lengths, num_steps, run.max_staleness)
     result = simulate(rates, work, run.schedule)
-    return statistics.fmean(result.steps_s) if in_turns else result.step_s(skip=run.max_staleness + 2)
+    return result.step_s(skip=run.max_staleness + 2)
 
 
 def validate(folders: Sequence[Path]) -> int:

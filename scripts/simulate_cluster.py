@@ -28,6 +28,8 @@ from cluster_rates import Lengths, Model, Pools, Profiles, candidates, cluster_r
 MOST_REPLICAS, SEARCH_REPLICAS = 64, 16
 """The replicas that are simulated one by one, in the answer and in the search for it; more are represented by them."""
 STEPS, SEARCH_STEPS = 14, 7
+EMPTY = 0.3
+"""The share of filled slots below which the longest responses decide how long sampling takes."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,18 @@ class Row:
 
     @property
     def limit(self) -> str:
-        """The part that is at work for the largest share of a step: to make it faster makes the step faster."""
+        """The part that is at work for the largest share of a step: to make it faster makes the step faster.
+
+        `long responses`: engines sample, and most of their slots are empty; more of them would not help.
+        """
         parts = {
             "sampling": self.rollout_busy,
             "training": self.trainer_busy,
             "weight transfer": self.transfer,
             "controller": self.controller,
         }
-        return max(parts, key=lambda name: parts[name])
+        most = max(parts, key=lambda name: parts[name])
+        return "long responses" if most == "sampling" and self.filled < EMPTY else most
 
     @classmethod
     def of(cls, case: Case, gpus: int, schedule: str, pools: Pools) -> Row:
