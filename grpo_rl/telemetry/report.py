@@ -6,6 +6,7 @@ import random
 import statistics
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
@@ -29,6 +30,8 @@ LOSSES = {
 }
 """Metrics of runs on rows that the table of results compares, with their names there."""
 _TEXT_LIMIT = 400
+PACE_STEPS = 20
+"""The number of a run's last steps from which its pace is taken."""
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
@@ -50,6 +53,17 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
     text = "\n\n".join(section for section in sections if section) + "\n"
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
+
+
+def measured_pace(folder: Path, num_steps: int | None) -> str | None:
+    """Return how long steps took in the run that `folder` holds, and what `num_steps` of them would take; None without one."""
+    seconds = [record["timing_s/step"] for record in read_metrics(folder / "metrics.jsonl") if "timing_s/step" in record]
+    if not seconds:
+        return None
+    recent = seconds[1:][-PACE_STEPS:] or seconds  # the first one warms up
+    pace = statistics.median(recent)
+    whole = f"; {num_steps:,} steps take {duration(pace * num_steps)}" if num_steps else ""
+    return f"{pace:.3g} s per step, the median of {len(recent)} of the run in {folder}, as it was configured{whole}"
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:

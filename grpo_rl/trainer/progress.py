@@ -32,6 +32,7 @@ PHASES = {
 PHASE_ROLES: dict[str, Role] = {
     "sync_weights": "weights",
     "gen": "rollout",
+    "wait_for_rollouts": "wait",
     "reward": "reward",
     "old_logprobs": "actor",
     "ref": "reference",

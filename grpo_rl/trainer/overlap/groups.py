@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.protocols import RolloutPool
+from grpo_rl.telemetry.timeline import Timeline
 from grpo_rl.trainer.aside import Aside
 from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
 
@@ -57,9 +58,19 @@ class Groups:
     none is trained twice.
     """
 
-    def __init__(self, pool: RolloutPool, n: int, sampling: Callable[[int], Sampling], *, greedy: bool = False) -> None:
-        """`sampling` returns the parameters of a batch of prompts, by its number."""
+    def __init__(
+        self,
+        pool: RolloutPool,
+        n: int,
+        sampling: Callable[[int], Sampling],
+        *,
+        greedy: bool = False,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests."""
         self.pool, self.n, self.greedy, self.sampling = pool, n, greedy, sampling
+        self.timeline = timeline or Timeline()
+        self._busy_since: float | None = None
         self.waiting: list[Group] = []
         """The groups that were not taken."""
         self.num_batches = 0
@@ -108,6 +119,8 @@ class Groups:
             self._by_uid[group.prompt.uid] = group
         self.asked[version] += len(groups)
         self.unfinished += len(groups) * size
+        if self._busy_since is None:
+            self._busy_since = self.timeline.now()
         if self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
@@ -144,6 +157,7 @@ class Groups:
             self.complete[group.asked_at] += 1
             self.finished.append(group)
         if self.unfinished == 0:
+            self.record()
             self._idle_since = time.monotonic()
 
     # ---- taking out ----------------------------------------------------------------------------------------
@@ -164,6 +178,13 @@ class Groups:
             self.asked[group.asked_at] -= 1
             self.complete[group.asked_at] -= 1
         self.asked, self.complete = +self.asked, +self.complete
+
+    def record(self) -> None:
+        """Record in the timeline that there were requests until now; to be called once in a step, where they may never end."""
+        if self._busy_since is not None:
+            now = self.timeline.now()
+            self.timeline.record("rollout", "gen", self._busy_since, now)
+            self._busy_since = now if self.unfinished else None
 
     def idle_s(self) -> float:
         """Return for how many seconds, since the last call, nothing was there to sample before more was asked for."""
@@ -190,4 +211,4 @@ class Groups:
         rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["waiting"]]
         self.waiting = [] if prompt is None else [Group(batch, row, prompt(row, uid)) for batch, row, uid in rows]
         self.asked, self.complete, self.finished, self.unfinished = Counter(), Counter(), [], 0
-        self._by_uid, self._idle_since, self._idle_s = {}, None, 0.0
+        self._by_uid, self._idle_since, self._idle_s, self._busy_since = {}, None, 0.0, None

@@ -27,7 +27,10 @@ class OverlappingSchedule(SyncSchedule):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
-        self.groups = Groups(self.rollout, n, lambda batch: training_sampling(self.config, batch), greedy=greedy)
+        timeline = context.output.timeline
+        self.groups = Groups(
+            self.rollout, n, lambda batch: training_sampling(self.config, batch), greedy=greedy, timeline=timeline
+        )
         self.batch_size = self.config.data.train_batch_size
 
     def draw(self) -> None:
@@ -57,6 +60,7 @@ class OverlappingSchedule(SyncSchedule):
             finally:
                 # Also where sampling has failed: the processes must not be ended below a thread that starts them again.
                 training.ended(self.config.trainer.step_timeout_s)
+        self.groups.record()
         waits = {"timing_s/rollout_waits_for_trainer": self.groups.idle_s()}
         return training.returned() | staleness | waits | timer.metrics()
 
