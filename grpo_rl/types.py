@@ -260,6 +260,8 @@ class Batch:
     returns_T: Tensor | None = None
     """The targets of the critic."""
     advantages_T: Tensor | None = None
+    advantages_N: Tensor | None = None
+    """Advantages in place of `advantages_T`, where all tokens of a rollout have the same."""
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
@@ -377,6 +379,12 @@ class Batch:
     def replace(self, **columns: Tensor | Held | None) -> Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    def token_advantages(self) -> Tensor | None:
+        """Return the advantage of each trained token, whichever of the two columns it comes from."""
+        if self.advantages_N is None:
+            return self.advantages_T
+        return self.advantages_N.repeat_interleave(self.trained_lengths_N)
 
     def token_index(self, index_K: Tensor | list[int]) -> Tensor:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
