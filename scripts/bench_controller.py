@@ -175,6 +175,7 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
         clocks: list[Clock] = []
         peaks: list[int] = []
         profile = cProfile.Profile()
+        gc.freeze()  # as a run does once everything is imported
         for number in range(options.steps + 1):
             clock = Clock(store_bytes)
             schedule.context.progress.on_phase = clock

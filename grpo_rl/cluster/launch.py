@@ -164,6 +164,8 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
 
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
+    # What is there now stays: no collection of a step has to look at it.
+    gc.freeze()
     config = launch.plan.config
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
     ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)

@@ -51,14 +51,15 @@ class StepProgress:
 
     def counting(self, submit: Callable[[Rollout], None], total: int) -> Callable[[Rollout], None]:
         """Return `submit` with a note of how many of the `total` responses it has been called with."""
-        count = 0
+        count, every = 0, max(1, total // 1000)
 
         def submit_and_count(rollout: Rollout) -> None:
             nonlocal count
             submit(rollout)
             count += 1
             fault_point("driver.response", count=count)
-            self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
+            if count % every == 0 or count == total:
+                self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count
 
