@@ -55,6 +55,7 @@ class Run:
         """
         try:
             self._fit()
+            self.output.rollouts.flush()
         except Preempted as request:
             raise self._saved(request) from None
         except Exception:
