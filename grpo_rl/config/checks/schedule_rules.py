@@ -71,6 +71,7 @@ SAMPLED_ONLY = (
     "data.dynamic_weights",
     "trainer.critic_warmup",
     "trainer.save_rollouts",
+    "trainer.rollout_data_format",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
 ESTIMATED_ONLY = (
@@ -93,7 +94,7 @@ READ_BY_REWARD_MODEL = (
         for key in leaves()
         if key.startswith("trainer.")
         and not key.startswith((ITERATED, ASYNCHRONOUS))
-        and key not in ("trainer.critic_warmup", "trainer.save_rollouts")
+        and key not in ("trainer.critic_warmup", "trainer.save_rollouts", "trainer.rollout_data_format")
     ),
     "ray_kwargs.",
 )
