@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -39,7 +41,13 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
     `seconds` is the duration of the whole run.
     """
     records = read_metrics(run_dir.metrics_file)
-    sections = [_before_after(records), rewards_section(records), _samples(run_dir, num_samples), _written(run_dir)]
+    sections = [
+        _before_after(records),
+        rewards_section(records),
+        _health(run_dir) if any(record["step"] > 0 for record in records) else "",
+        _samples(run_dir, num_samples),
+        _written(run_dir),
+    ]
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
     text = "\n\n".join(section for section in sections if section) + "\n"
@@ -114,6 +122,12 @@ def rewards_section(records: Sequence[dict[str, float]]) -> str:
     elif any(f"reward/{kind}" in record for record in training for kind in FAILURES):
         lines.append("  no score failed")
     return "\n".join(lines)
+
+
+def _health(run_dir: RunDir) -> str:
+    """Return what the doctor finds in the finished run."""
+    text = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
+    return f"Health\n{text}\n  more: python -m grpo_rl doctor {run_dir.path}"
 
 
 def _samples(run_dir: RunDir, num_samples: int) -> str:

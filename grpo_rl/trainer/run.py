@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted
 from grpo_rl.faults import fault_point, tell
+from grpo_rl.telemetry.diagnosis.alarms import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -39,6 +41,7 @@ class Run:
         self.store = self.saving.store
         self.nonfinite = NonFiniteUpdates(context.config.trainer, context.output.run_dir)
         self.time_left = TimeLeft()
+        self.alarms = Alarms(dataclasses.asdict(context.config))
         self._before: dict[str, Any] | None = None
         """The state at the beginning of the step that is going on."""
         self._unlogged: Metrics | None = None
@@ -130,9 +133,12 @@ class Run:
     def _log(self, metrics: Metrics) -> None:
         if metrics:
             fault_point("driver.log")
-            self.output.sinks.log(self.step, metrics)
+            begun = self.alarms.see(self.step, metrics)
+            self.output.sinks.log(self.step, metrics | {f"{ALARM}{finding.name}": 1.0 for finding in begun})
             left_s = self.time_left.seconds(self.total_steps - self.step)
             self.output.console.step(self.step, self.total_steps, metrics, left_s)
+            for finding in begun:
+                self.output.console.warn(as_warning(finding))
             self.timeline.write()
 
     def _phase(self, name: str) -> None:
@@ -185,9 +191,11 @@ class Run:
         for role in self.roles.with_state():
             role.load(checkpoint.folder)
         self.output.sinks.truncate_after(self.step)
+        logged = read_metrics(self.output.run_dir.metrics_file)
+        self.alarms.resume(logged)
         self.timeline.truncate_after(self.step)
         self.timeline.step = self.step
-        if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
+        if any(row["step"] == self.step for row in logged):
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")

@@ -17,10 +17,10 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
+from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
-from grpo_rl.telemetry.timeline import Timeline
 from grpo_rl.trainer.progress import StepProgress
 from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Metrics, Rollout, Sampling

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, busy_seconds, read_timeline
 from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares, plot_timeline
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.timeline import Interval, Timeline, busy_seconds, read_timeline
 
 TWO_STEPS = [
     Interval(1, "step", "step", 0.0, 10.0),

@@ -7,7 +7,7 @@ from typing import Any
 
 from test_sync_trainer import make, make_config  # noqa: F401
 
-from grpo_rl.telemetry.timeline import Timeline, read_timeline
+from grpo_rl.telemetry.metrics.timeline import Timeline, read_timeline
 
 
 def test_each_phase_of_a_step_is_an_interval_of_its_role_also_after_a_resume(make: Callable[..., Any]) -> None:  # noqa: F811
