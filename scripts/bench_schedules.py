@@ -70,7 +70,7 @@ LEARNING = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of the speed part shows, without its first and last steps."""
+    """The figures of a run of the speed part, without its first and last steps."""
 
     seconds: float
     """Seconds per step."""

@@ -33,6 +33,7 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
@@ -134,7 +135,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
     stack.callback(sinks.close)
-    timeline = stack.enter_context(closing(Timeline(run_dir.timeline_file, console.warn)))
+    timeline = stack.enter_context(closing(_timeline(run_dir, console, inputs.rules)))
 
     context = Context(
         config,
@@ -161,6 +162,14 @@ def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
     log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True)
     stack.callback(log.close)
     return log
+
+
+def _timeline(run_dir: RunDir, console: Console, rules: RewardRunner | None) -> Timeline:
+    """Return the run's timeline, in which the reward processes record when they have something to score."""
+    timeline = Timeline(run_dir.timeline_file, console.warn)
+    if rules is not None:
+        rules.on_busy = partial(timeline.ended, "reward", "scoring")
+    return timeline
 
 
 def newest_best(run_dir: RunDir) -> Path | None:

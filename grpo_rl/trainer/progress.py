@@ -63,8 +63,7 @@ class StepProgress:
         return Timer(self.phase, self._ended)
 
     def _ended(self, phase: str, seconds: float) -> None:
-        end = self.timeline.now()
-        self.timeline.record(PHASE_ROLES.get(phase, "controller"), phase, end - seconds, end)
+        self.timeline.ended(PHASE_ROLES.get(phase, "controller"), phase, seconds)
 
     def phase(self, name: str) -> None:
         """Show that this phase of the step has begun."""

@@ -18,6 +18,9 @@ Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "
 step, which marks its bounds."""
 MOST_WAITING = 100_000
 """Intervals that are kept in memory while the file cannot be written; more are dropped."""
+CLOSED_GAP_S = 0.02
+"""Intervals of one role that do the same in the same step become one where the gap between them is shorter: rewards end by
+the thousand."""
 CLOSE_S = 10.0
 """Seconds that the end of a run waits for the last lines."""
 
@@ -48,6 +51,8 @@ class Timeline:
         self._warn = warn
         self._origin = time.perf_counter()
         self._waiting: list[Interval] = []
+        self._newest: dict[tuple[int, str, str], int] = {}
+        """The place among the waiting ones of the newest interval of each step, role and activity."""
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
         self._has_failed = False
@@ -62,8 +67,18 @@ class Timeline:
             return
         interval = Interval(self.step if step is None else step, role, what, start, max(start, end))
         with self._lock:
-            if len(self._waiting) < MOST_WAITING:
+            place = self._newest.get(interval[:3], -1)
+            before = self._waiting[place] if place >= 0 else None
+            if before is not None and before.start <= start <= before.end + CLOSED_GAP_S:
+                self._waiting[place] = before._replace(end=max(before.end, interval.end))
+            elif len(self._waiting) < MOST_WAITING:
+                self._newest[interval[:3]] = len(self._waiting)
                 self._waiting.append(interval)
+
+    def ended(self, role: Role, what: str, seconds: float) -> None:
+        """Keep an interval that ends now and took so long."""
+        end = self.now()
+        self.record(role, what, end - seconds, end)
 
     @contextmanager
     def span(self, role: Role, what: str, step: int | None = None) -> Iterator[None]:
@@ -107,7 +122,7 @@ class Timeline:
     def _append(self) -> None:
         assert self.path is not None
         with self._lock:
-            intervals, self._waiting = self._waiting, []
+            intervals, self._waiting, self._newest = self._waiting, [], {}
         try:
             with self.path.open("a+b") as file:
                 # A write that failed, or a process that was killed, may have left half a line.

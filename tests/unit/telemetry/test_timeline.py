@@ -34,8 +34,8 @@ def test_intervals_of_several_threads_are_all_in_the_file_and_in_order(tmp_path:
     timeline = Timeline(tmp_path / "timeline.jsonl")
 
     def work(number: int) -> None:
-        for _ in range(200):
-            with timeline.span("actor", f"thread {number}", number):
+        for place in range(200):
+            with timeline.span("actor", f"{number}, {place}", number):
                 pass
             timeline.write()
 
@@ -50,6 +50,17 @@ def test_intervals_of_several_threads_are_all_in_the_file_and_in_order(tmp_path:
     assert [sum(one.step == number for one in read) for number in range(4)] == [200] * 4
     assert read == sorted(read, key=lambda one: one.start)
     assert all(0 <= one.start <= one.end for one in read)
+
+
+def test_intervals_that_follow_at_once_become_one_and_others_do_not(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    for start, end in ((1.0, 2.0), (2.01, 2.5), (2.2, 2.3), (2.6, 3.0)):
+        timeline.record("reward", "scoring", start, end, 1)
+    timeline.record("reward", "scoring", 3.0, 4.0, 2)
+    timeline.record("actor", "update_actor", 2.5, 2.6, 1)
+    timeline.close()
+    spans = [(one.step, one.role, one.start, one.end) for one in read_timeline(tmp_path / "timeline.jsonl")]
+    assert spans == [(1, "reward", 1.0, 2.5), (1, "actor", 2.5, 2.6), (1, "reward", 2.6, 3.0), (2, "reward", 3.0, 4.0)]
 
 
 def test_a_span_belongs_to_the_step_that_is_going_on_and_is_kept_where_its_body_fails(tmp_path: Path) -> None:
