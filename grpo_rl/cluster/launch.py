@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.standard_streams import write_now
@@ -133,13 +134,14 @@ def train(launch: Launch, stack: ExitStack) -> None:
         stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
     stack.callback(sinks.close)
+    timeline = stack.enter_context(closing(Timeline(run_dir.timeline_file, console.warn)))
 
     context = Context(
         config,
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
+        Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop, timeline),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -149,7 +151,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    leave_results(launch, context.roles, training.step)
+    leave_results(launch, context.roles, timeline, training.step)
 
 
 def newest_best(run_dir: RunDir) -> Path | None:
@@ -180,10 +182,11 @@ def phase_of(launch: Launch) -> Callable[[str], None]:
     return begins
 
 
-def leave_results(launch: Launch, roles: Roles, step: int) -> None:
+def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -> None:
     """Export the models of a training that is done, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
+    from grpo_rl.telemetry.plots.timeline_plot import plot_timeline
     from grpo_rl.trainer.rows.reward_training import draw_quality
 
     run_dir, console = launch.run_dir, launch.console
@@ -207,6 +210,8 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     with console.progress("drawing the curves"):
         plot_curves(run_dir)
         plot_rewards(run_dir)
+        timeline.close()
+        plot_timeline(run_dir)
         draw_quality(run_dir)
 
 
