@@ -31,7 +31,7 @@ from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
 
 WIDTH = 100
-_LABEL = 12
+_LABEL = 13
 
 Rows = Iterator[tuple[str, str]]
 

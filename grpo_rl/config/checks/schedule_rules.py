@@ -236,6 +236,11 @@ def _iterated(config: Config) -> Iterator[str]:
             f"reward.reward_model.train.loss={reward.reward_model.train.loss}: {key} makes pairs of whole responses and no rated "
             "steps; bradley_terry"
         )
+    if trains_model and config.trainer.val_only and (reward.reward_model.model_path or "").startswith("builtin:"):
+        yield (
+            f"trainer.val_only=true: reward.reward_model.model_path={reward.reward_model.model_path} has no head before {key} trains it; "
+            "name a trained one, or validate by the rules alone, without this schedule and reward.reward_model"
+        )
     needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
     if "parts" in needs:
         yield f"algorithm.adv_estimator={estimator}: reads the parts of the reward, and with {key} only the model's score counts"
