@@ -225,11 +225,15 @@ def _make_pool(
 
     can_replace = actors is not None and transfer.can_lose_engines and cluster.supervisor.restarts
     replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
+    own = cluster.config.trainer.asynchronous
     options = PoolOptions(
         max_num_seqs=spec.max_num_seqs,
         sleeps=spec.sleep_mode,
         verify_checksum=spec.verify_checksum,
         step_timeout_s=cluster.config.trainer.step_timeout_s,
+        max_staleness=None if cluster.plan.overlaps else 0,
+        keep_cache=own.keep_cache,
+        partial_rollout=own.partial_rollout,
     )
     return ReplicaPool(replicas, transfer, options)
 

@@ -53,6 +53,27 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     }
 
 
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
+    """Return how many versions the tokens' weights are older than those of `version`, which they train.
+
+    `staleness/min`, `mean` and `max` are over tokens, and `stale_token_fraction` is the share of those that are older at all.
+    Nothing without tokens.
+    """
+    tokens: dict[int, int] = defaultdict(int)
+    for rollout in rollouts:
+        for sampled_with, num_tokens in rollout.versions:
+            tokens[version - sampled_with] += num_tokens
+    total = sum(tokens.values())
+    if not total:
+        return {}
+    return {
+        "staleness/min": float(min(tokens)),
+        "staleness/mean": sum(age * number for age, number in tokens.items()) / total,
+        "staleness/max": float(max(tokens)),
+        "staleness/stale_token_fraction": sum(number for age, number in tokens.items() if age) / total,
+    }
+
+
 def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> Metrics:
     """Return how many groups make a pair, which share of them makes none, and how far the rewards of a pair's sides lie apart."""
     metrics = {"pairs/num_pairs": float(len(pairs)), "pairs/tied_fraction": 1.0 - len(pairs) / max(1, num_groups)}

@@ -162,7 +162,12 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
     if rollout_T is None or not len(rollout_T):
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
-    stats = {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
+    stats = {
+        "sum/rollout_logprob_diff": difference_T.sum(),
+        "max/rollout_logprob_diff": difference_T.max(),
+        # Minus the log-prob of a sampled token is an unbiased estimate of the entropy that it was sampled with.
+        "sum/rollout_entropy": -rollout_T.double().sum(),
+    }
     if shares:
         found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
         stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}

@@ -263,6 +263,8 @@ def _merge(key: str, so_far: float | None, value: float) -> float:
 
 
 def _metric_name(role: str, prefix: str, name: str) -> str:
+    if name == "rollout_entropy":
+        return "rollout/entropy"
     if name == "rollout_logprob_diff":
         return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
     return name if name.startswith("rollout_corr/") else f"{role}/{name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +36,13 @@ class PoolOptions:
     """True where engines give their memory back between generation and the next weight transfer."""
     verify_checksum: bool
     step_timeout_s: float
-    max_staleness: int = 0
-    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over."""
+    max_staleness: int | None = 0
+    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over; None
+    where the schedule looks at that."""
     keep_cache: bool = False
     """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
+    partial_rollout: bool = True
+    """True where requests may live through a weight update; else those that have begun end first."""
 
 
 class ReplicaPool:
@@ -62,6 +66,7 @@ class ReplicaPool:
         """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._actor: ActorRole | None = None
         self._asleep = False
+        self._keeps_weights = False
         self._wanted: dict[str, tuple[Prompt, int]] = {}
         """The rollouts that were asked for and have not been handed over, by request id."""
         self._ledger: Ledger[Worker] = Ledger()
@@ -87,7 +92,7 @@ class ReplicaPool:
         self.replicas.drop_lost()
         if self.version == actor.version and not self._asleep:
             return {}
-        if self._ledger.begun and not self._can_update_in_flight():
+        if self._ledger.begun and not (self.options.partial_rollout and self._can_update_in_flight()):
             while self._ledger.begun:
                 self._collect(POLL_S * 2, top_up=False)
         workers = self.replicas.serving + self.replicas.ready()
@@ -95,6 +100,20 @@ class ReplicaPool:
         self._asleep = False
         self.version = actor.version
         return {"rollout/weight_bytes": float(num_bytes)}
+
+    @contextmanager
+    def keep_weights(self) -> Iterator[None]:
+        """Ask nothing of the actor inside of this context: another thread works with it. Replicas that come back wait.
+
+        While the ranks train, they would answer a weight transfer afterwards, with weights that are newer than the version
+        under which the others serve; and calls of two threads could reach the ranks in different orders, each of which then
+        waits in another collective.
+        """
+        self._keeps_weights = True
+        try:
+            yield
+        finally:
+            self._keeps_weights = False
 
     def _can_update_in_flight(self) -> bool:
         """Return whether all replicas that serve take weights while requests are unfinished."""
@@ -286,7 +305,7 @@ class ReplicaPool:
             for worker in ready:
                 self.replicas.serve(worker, 0)
         # An actor that has trained on has other weights by now: a replica that comes late waits for the next update.
-        elif ready and self._actor is not None and self._actor.version == self.version:
+        elif ready and self._actor is not None and self._actor.version == self.version and not self._keeps_weights:
             self._update(ready, self.version)
         for worker in self.replicas.serving:
             self._ledger.join(worker)
@@ -316,11 +335,15 @@ class ReplicaPool:
         )
 
 
-def check_versions(completion: Report | Completion, version: int, max_staleness: int) -> None:
-    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older."""
+def check_versions(completion: Report | Completion, version: int, max_staleness: int | None) -> None:
+    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
+
+    None allows any age.
+    """
     where = f"rollout {completion.request_id}"
     for sampled_with, _ in completion.versions:
-        if not version - max_staleness <= sampled_with <= version:
+        oldest = 0 if max_staleness is None else version - max_staleness
+        if not oldest <= sampled_with <= version:
             allowed = f", and at most {max_staleness} versions older are allowed" if max_staleness else ""
             raise WeightVersionError(
                 f"{where} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"
