@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
+from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
 from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares  # noqa: E402
-from grpo_rl.telemetry.timeline import Interval, read_timeline  # noqa: E402
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACCURACY = "val/arithmetic/mean@1"
@@ -70,7 +70,7 @@ LEARNING = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of the speed part shows, without its first and last steps."""
+    """Figures of a run of the speed part, without its first and last steps."""
 
     seconds: float
     """Seconds per step."""

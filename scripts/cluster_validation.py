@@ -16,8 +16,8 @@ from cluster_model import ClusterRates, EngineRates, TrainerRates, Work, replaye
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from grpo_rl.telemetry.metrics.timeline import Interval, busy_seconds, read_timeline  # noqa: E402
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files  # noqa: E402
-from grpo_rl.telemetry.timeline import Interval, busy_seconds, read_timeline  # noqa: E402
 
 WARM_UP_STEPS = 2
 """The first steps of a run, in which caches and pipelines are cold."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.protocols import RolloutPool
-from grpo_rl.telemetry.timeline import Timeline
+from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.trainer.aside import Aside
 from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
 
