@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.tokens import Array, Held, Stretch
+from grpo_rl.tokens import Array, Held, Stretch, decode_text
 
 Metrics = dict[str, float]
 Versions = tuple[tuple[int, int], ...]
@@ -36,7 +36,8 @@ class _ComparesArrays:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(self) if f.compare]  # type: ignore[arg-type]
+        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
         return all(np.array_equal(a, b) if isinstance(a, np.ndarray | Stretch) else a == b for a, b in pairs)
 
 
@@ -156,7 +157,8 @@ class Rollout(_ComparesArrays):
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
     text: str = ""
-    """The response decoded without special tokens, as a reward function sees it."""
+    """The response decoded without special tokens, as a reward function sees it. With `text_at` it is read from there
+    each time, and not kept."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -170,10 +172,20 @@ class Rollout(_ComparesArrays):
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
+    text_at: Stretch | None = field(default=None, compare=False)
+    """The place of the text in a rollout process's block."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
         _as_array(self, "rollout_logprobs", np.float32)
+        if self.text_at is not None:
+            del self.text
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this for names that are not set, as the text is where it lies in a block.
+        if name == "text":
+            return decode_text(self.text_at) if self.text_at is not None else ""
+        raise AttributeError(name)
 
     @property
     def oldest_version(self) -> int | None:
@@ -260,6 +272,8 @@ class Batch:
     returns_T: Tensor | None = None
     """The targets of the critic."""
     advantages_T: Tensor | None = None
+    advantages_N: Tensor | None = None
+    """Advantages in place of `advantages_T`, where all tokens of a rollout have the same."""
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
@@ -377,6 +391,12 @@ class Batch:
     def replace(self, **columns: Tensor | Held | None) -> Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    def token_advantages(self) -> Tensor | None:
+        """Return the advantage of each trained token, whichever of the two columns it comes from."""
+        if self.advantages_N is None:
+            return self.advantages_T
+        return self.advantages_N.repeat_interleave(self.trained_lengths_N)
 
     def token_index(self, index_K: Tensor | list[int]) -> Tensor:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""

@@ -70,7 +70,7 @@ LEARNING = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a run of the speed part, without its first and last steps."""
+    """The figures of a run of the speed part, without its first and last steps."""
 
     seconds: float
     """Seconds per step."""

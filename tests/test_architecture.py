@@ -343,6 +343,10 @@ ENDLESS_WAITS = {
         "_exactly",
     ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
+    (
+        "telemetry/rollouts/rollout_log.py",
+        "_work",
+    ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
     ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""

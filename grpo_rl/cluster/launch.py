@@ -34,6 +34,7 @@ from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.rewards.runtime.runner import RewardRunner
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
@@ -112,7 +113,6 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.start_roles import Cluster, start_roles
         from grpo_rl.telemetry.metrics.sinks import Sinks
-        from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
         from grpo_rl.trainer.schedule import Context, Output
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
@@ -142,7 +142,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop, timeline),
+        Output(run_dir, console, sinks, rollout_log(launch, stack), launch.status, launch.stop, timeline),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -153,6 +153,15 @@ def train(launch: Launch, stack: ExitStack) -> None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, context.roles, timeline, training.step)
+
+
+def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
+    """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+
+    log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True)
+    stack.callback(log.close)
+    return log
 
 
 def _timeline(run_dir: RunDir, console: Console, rules: RewardRunner | None) -> Timeline:
@@ -175,6 +184,8 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
 
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
+    # What is there now stays: no collection of a step has to look at it.
+    gc.freeze()
     config = launch.plan.config
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
     ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)

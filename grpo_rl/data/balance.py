@@ -6,6 +6,7 @@ of its rollouts land in one micro-batch on one rank. Where no units are given, e
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,19 +34,34 @@ def split_over_ranks(
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
         for index in indices:
             chosen[index].append(number)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    in_order = _longest_first(lengths, units)
+    if all(mine == chosen[0] for mine in chosen):
+        # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
+        queue = [(0, 0, rank) for rank in range(num_ranks)]
+        for unit in in_order:
+            total, size, rank = queue[0]
+            heapq.heapreplace(queue, (total + sum(_cost(lengths[index]) for index in unit), size + len(unit), rank))
+            shares[rank] += unit
+        return shares
     loads = np.zeros((max(1, len(mini_batches)), num_ranks), dtype=np.int64)
     totals, sizes = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for unit in _longest_first(lengths, units):
-        costs = [LINEAR_COST * lengths[index] + lengths[index] ** 2 for index in unit]
-        touched = sorted({number for index in unit for number in chosen[index]})
-        rank = int(np.lexsort((sizes, totals, loads[touched].sum(0)))[0])
+    for unit in in_order:
+        costs = [_cost(lengths[index]) for index in unit]
+        touched = chosen[unit[0]] if len(unit) == 1 else sorted({number for index in unit for number in chosen[index]})
+        load = loads[touched[0]] if len(touched) == 1 else loads[touched].sum(0)
+        least = np.flatnonzero(load == load.min())
+        rank = int(least[np.lexsort((sizes[least], totals[least]))[0]] if len(least) > 1 else least[0])
         for index, cost in zip(unit, costs, strict=True):
             loads[chosen[index], rank] += cost
         totals[rank] += sum(costs)
         sizes[rank] += len(unit)
         shares[rank] += unit
     return shares
+
+
+def _cost(length: int) -> int:
+    return LINEAR_COST * length + length**2
 
 
 def plan_micro_batches(
@@ -98,6 +114,8 @@ def cut_shares(
 def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, share: Sequence[int] | None = None) -> list[list[int]]:
     """Return the units among the sequences of `share` (None: all), the one with the longest sequences first."""
     indices = range(len(lengths)) if share is None else share
+    if units is None:
+        return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
     members: dict[int, list[int]] = {}
     for index in sorted(indices):
         members.setdefault(index if units is None else units[index], []).append(index)

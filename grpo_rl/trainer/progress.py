@@ -77,14 +77,14 @@ class StepProgress:
 
     def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
         """Return `submit` with a note of how many of the `total` responses it has been called with; None shows no note."""
-        count = 0
+        count, every = 0, max(1, (total or 0) // 1000)
 
         def submit_and_count(rollout: Rollout) -> None:
             nonlocal count
             submit(rollout)
             count += 1
             fault_point("driver.response", count=count)
-            if total is not None:
+            if total is not None and (count % every == 0 or count == total):
                 self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count

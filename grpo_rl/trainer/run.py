@@ -59,6 +59,7 @@ class Run:
         """
         try:
             self._fit()
+            self.output.rollouts.flush()
         except Preempted as request:
             raise self._saved(request) from None
         except Exception:

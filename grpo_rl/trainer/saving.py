@@ -79,7 +79,7 @@ class Saving:
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
-        except GrpoRlError as error:
+        except (GrpoRlError, OSError) as error:
             self.output.console.warn(str(error))
 
     def metrics(self) -> Metrics:
@@ -117,8 +117,9 @@ class Saving:
         return self._needed
 
     def _flush(self) -> None:
-        """Put the metrics on the disk first: a checkpoint must not outlive the rows of the steps before it."""
+        """Put metrics and rollouts on the disk first: a checkpoint must not outlive those of the steps before it."""
         self.output.sinks.flush()
+        self.output.rollouts.flush()
 
     def _committed(self, folder: Path) -> None:
         self.committed(folder)

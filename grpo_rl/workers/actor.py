@@ -84,7 +84,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
         """Return the trained tokens' columns of a micro-batch, on this rank's device."""
         # Demonstrations have no advantages: each of their tokens counts alike.
-        advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
+        advantages_T = batch.token_advantages()
+        if advantages_T is None:
+            advantages_T = torch.ones(batch.num_trained_tokens)
         return LossInput(
             policy_logprobs_T=outputs.logprobs_T,
             advantages_T=advantages_T.to(self.device),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from typing import Any
 
 import oracles
 import pytest
-from oracles import Training
 from tiny_run import BATCH_SIZE, SAMPLES, STEPS
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 
 END_S = 300.0
 STEPS_OF_STORY = 6
@@ -32,16 +29,6 @@ def words_of(run_words: list[str], schedule: str, *more: str) -> list[str]:
     return [*kept, f"trainer.schedule={schedule}", f"trainer.total_training_steps={STEPS_OF_STORY}", *more]
 
 
-def assert_ledger(run: Training, steps: int) -> None:
-    """Each step trained whole groups, and no prompt comes in two steps."""
-    by_step = [
-        Counter(record["uid"] for record in read_rollouts(run.path / "rollouts" / f"step_{step}.jsonl"))
-        for step in range(1, steps + 1)
-    ]
-    assert all(len(groups) == BATCH_SIZE and set(groups.values()) == {SAMPLES} for groups in by_step), by_step
-    assert len({uid for groups in by_step for uid in groups}) == steps * BATCH_SIZE, by_step
-
-
 @pytest.mark.parametrize(("schedule", "staleness"), [("async", 2), ("one_step_off", 1)])
 def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
     training: Any, run_words: list[str], schedule: str, staleness: int
@@ -57,7 +44,7 @@ def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
     # The weights were changing: the step is finished, and it was the last one.
     assert run.wait(END_S) in (0, 75), run.describe()
     assert [fault["fault"] for fault in run.fired()] == [REPLICA, ACTOR, IN_TRAINING, IN_WAITING, SLOWLY]
-    assert_ledger(run, STEPS_OF_STORY)
+    oracles.assert_each_sample_once(run.path, STEPS_OF_STORY, BATCH_SIZE, SAMPLES, staleness)
     rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl") if "staleness/max" in row}
     assert sorted(rows) == list(range(1, STEPS_OF_STORY + 1))
     assert max(row["staleness/max"] for row in rows.values()) <= staleness

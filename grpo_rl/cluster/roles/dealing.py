@@ -100,10 +100,12 @@ class Dealt:
         per_token = {name: column for name, column in columns.items() if name.endswith("_T")}
         per_rollout = {name: per_rollout_values(column, batch.trained_lengths_N) for name, column in per_token.items()}
         shared = {name: values for name, values in per_rollout.items() if values is not None}
+        if "advantages_T" in names and batch.advantages_N is not None:
+            shared["advantages_T"] = batch.advantages_N
         updates = []
         for share, rank_steps in zip(self.shares, steps, strict=True):
             rows = torch.tensor(share, dtype=torch.long)
-            tokens = batch.token_index(share) if len(shared) < len(columns) else rows
+            tokens = batch.token_index(share) if per_token.keys() - shared.keys() else rows
             own = {
                 name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items() if name not in shared
             }

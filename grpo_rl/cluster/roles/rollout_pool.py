@@ -74,6 +74,8 @@ class ReplicaPool:
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
         self._ended: dict[str, Reported] = {}
         """Reports that were not handed over yet, in the order in which their requests ended."""
+        self._num_forgotten = 0
+        """The number of calls of `forget`."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
 
@@ -200,13 +202,19 @@ class ReplicaPool:
         when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
-        pending = None if only is None else set(only)
+        pending = None if only is None else set(only) & self._wanted.keys()
+        num_forgotten = self._num_forgotten
         while True:
-            found = next((one for one in self._ended if pending is None or one in pending), None)
-            if found is not None:
-                if pending is not None:
-                    pending.discard(found)
-                yield self._hand_over(found)
+            found = [one for one in self._ended if pending is None or one in pending]
+            for one in found:
+                # The caller may do anything between two of them, such as to forget some.
+                if one in self._ended:
+                    yield self._hand_over(one)
+            if pending is not None:
+                pending.difference_update(found)
+                if num_forgotten != self._num_forgotten:
+                    num_forgotten, pending = self._num_forgotten, pending & self._wanted.keys()
+            if found:
                 continue
             if not (self._wanted if pending is None else pending):
                 return
@@ -214,12 +222,11 @@ class ReplicaPool:
             if left_s < 0:
                 return
             self._collect(left_s)
-            if pending is not None:
-                pending &= self._wanted.keys()
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
         self._ledger.forget(ids)
+        self._num_forgotten += 1
         for one in ids:
             self._wanted.pop(one, None)
             self._ended.pop(one, None)
@@ -306,7 +313,10 @@ class ReplicaPool:
     def _top_up(self) -> None:
         """Give waiting requests to the replicas with the fewest in flight, up to their capacity."""
         capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
-        calls = {worker: worker.call("submit", share) for worker, share in self._ledger.shares(capacity).items()}
+        # Half of what a replica has in advance is sent at once: a call costs the controller about as much as 30 requests.
+        refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
+        shares = self._ledger.shares(capacity, refill_below)
+        calls = {worker: worker.call("submit", share) for worker, share in shares.items()}
         settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
 
     def _hand_over(self, request_id: str) -> Rollout:
@@ -320,8 +330,8 @@ class ReplicaPool:
             rollout_logprobs=ended.logprobs,
             finish_reason=ended.report.finish_reason,
             versions=ended.report.versions,
-            text=ended.report.text,
             support=ended.support,
+            text_at=ended.text,
         )
 
 

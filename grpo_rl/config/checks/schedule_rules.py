@@ -71,6 +71,7 @@ SAMPLED_ONLY = (
     "data.dynamic_weights",
     "trainer.critic_warmup",
     "trainer.save_rollouts",
+    "trainer.rollout_data_format",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
 ESTIMATED_ONLY = (
@@ -93,7 +94,7 @@ READ_BY_REWARD_MODEL = (
         for key in leaves()
         if key.startswith("trainer.")
         and not key.startswith((ITERATED, ASYNCHRONOUS))
-        and key not in ("trainer.critic_warmup", "trainer.save_rollouts")
+        and key not in ("trainer.critic_warmup", "trainer.save_rollouts", "trainer.rollout_data_format")
     ),
     "ray_kwargs.",
 )
@@ -234,6 +235,11 @@ def _iterated(config: Config) -> Iterator[str]:
         yield (
             f"reward.reward_model.train.loss={reward.reward_model.train.loss}: {key} makes pairs of whole responses and no rated "
             "steps; bradley_terry"
+        )
+    if trains_model and config.trainer.val_only and (reward.reward_model.model_path or "").startswith("builtin:"):
+        yield (
+            f"trainer.val_only=true: reward.reward_model.model_path={reward.reward_model.model_path} has no head before {key} trains it; "
+            "name a trained one, or validate by the rules alone, without this schedule and reward.reward_model"
         )
     needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
     if "parts" in needs:

@@ -80,7 +80,7 @@ class Policy:
         return batch.replace(ref_logprobs_T=batch.rollout_logprobs_T - 0.1)
 
     def update(self, batch: Batch) -> Metrics:
-        assert batch.advantages_T is not None
+        assert batch.token_advantages() is not None
         self.calls.append("update")
         self.trained.append(batch)
         self.version += 1
