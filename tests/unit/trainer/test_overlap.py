@@ -199,6 +199,7 @@ def test_weights_are_sent_as_rarely_as_is_asked(make):  # noqa: F811
     [
         ("submit", 5, None),  # prompts were drawn for the step, and nothing is trained
         ("tick", 13, None),
+        ("keep_weights", 3, 3),  # the training is about to begin: nothing leaves it any more
         ("update", 3, 3),  # in the other thread: a step whose weights have changed is finished
     ],
 )
