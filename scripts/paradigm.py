@@ -3,6 +3,7 @@
     .venv/bin/python scripts/paradigm.py                        # all methods, seeds 1 2 3
     .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
     .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
+    .venv/bin/python scripts/paradigm.py --draw --publish       # the same into docs/paradigm.md and docs/paradigm.png
 
 The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
 Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
@@ -18,6 +19,7 @@ A run that is complete in the folder is not done again, so a command that was in
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -146,6 +148,7 @@ METHODS = (
 )
 ORDERS = (("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed"))
 """The orders that the paper finds: the first method of each pair ends above the second."""
+MARKS = ("<!-- measured by scripts/paradigm.py -->", "<!-- end of what was measured -->")
 
 
 def main() -> int:
@@ -155,6 +158,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/paradigm"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="train nothing; draw what is there")
+    parser.add_argument("--publish", action="store_true", help="write table and picture into docs, too")
     arguments = parser.parse_args()
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
     if not arguments.draw:
@@ -164,11 +168,25 @@ def main() -> int:
         for method in METHODS
     }
     found = {method: seeds for method, seeds in found.items() if seeds}
-    table = "\n".join([*table_of(found), "", *orders(found), *reward_model_quality(arguments.out)])
-    (arguments.out / "table.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
+    text = "\n".join([*table_of(found), "", *orders(found), *reward_model_quality(arguments.out)])
+    (arguments.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
     draw(found, arguments.out / "paradigm.png")
+    if arguments.publish:
+        publish(text, arguments.out / "paradigm.png", Path(__file__).parents[1] / "docs" / "paradigm.md")
     return 0
+
+
+def publish(text: str, picture: Path, page: Path) -> None:
+    """Put the text and the picture in the place of those that the page has, between its two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, mark, after = rest.partition(MARKS[1])
+    if not mark:
+        sys.exit(f"{page}: there is no {MARKS[0]} ... {MARKS[1]}")
+    copied = page.with_suffix(".png")
+    shutil.copyfile(picture, copied)
+    shown = f"![accuracy against training step, of every method]({copied.name})"
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{shown}\n\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_by_side: int) -> None:
@@ -252,27 +270,26 @@ def table_of(curves: Curves) -> list[str]:
 
 
 def orders(curves: Curves) -> list[str]:
-    """Return a line for each order that the paper finds: the mean difference at the end over the seeds that both have, and each."""
+    """Return an item for each order that the paper finds: how far apart the two methods end, and whether every seed has it."""
     named = {method.name: (method.label, seeds) for method, seeds in curves.items()}
     lines = []
     for above, below in ORDERS:
-        if above in named and below in named:
-            (label, first), (other, second) = named[above], named[below]
-            gaps = [first[seed][-1][1] - second[seed][-1][1] for seed in first if seed in second]
-            if gaps:
-                lines.append(f"{label} - {other}: {fmean(gaps):+.3f} ({', '.join(f'{gap:+.3f}' for gap in gaps)})")
+        if above not in named or below not in named:
+            continue
+        (label, first), (other, second) = named[above], named[below]
+        gaps = [first[seed][-1][1] - second[seed][-1][1] for seed in first if seed in second]
+        if gaps:
+            found = "not in one" if max(gaps) <= 0 else "in every one" if min(gaps) > 0 else "not in every one"
+            each = ", ".join(f"{gap:+.3f}" for gap in gaps)
+            lines.append(f"- {label} above {other}: {fmean(gaps):+.3f} on average, {found} of the seeds ({each}).")
     return lines
 
 
 def reward_model_quality(out: Path) -> list[str]:
-    """Return a line with the accuracy of the common reward model on held-out pairs; nothing where there is none."""
+    """Return an item with the accuracy of the common reward model on held-out pairs; nothing where there is none."""
     file = out / "reward_model" / "metrics.jsonl"
     values = [record["val/accuracy"] for record in read_metrics(file) if "val/accuracy" in record] if file.is_file() else []
-    return (
-        [f"reward model: {values[-1]:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs of the start in the right order"]
-        if values
-        else []
-    )
+    return [f"- The reward model puts {value:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs in order." for value in values[-1:]]
 
 
 COLOURS = {
@@ -297,7 +314,7 @@ def draw(curves: Curves, path: Path) -> None:
     with rc_context(style()):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2)
+        left, right = figure.subplots(1, 2, sharey=True)
         for axes, title, against_a_model in (
             (left, "rewarded by the rule", False),
             (right, "rewarded by a reward model", True),
