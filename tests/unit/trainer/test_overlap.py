@@ -111,7 +111,7 @@ def test_async_without_staleness_is_the_synchronous_schedule(make):  # noqa: F81
     assert samplings[0] == samplings[1] and len(trained[0]) == 5
     for ours, theirs in zip(*trained, strict=True):
         columns = [field.name for field in dataclasses.fields(ours) if isinstance(getattr(ours, field.name), torch.Tensor)]
-        assert "token_ids_S" in columns and "advantages_T" in columns
+        assert "token_ids_S" in columns and "advantages_N" in columns
         assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in columns)
 
 
