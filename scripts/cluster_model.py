@@ -85,6 +85,9 @@ class ClusterRates:
     """Seconds from the end of a response to its reward."""
     switch_s: float = 0.0
     """Seconds in which shared GPUs change between sampling and training; colocated only."""
+    recomputes_cache: bool = False
+    """True where new weights make the engines read the prompts and responses of unfinished requests anew: async only,
+    trainer.asynchronous.keep_cache=false."""
     engine_factors: tuple[float, ...] = (1.0,)
     """Factors of the engines' seconds, one of which is drawn for each step: how much measured steps differ from the rates.
 
@@ -172,6 +175,10 @@ class Replica:
         heapq.heappush(self.active, (self.clock + length, self.num_taken, length, group))
         self.num_taken += 1
         self.assigned += 1
+
+    def read_again(self) -> None:
+        """Compute keys and values of all that is unfinished anew, before anything more is sampled."""
+        self.owed_s += self.context * self.rates.prefill_token_s
 
     def look(self) -> None:
         """Compute the next completion anew: a request came, or a pause began or ended."""
@@ -266,6 +273,8 @@ class Pool:
         """Hold the engines, or let them go on with the same requests."""
         for replica in self.replicas:
             replica.paused = paused
+            if not paused and self.rates.recomputes_cache:
+                replica.read_again()
             replica.look()
 
     def _completed(self, group: Group, delay: float) -> Generator[Any, Any, None]:

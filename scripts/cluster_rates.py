@@ -148,6 +148,7 @@ def cluster_rates(
     forward_passes: int = 1,
     micro_tokens: int = 32768,
     most_sequences: int = 512,
+    recomputes_cache: bool = True,
 ) -> ClusterRates:
     """Return the rates of a cluster. The weights travel once, through one rank's link, to all replicas at the same time."""
     link = "nvlink_bytes_s" if pools.shared or pools.gpus <= GPUS_OF_A_NODE else "network_bytes_s"
@@ -161,6 +162,7 @@ def cluster_rates(
         controller_rollout_s=profiles.value("seconds", "controller_rollout") * max(1.0, lengths.mean / 4096),
         reward_s=profiles.value("seconds", "reward"),
         switch_s=profiles.value("seconds", "switch"),
+        recomputes_cache=recomputes_cache,
     )
 
 

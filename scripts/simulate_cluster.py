@@ -25,9 +25,9 @@ import numpy as np
 from cluster_model import SCHEDULES, ClusterRates, Result, Work, drawn_from, lognormal, reduced, simulate
 from cluster_rates import Lengths, Model, Pools, Profiles, candidates, cluster_rates
 
-MOST_REPLICAS, SEARCH_REPLICAS = 64, 16
+MOST_REPLICAS, SEARCH_REPLICAS = 32, 8
 """The replicas that are simulated one by one, in the answer and in the search for it; more are represented by them."""
-STEPS, SEARCH_STEPS = 14, 7
+STEPS, SEARCH_STEPS = 14, 6
 EMPTY = 0.3
 """The share of filled slots below which the longest responses decide how long sampling takes."""
 
@@ -47,6 +47,7 @@ class Case:
     staleness: int
     forward_passes: int
     most_sequences: int
+    keep_cache: bool
 
     def rates(self, pools: Pools) -> ClusterRates:
         return cluster_rates(
@@ -57,6 +58,7 @@ class Case:
             pools,
             forward_passes=self.forward_passes,
             most_sequences=self.most_sequences,
+            recomputes_cache=not self.keep_cache,
         )
 
     def simulate(self, pools: Pools, schedule: str, *, quick: bool = False) -> tuple[ClusterRates, Result]:
@@ -175,6 +177,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
         arguments.staleness,
         arguments.forward_passes,
         arguments.max_num_seqs,
+        arguments.keep_cache,
     )
 
 
@@ -183,7 +186,8 @@ def print_table(case: Case, arguments: argparse.Namespace) -> None:
     print(
         f"{case.model.name} on {case.profiles.content['machines'][case.machine]['title']}; {case.groups:,} groups of "
         f"{case.group_size}, prompts of {case.lengths.prompt:,} tokens, responses of {case.lengths.mean:,.0f} on average and "
-        f"{case.lengths.longest:,} at most; max_staleness {case.staleness}\n\n{HEAD}"
+        f"{case.lengths.longest:,} at most; max_staleness {case.staleness}, cache "
+        f"{'kept' if case.keep_cache else 'computed anew'} at an update\n\n{HEAD}"
     )
     for gpus in arguments.gpus:
         for schedule in arguments.schedules:
@@ -212,6 +216,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=16384)
     parser.add_argument("--lengths", type=Path, metavar="RUN", help="draw lengths from this run's log of rollouts instead")
     parser.add_argument("--staleness", type=int, default=1, help="trainer.asynchronous.max_staleness")
+    parser.add_argument("--keep-cache", action="store_true", help="trainer.asynchronous.keep_cache=true")
     parser.add_argument("--forward-passes", type=int, default=1, help="besides the update: old log-probs, reference")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="requests that a replica samples at once, at most")
     arguments = parser.parse_args()

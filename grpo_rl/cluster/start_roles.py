@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from grpo_rl import faults
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import ENVIRONMENT
 from grpo_rl.cluster.processes.placement import Pool, Slot
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
@@ -280,6 +281,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
+        measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
     )
 
 

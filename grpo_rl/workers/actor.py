@@ -66,7 +66,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
-        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
+        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
 
     def _forward(self, batch: Batch | None) -> TokenOutputs:
         objective = self.spec.objective

@@ -123,6 +123,17 @@ def test_a_controller_that_is_slower_than_the_engines_is_the_limit(model: Any) -
     assert result.controller_s == pytest.approx(20 * GROUPS * SIZE * 0.1)
 
 
+def test_a_cache_that_is_computed_anew_costs_async_the_reading_of_what_is_unfinished(model: Any) -> None:
+    steps = {}
+    for recomputes in (False, True):
+        # Sampling is the longer side, and an update comes in its middle.
+        rates = rates_of(model, engine={"prefill_token_s": 1e-4}, trainer={"fixed_s": 0.5}, recomputes_cache=recomputes)
+        steps[recomputes] = model.simulate(rates, work_of(model, steps=30, max_staleness=3), "async").step_s(4)
+    assert steps[False] < steps[True] < steps[False] + GROUPS * SIZE * (LENGTH + PROMPT) * 1e-4
+    rates = rates_of(model, engine={"prefill_token_s": 1e-4}, recomputes_cache=True)
+    assert model.simulate(rates, work_of(model), "sync").step_s() == pytest.approx(3.0 + GROUPS * PROMPT * 1e-4)
+
+
 def test_requests_are_spread_over_the_replicas(model: Any) -> None:
     alone = model.simulate(rates_of(model, engine={"max_sequences": 8}), work_of(model), "sync").step_s()
     four = model.simulate(rates_of(model, engine={"max_sequences": 8}, num_replicas=4), work_of(model), "sync").step_s()

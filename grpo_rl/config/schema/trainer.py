@@ -106,7 +106,8 @@ class TrainerConfig:
     save_rollouts: bool = True
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
     rollout_data_format: Literal["jsonl", "jsonl.zst"] = "jsonl"
-    """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard."""
+    """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard.
+    `grpo_rl.telemetry.browse`, plots and reports read both; data.train_files takes lines of JSON only."""
     dry_run: bool = False
     """Print the plan and stop."""
     start_timeout_s: Seconds = 600.0

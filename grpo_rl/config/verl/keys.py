@@ -136,7 +136,7 @@ _ROLLOUT: dict[str, Answer] = {
     "data_parallel_size": Answer("the number of replicas follows from the devices and tensor_model_parallel_size", (1,)),
     "expert_parallel_size": Answer("experts are not spread over devices", (1,)),
     "pipeline_model_parallel_size": Answer("an engine is split by tensor_model_parallel_size only", (1,)),
-    "enable_chunked_prefill": _hint("the engine prefills in chunks on GPUs, and never on CPUs", True),
+    "enable_chunked_prefill": _hint("the engine always reads prompts in parts where one pass is too small for them", True),
     "logprobs_mode": Answer("log-probs are taken after temperature, as the trainer's are", ("processed_logprobs",)),
     "scheduling_policy": _hint("first come, first served", "fcfs"),
     "load_format": _hint(
