@@ -355,9 +355,9 @@ class Batch:
         if self.support_counts_T is not None:
             lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
         for suffix, lengths_N in lengths.items():
-            begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K].tolist(), lengths_N[index_K].tolist()
             for name in _columns_with(suffix):
-                columns[name] = _pieces(getattr(self, name), begin_K, size_K)
+                column = getattr(self, name)
+                columns[name] = None if column is None else segments_at(column, lengths_N, index_K)
         if not self.trains_whole_responses:
             # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
             starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
@@ -419,13 +419,18 @@ def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     return torch.repeat_interleave(starts_N, lengths_N) + within
 
 
-def _pieces(column: Tensor | None, begin_K: list[int], size_K: list[int]) -> Tensor | None:
-    """Return pieces of a column one after the other. They are copied whole: an index for every token would cost more."""
-    if column is None or not begin_K:
-        return None if column is None else column[:0]
+def segments_at(column: Tensor, lengths_N: Tensor, index_K: Tensor) -> Tensor:
+    """Return the segments `index_K` of a column that is cut into `lengths_N`, one after the other.
+
+    They are copied whole: an index for every token would cost more.
+    """
+    size_K = lengths_N[index_K]
+    if not len(index_K):
+        return column[:0]
     if column.is_meta:
-        return column.new_empty(sum(size_K), *column.shape[1:])
-    return torch.cat([column.narrow(0, begin, size) for begin, size in zip(begin_K, size_K, strict=True)])
+        return column.new_empty(int(size_K.sum()), *column.shape[1:])
+    begin_K = (lengths_N.cumsum(0) - lengths_N)[index_K]
+    return torch.cat([column.narrow(0, *piece) for piece in zip(begin_K.tolist(), size_K.tolist(), strict=True)])
 
 
 def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:

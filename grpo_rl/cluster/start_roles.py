@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from grpo_rl import faults
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import ENVIRONMENT
 from grpo_rl.cluster.processes.placement import Pool, Slot
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
@@ -271,6 +272,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             dtype=actor.fsdp_config.dtype,
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
+            share_prompts=actor.use_prefix_grouper,
         ),
         objective=plan.objective,
         optim=actor.optim,
@@ -280,6 +282,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
+        measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
     )
 
 

@@ -35,6 +35,8 @@ class PolicySpec:
     dtype: str
     reshard_after_forward: bool = True
     train: bool = False
+    share_prompts: bool = True
+    """Compute a prompt once for all its responses in a micro-batch."""
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
 
@@ -64,6 +66,8 @@ class ActorSpec:
     optimizer_offload: bool = False
     old_from_engine: bool = False
     """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
+    measures_engine: bool = False
+    """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
 
 
 Rows = tuple[int, ...]
@@ -132,6 +136,7 @@ class TrainedRewardModelSpec:
     train: RewardModelTrainConfig
     total_optimizer_steps: int
     seed: int
+    share_prompts: bool = True
 
     @property
     def optim(self) -> OptimConfig:
