@@ -35,6 +35,7 @@ from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares  #
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACCURACY = "val/arithmetic/mean@1"
 SCHEDULES = ("sync", "one_step_off", "async")
+BATCH, SAMPLES = 32, 8
 BAR_SPEED = 1.5
 WARM_UP, ENDING = 2, 2
 """Steps at both ends of a run that do not count: pipelines fill, and at last nothing more is to be sampled."""
@@ -50,9 +51,9 @@ POOLS = (
     "trainer.logger=[console]",
     "trainer.export_at_end=false",
     f"{A}.use_kl_loss=false",
-    "data.train_batch_size=32",
-    f"{A}.ppo_mini_batch_size=32",
-    f"{R}.n=8",
+    f"data.train_batch_size={BATCH}",
+    f"{A}.ppo_mini_batch_size={BATCH}",
+    f"{R}.n={SAMPLES}",
 )
 SPEED = (
     f"{R}.ignore_eos=true",
@@ -139,11 +140,9 @@ def measured(folder: Path) -> Measured:
     numbers = {one.step for one in marks}
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] in numbers]
     idle = idle_shares(intervals)
-    tokens = sum(record["perf/total_num_tokens"] for record in records)
-    length = statistics.fmean(record["prompt_length/mean"] + record["response_length/mean"] for record in records)
     return Measured(
         whole / len(marks),
-        tokens / length / whole,
+        BATCH * SAMPLES * len(marks) / whole,
         (1 - idle["rollout"]) * whole / len(marks),
         (1 - idle["actor"]) * whole / len(marks),
         (

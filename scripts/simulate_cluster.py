@@ -25,9 +25,9 @@ import numpy as np
 from cluster_model import SCHEDULES, ClusterRates, Result, Work, drawn_from, lognormal, reduced, simulate
 from cluster_rates import Lengths, Model, Pools, Profiles, candidates, cluster_rates
 
-MOST_REPLICAS, SEARCH_REPLICAS = 64, 16
+MOST_REPLICAS, SEARCH_REPLICAS = 32, 8
 """The replicas that are simulated one by one, in the answer and in the search for it; more are represented by them."""
-STEPS, SEARCH_STEPS = 14, 7
+STEPS, SEARCH_STEPS = 14, 6
 EMPTY = 0.3
 """The share of filled slots below which the longest responses decide how long sampling takes."""
 

@@ -51,6 +51,8 @@ class MicroBatchRule:
 
     max_tokens: int | None
     max_rollouts: int | None
+    shares_prompts: bool = False
+    """True where responses to one prompt share its states in a pass, so that its tokens count once."""
 
     def __str__(self) -> str:
         return f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
@@ -191,20 +193,15 @@ def update_rule(config: Config) -> MicroBatchRule:
     actor = config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
     if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
-        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None)
-    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu)
+        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None, actor.use_prefix_grouper)
+    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, actor.use_prefix_grouper)
 
 
 def critic_rule(config: Config) -> MicroBatchRule:
     """Return the rule for micro-batches of the critic; without settings of its own it is the actor's."""
     critic, actor = config.critic, update_rule(config)
     rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
-    dynamic = critic.use_dynamic_bsz
-    if dynamic is None:
-        dynamic = rollouts is None and (tokens is not None or actor.max_tokens is not None)
-    if dynamic:
-        return MicroBatchRule(tokens or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, None)
-    return MicroBatchRule(None, rollouts or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)
+    return _own_rule(config, critic.use_dynamic_bsz, tokens, rollouts, actor)
 
 
 def critic_mini_batch_size(config: Config) -> int:
@@ -226,12 +223,19 @@ def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchR
     update = update_rule(config)
     rollouts = settings.log_prob_micro_batch_size_per_gpu
     tokens = settings.log_prob_max_token_len_per_gpu
-    dynamic = settings.log_prob_use_dynamic_bsz
+    return _own_rule(config, settings.log_prob_use_dynamic_bsz, tokens, rollouts, update)
+
+
+def _own_rule(
+    config: Config, dynamic: bool | None, tokens: int | None, rollouts: int | None, update: MicroBatchRule
+) -> MicroBatchRule:
+    """Return the rule of a pass with these settings of its own, in whose absence it is cut like the update."""
+    actor = config.actor_rollout_ref.actor
     if dynamic is None:
         dynamic = rollouts is None and (tokens is not None or update.max_tokens is not None)
     if dynamic:
-        return MicroBatchRule(tokens or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, None)
-    return MicroBatchRule(None, rollouts or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)
+        return MicroBatchRule(tokens or actor.ppo_max_token_len_per_gpu, None, update.shares_prompts)
+    return MicroBatchRule(None, rollouts or actor.ppo_micro_batch_size_per_gpu, update.shares_prompts)
 
 
 def ranks_per_node(config: Config, machine: Machine) -> int:

@@ -2,18 +2,33 @@
 
 Rollouts that have to be trained together (the two sides of a pair, a group whose loss compares them) form a *unit*: all
 of its rollouts land in one micro-batch on one rank. Where no units are given, every rollout is one by itself.
+
+Where a prompt's states are computed once for all its responses in a micro-batch, responses to one prompt are kept
+together as far as ranks stay even and micro-batches stay full; the others compute the prompt again.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 # A token costs about 12 * hidden multiplications in the layers and `length` in attention. As verl does,
 # hidden is taken as 2048, which is near enough for balancing.
 LINEAR_COST = 24_576
+# Groups are cut further only while the slowest rank has this much more work than an even share.
+UNEVEN = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts that sequences begin with, where a pass over several of one group computes the prompt once."""
+
+    group_N: Sequence[int]
+    """Sequences of equal numbers have the same prompt."""
+    lengths_N: Sequence[int]
 
 
 def split_over_ranks(
@@ -22,6 +37,7 @@ def split_over_ranks(
     *,
     units: Sequence[int] | None = None,
     mini_batches: Sequence[Sequence[int]] = (),
+    prompts: Prompts | None = None,
 ) -> list[list[int]]:
     """Return the indices of the sequences for each rank, by the greedy longest-processing-time rule.
 
@@ -29,25 +45,53 @@ def split_over_ranks(
     the slowest rank after every one of them. A sequence may be in several (one per epoch), or in none. The longest
     unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
     their work, then by their number of sequences, then by rank.
+
+    With `prompts`, whole groups are dealt like that; where this leaves ranks uneven, groups are cut in halves, quarters
+    and so on, as long as the slowest rank gets less work by it, the prompts that are then computed twice included.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
     for number, indices in enumerate(mini_batches or [range(len(lengths))]):
         for index in indices:
             chosen[index].append(number)
+    if prompts is None or units is not None:
+        return _dealt(_longest_first(lengths, units), lengths, num_ranks, chosen, len(mini_batches), prompts)[0]
+    whole = _longest_first(lengths, prompts.group_N)
+    best, parts = _dealt(whole, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
+    while best[1] > UNEVEN * best[2] and parts < max(map(len, whole)):
+        parts *= 2
+        cut = [piece for group in whole for piece in _pieces(group, lengths, parts)]
+        cut.sort(key=lambda piece: (-max(lengths[i] for i in piece), -sum(lengths[i] for i in piece), piece[0]))
+        trial = _dealt(cut, lengths, num_ranks, chosen, len(mini_batches), prompts)
+        if trial[1] >= best[1]:
+            break
+        best = trial
+    return best[0]
+
+
+def _dealt(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    num_ranks: int,
+    chosen: Sequence[Sequence[int]],
+    num_mini_batches: int,
+    prompts: Prompts | None,
+) -> tuple[list[list[int]], int, float]:
+    """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    in_order = _longest_first(lengths, units)
     if all(mine == chosen[0] for mine in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
-        for unit in in_order:
+        for unit in units:
             total, size, rank = queue[0]
-            heapq.heapreplace(queue, (total + sum(_cost(lengths[index]) for index in unit), size + len(unit), rank))
+            heapq.heapreplace(queue, (total + sum(_costs(unit, lengths, prompts)), size + len(unit), rank))
             shares[rank] += unit
-        return shares
-    loads = np.zeros((max(1, len(mini_batches)), num_ranks), dtype=np.int64)
+        times = len(chosen[0]) if chosen else 1
+        work = [total for total, _, _ in queue]
+        return shares, times * max(work), times * sum(work) / num_ranks
+    loads = np.zeros((max(1, num_mini_batches), num_ranks), dtype=np.int64)
     totals, sizes = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    for unit in in_order:
-        costs = [_cost(lengths[index]) for index in unit]
+    for unit in units:
+        costs = _costs(unit, lengths, prompts)
         touched = chosen[unit[0]] if len(unit) == 1 else sorted({number for index in unit for number in chosen[index]})
         load = loads[touched[0]] if len(touched) == 1 else loads[touched].sum(0)
         least = np.flatnonzero(load == load.min())
@@ -57,11 +101,25 @@ def split_over_ranks(
         totals[rank] += sum(costs)
         sizes[rank] += len(unit)
         shares[rank] += unit
-    return shares
+    return shares, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
+
+
+def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
+    """Return the work of each sequence of a unit; with `prompts` they have one prompt, which is computed with the first."""
+    costs = [_cost(lengths[index]) for index in unit]
+    if prompts is not None:
+        costs[1:] = [cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True)]
+    return costs
 
 
 def _cost(length: int) -> int:
     return LINEAR_COST * length + length**2
+
+
+def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Return a group's sequences in up to so many pieces of about the same length."""
+    in_order = sorted(group, key=lambda index: -lengths[index])
+    return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
 
 def plan_micro_batches(
@@ -84,11 +142,13 @@ def cut_shares(
     max_tokens: int | None = None,
     max_rollouts: int | None = None,
     units: Sequence[int] | None = None,
+    prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
     """Return each rank's share cut into micro-batches; every rank gets the same number of them, some maybe empty.
 
     Each micro-batch holds at most `max_tokens` tokens or `max_rollouts` rollouts, whichever is given. Units of similar
-    length come together, so that attention pads little.
+    length come together, so that attention pads little. With `prompts`, groups come together instead, and a prompt's
+    tokens count once in each micro-batch; a group that meets the end of one goes on in the next.
 
     Raises ValueError when one unit alone is over the limit.
     """
@@ -101,11 +161,23 @@ def cut_shares(
     cut = []
     for share in shares:
         in_order = _longest_first(lengths, units, share)
-        sizes = [sum(lengths[index] for index in unit) if max_rollouts is None else len(unit) for unit in in_order]
+        if prompts is not None and units is None:
+            groups = _longest_first(lengths, prompts.group_N, share)
+            in_order = [[index] for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
+        if max_rollouts is None:
+            sizes = [_tokens(unit, lengths, prompts) for unit in in_order]
+        else:
+            sizes = [len(unit) for unit in in_order]
         if max(sizes, default=0) > limit:
             what = "tokens" if max_rollouts is None else "rollouts"
             raise ValueError(f"{max(sizes)} {what} that stay together do not fit into a micro-batch of {limit}")
-        runs = _greedy_cut(sizes, limit) if max_rollouts is not None else _even_cut(sizes, limit)
+        spared = [0] * len(sizes)
+        if prompts is not None and max_rollouts is None:
+            for position in range(1, len(in_order)):
+                this, before = in_order[position][0], in_order[position - 1][0]
+                if prompts.group_N[this] == prompts.group_N[before]:
+                    spared[position] = prompts.lengths_N[this]
+        runs = _greedy_cut(sizes, spared, limit) if max_rollouts is not None else _even_cut(sizes, spared, limit)
         cut.append([[index for number in run for index in in_order[number]] for run in runs])
     passes = max(1, max(len(micro_batches) for micro_batches in cut))
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
@@ -123,23 +195,33 @@ def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, share: S
     return sorted(members.values(), key=lambda unit: (-max(lengths[i] for i in unit), -sum(lengths[i] for i in unit), unit[0]))
 
 
-def _even_cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
+def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> int:
+    """Return the tokens of a pass over a unit, whose rollouts all have one prompt."""
+    spared = 0 if prompts is None else sum(prompts.lengths_N[index] for index in unit[1:])
+    return sum(lengths[index] for index in unit) - spared
+
+
+def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
     """Return consecutive runs of at most `limit` tokens, as few as a greedy cut gives, then evened out."""
-    fewest = _greedy_cut(sizes, limit)
+    fewest = _greedy_cut(sizes, spared, limit)
     if len(fewest) < 2:
         return fewest
-    even = _greedy_cut(sizes, min(limit, -(-sum(sizes) // len(fewest)) + max(sizes) // 2))
+    total = sum(sizes) - sum(spared)
+    even = _greedy_cut(sizes, spared, max(max(sizes), min(limit, -(-total // len(fewest)) + max(sizes) // 2)))
     return even if len(even) == len(fewest) else fewest
 
 
-def _greedy_cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return positions in `sizes` as consecutive runs, each filled until the next size is too much."""
+def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
+    """Return positions in `sizes` as consecutive runs, each filled until the next size is too much.
+
+    What is `spared` of a size is so only behind the one before it.
+    """
     runs: list[list[int]] = []
     filled = limit + 1
     for position, size in enumerate(sizes):
-        if filled + size > limit:
+        if filled + size - spared[position] > limit:
             runs.append([])
-            filled = 0
+            filled = spared[position]
         runs[-1].append(position)
-        filled += size
+        filled += size - spared[position]
     return runs

@@ -1,9 +1,12 @@
-"""Causal attention over sequences that lie back to back on one flat axis, without masks.
+"""Causal attention over blocks of tokens that lie back to back on one flat axis.
 
 Every linear layer of the model runs on the flat axis `[1, S, D]`; only attention depends on where
-sequences begin. Three ways, all exact: flash-attn's variable-length kernel (CUDA, where installed),
-torch's own variable-length kernel (CUDA, half precision), and everywhere else SDPA over groups of
-sequences of similar length, right-padded: under a causal mask no real token ever sees the padding.
+sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
+sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
+
+Where nothing is shared there are two ways, both exact: flash-attn's variable-length kernel (CUDA, where installed),
+and everywhere else SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token
+ever sees the padding. `prefix_attention.py` has the ways of blocks that continue one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from grpo_rl.models.prefix_attention import Family, GatheredKeys, families_of, masked_attention, split_attention
 
 ATTENTION_NAME = "grpo_rl_packed"
 # A sequence joins a padded group while this share of the group's length is its own.
@@ -32,27 +37,40 @@ class PaddedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The places where the sequences of a flat axis begin and end, and their layout for attention."""
+    """The places where the blocks of a flat axis begin and end, and their layout for attention."""
 
     position_ids_S: Tensor
     cumulative_lengths: Tensor
-    """int32 [num_sequences + 1], the form that variable-length kernels take."""
+    """int32 [num_blocks + 1], the form that variable-length kernels take."""
     max_length: int
+    """The length of the longest sequence, the prompt that it continues included."""
     groups: tuple[PaddedGroup, ...]
     restore_S: Tensor
     """The row of each flat position in the groups' outputs laid end to end."""
     uniform: bool
-    """True where all sequences are equally long: the rectangle is a plain view."""
+    """True where all blocks are equally long: the rectangle is a plain view."""
+    families: tuple[Family, ...] = ()
+    """The prompts that several blocks continue."""
+    keys: GatheredKeys | None = None
+    """The keys of each block, where there are families and attention runs over copies of them: not on CPUs."""
 
     @staticmethod
-    def of(lengths_N: Tensor, device: torch.device | str = "cpu") -> Packing:
-        """Return the packing of sequences with these lengths (each at least 1) laid back to back."""
+    def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
+        """Return the packing of blocks with these lengths (each at least 1) laid back to back.
+
+        `continues_N` is the index of the block that each one continues, -1 for one that begins a sequence; blocks that
+        continue the same one follow it directly.
+        """
         lengths = lengths_N.tolist()
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
         starts_N = lengths_N.cumsum(0) - lengths_N
         total = int(lengths_N.sum())
-        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N, lengths_N)
+        prefix_N = torch.zeros_like(lengths_N)
+        if continues_N is not None:
+            prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
+        families = () if continues_N is None else families_of(starts_N, lengths_N, continues_N)
+        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
         order = torch.argsort(lengths_N, descending=True, stable=True)
         groups: list[PaddedGroup] = []
         restore_S = torch.empty(total, dtype=torch.long)
@@ -76,10 +94,14 @@ class Packing:
         return Packing(
             position_ids_S=position_ids_S.to(device),
             cumulative_lengths=cumulative.to(device),
-            max_length=max(lengths),
+            max_length=int((prefix_N + lengths_N).max()),
             groups=tuple(groups),
             restore_S=restore_S.to(device),
             uniform=min(lengths) == max(lengths),
+            families=families,
+            keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
+            if continues_N is not None and families and torch.device(device).type != "cpu"
+            else None,
         )
 
 
@@ -108,21 +130,30 @@ def packed_attention(
         )
     if softcap is not None:
         raise ValueError("attention logit soft-capping is not supported")
+    if packing.families and dropout:
+        raise ValueError("attention weights that are dropped at random cannot be shared between sequences")
+    keys = packing.keys
     variable_length = _flash_attention() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
     if variable_length is not None:
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         out = variable_length(
             query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+            k if keys is None else keys.gather(k),
+            v if keys is None else keys.gather(v),
             cu_seqlens_q=packing.cumulative_lengths,
-            cu_seqlens_k=packing.cumulative_lengths,
+            cu_seqlens_k=packing.cumulative_lengths if keys is None else keys.cumulative_lengths,
             max_seqlen_q=packing.max_length,
             max_seqlen_k=packing.max_length,
             dropout_p=dropout,
             softmax_scale=scaling,
+            # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
             causal=True,
         )
         return out[None], None
+    if keys is not None:
+        return masked_attention(query, key, value, keys, scaling)[None], None
+    if packing.families:
+        return split_attention(query, key, value, packing, scaling)[None], None
     return _padded_groups(query, key, value, packing, scaling, dropout)[None], None
 
 

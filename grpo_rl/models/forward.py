@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
+from grpo_rl.models.layout import Layout
 from grpo_rl.models.linear import linear, use_fast_linear
 
 
@@ -43,8 +44,11 @@ class Sequences:
         device: torch.device,
         support_counts_T: Tensor | None = None,
         support_ids_M: Tensor | None = None,
+        group_N: Tensor | None = None,
     ) -> Sequences:
         """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
+
+        Those with the same `group_N` share the beginning that they have in common; None shares nothing.
 
         This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
         tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
@@ -56,14 +60,33 @@ class Sequences:
         within_T = positions_T - starts_T
         if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
             raise ValueError("a trained token has no token of its own sequence before it that could predict it")
+        layout = Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)
         return Sequences(
-            token_ids_S=token_ids_S.to(device, torch.long),
-            packing=Packing.of(lengths_N, device),
-            predict_T=(positions_T - 1).to(device),
+            *_laid_out(token_ids_S, layout, device),
             target_T=token_ids_S[positions_T].to(device, torch.long),
             support_counts_T=support_counts_T,
             support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
         )
+
+    @staticmethod
+    def scored(
+        token_ids_S: Tensor,
+        lengths_N: Tensor,
+        positions_P: Tensor,
+        num_scores_N: Tensor,
+        device: torch.device,
+        group_N: Tensor | None,
+    ) -> Sequences:
+        """Return the input for sequences whose states at the flat `positions_P` are read: those are not shifted."""
+        starts_P = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, num_scores_N)
+        layout = Layout.of(token_ids_S, lengths_N, positions_P - starts_P, num_scores_N, group_N)
+        return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
+
+
+def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
+    """Return the computed tokens, their packing and the flat positions of the states that are read, on the device."""
+    packing = Packing.of(layout.lengths_B, device, layout.continues_B)
+    return token_ids_S[layout.source_S].to(device, torch.long), packing, layout.states_T.to(device)
 
 
 @dataclass(slots=True)

@@ -59,6 +59,7 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
+    problems += _drops_at_random(config, settings)
     if problems:
         raise ConfigError(problems)
 
@@ -149,6 +150,18 @@ def _broken_files(folder: Path) -> Iterator[str]:
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as stream:
         return stream.read(40).startswith(b"version https://git-lfs")
+
+
+def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem for dropout beside shared prompts: each response's prompt would have drawn what is dropped for itself."""
+    drops = {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
+    if drops and config.actor_rollout_ref.actor.use_prefix_grouper and not config.trainer.val_only:
+        shown = ", ".join(f"{name}={value:g}" for name, value in drops.items())
+        yield (
+            f"{_PATH}={config.actor_rollout_ref.model.path}: training drops at random ({shown}), which responses that share "
+            "their prompt's states cannot do each for itself; set actor_rollout_ref.actor.use_prefix_grouper=false, or these to "
+            "0 in actor_rollout_ref.model.override_config"
+        )
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:

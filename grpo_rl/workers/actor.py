@@ -13,7 +13,7 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint import memory_state
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
-from grpo_rl.models.forward import PolicyModel, TokenOutputs
+from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -51,7 +51,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def measure(self, batch: Batch | None) -> Tensor:
-        logprobs_T: Tensor = self.model(sequences_of(batch, self.device)).logprobs_T
+        logprobs_T: Tensor = self.model(self._sequences(batch)).logprobs_T
         return logprobs_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,9 +68,12 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
 
+    def _sequences(self, batch: Batch | None) -> Sequences:
+        return sequences_of(batch, self.device, share_prompts=self.spec.policy.share_prompts)
+
     def _forward(self, batch: Batch | None) -> TokenOutputs:
         objective = self.spec.objective
-        sequences = sequences_of(batch, self.device)
+        sequences = self._sequences(batch)
         ref_hidden_TD = None
         if objective.needs_full_kl:
             ref_hidden_TD = torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else batch.ref_hidden_TD

@@ -29,7 +29,7 @@ class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
         return self.per_token(share, micro_batches)
 
     def measure(self, batch: Batch | None) -> Tensor:
-        values_T: Tensor = self.model(sequences_of(batch, self.device))
+        values_T: Tensor = self.model(sequences_of(batch, self.device, share_prompts=self.spec.model.share_prompts))
         return values_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:

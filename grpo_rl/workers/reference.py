@@ -23,6 +23,7 @@ class ReferenceWorker:
 
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
         self.device = join_set(rank)
+        self.share_prompts = spec.share_prompts
         self.policy = build_policy(spec, rank, self.device)
         self.files = RankFiles(self.policy, None, None, rank.rank)
         self.offload = offload
@@ -36,7 +37,8 @@ class ReferenceWorker:
         if self.offload:
             self.policy.to(self.device)
         batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
-        outputs = [self.policy(sequences_of(batch, self.device), want_hidden=want_hidden) for batch in batches]
+        inputs = (sequences_of(batch, self.device, share_prompts=self.share_prompts) for batch in batches)
+        outputs = [self.policy(sequences, want_hidden=want_hidden) for sequences in inputs]
         columns = {"logprobs_T": torch.cat([output.logprobs_T.cpu() for output in outputs])}
         if want_hidden:
             columns["hidden_TD"] = torch.cat([output.hidden_TD.cpu() for output in outputs])

@@ -76,8 +76,10 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
         if batch is None:
             at_T: Tensor = self.model(_sequences(_DUMMY, self.device))[:0]
             return at_T
-        scored = ScoreBatch(batch.token_ids_S.long(), batch.sequence_lengths_N, batch.positions_T)
-        scores_T: Tensor = self.model(_sequences(scored, self.device))
+        ids_S, lengths_N = batch.token_ids_S, batch.sequence_lengths_N
+        group_N = batch.group_N if self.spec.share_prompts else None
+        sequences = Sequences.scored(ids_S, lengths_N, batch.positions_T, batch.trained_lengths_N, self.device, group_N)
+        scores_T: Tensor = self.model(sequences)
         return scores_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:

@@ -102,8 +102,8 @@ def _whole_lm(spec: PolicySpec) -> Any:
     return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, key=key)
 
 
-def sequences_of(batch: Batch | None, device: torch.device) -> Sequences:
-    """Return the model input of a micro-batch.
+def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
+    """Return the model input of a micro-batch; with `share_prompts`, responses of a group share the prompt's states.
 
     For None it is a sequence of two tokens of which none is trained: a rank without work runs the layers all the same,
     because FSDP gathers their weights on all ranks together, and every rank has to enter these collectives.
@@ -120,4 +120,5 @@ def sequences_of(batch: Batch | None, device: torch.device) -> Sequences:
         device,
         batch.support_counts_T,
         batch.support_ids_M,
+        batch.group_N if share_prompts else None,
     )

@@ -35,6 +35,8 @@ class PolicySpec:
     dtype: str
     reshard_after_forward: bool = True
     train: bool = False
+    share_prompts: bool = True
+    """Compute a prompt once for all its responses in a micro-batch."""
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
 
@@ -134,6 +136,7 @@ class TrainedRewardModelSpec:
     train: RewardModelTrainConfig
     total_optimizer_steps: int
     seed: int
+    share_prompts: bool = True
 
     @property
     def optim(self) -> OptimConfig:

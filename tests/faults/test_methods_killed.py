@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ KILLS = {
     # The critic has learnt from the step, the policy has not; and both are of one checkpoint afterwards.
     "ppo": ["driver.phase:kill9@step=2,phase=update_critic,once", IN_UPDATE],
 }
-LEARNT = {"online_rft": "actor/loss", "online_dpo": "pairs/num_pairs", "ppo": "critic/loss"}
-"""The metric that is not 0 where there was something to learn; of others `actor/grad_norm`."""
 ITERATE = [
     "reward.reward_model.train.optim.lr=1e-2",
     "trainer.iterate.reward_model_steps=1",
@@ -101,8 +98,8 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(
 ) -> None:
     function = "variety_of_steps" if recipe == "grpo_process" else "variety"
     _, rows = killed_and_undisturbed(training, words(recipe, tmp_path, model, function), KILLS[recipe], STEPS)
-    learnt = [row.get(LEARNT.get(recipe, "actor/grad_norm"), 0.0) for row in rows if row["step"] > 0]
-    assert any(value != 0.0 and math.isfinite(value) for value in learnt), "a run that learns nothing would compare nothing"
+    norms = [row.get("actor/grad_norm", 0.0) for row in rows]
+    assert any(norm > 0.0 for norm in norms), "a run that learns nothing would compare nothing"
 
 
 def test_iterations_killed_while_the_reference_or_the_reward_model_changes(

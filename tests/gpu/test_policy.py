@@ -71,7 +71,7 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     with torch.no_grad():
         rows = torch.arange(len(prompts_N))
         batch = Batch(prompts_N, responses_N, rows, ids_S, torch.zeros(len(rows)), torch.zeros(int(responses_N.sum())))
-        return policy(sequences_of(batch, torch.device(device))).logprobs_T.float().cpu()
+        return policy(sequences_of(batch, torch.device(device), share_prompts=True)).logprobs_T.float().cpu()
 
 
 def test_float32_logprobs_on_the_gpu_are_those_of_the_cpu(model_folder: Path) -> None:

@@ -93,6 +93,17 @@ class RecordingActor(Recording, ActorWorker):
             forward.linear = linear
         return sum(rows)
 
+    def update_counting_tokens(self, *args: Any) -> int:
+        """Make an update; return how many tokens ran through the body, recomputed layers not counted."""
+        tokens: list[int] = []
+        embedding = self.model.lm.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].numel()))
+        try:
+            self.update(*args)
+        finally:
+            hook.remove()
+        return sum(tokens)
+
 
 class RecordingCritic(Recording, CriticWorker):
     """A critic rank."""
@@ -234,8 +245,8 @@ def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:
     return folder
 
 
-def make_batch(seed: int, num_groups: int = 4, group_size: int = 3) -> Batch:
-    """Ragged random rollouts, among them one of a single token and one without any."""
+def make_batch(seed: int, num_groups: int = 4, group_size: int = 3, *, one_prompt: bool = False) -> Batch:
+    """Ragged random rollouts, among them one of a single token and one without any; with `one_prompt` a group has one prompt."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, count: int) -> Tensor:
@@ -243,16 +254,25 @@ def make_batch(seed: int, num_groups: int = 4, group_size: int = 3) -> Batch:
 
     num_rollouts = num_groups * group_size
     prompt_lengths_N = integers(1, 9, num_rollouts)
+    if one_prompt:
+        prompt_lengths_N = (3 + prompt_lengths_N[:num_groups]).repeat_interleave(group_size)
     response_lengths_N = integers(2, 24, num_rollouts)
     response_lengths_N[0], response_lengths_N[num_rollouts // 2] = 1, 0
     num_trained = int(response_lengths_N.sum())
     logprobs_T = -3 * torch.rand(num_trained, generator=generator)
     advantages_N = torch.randn(num_rollouts, generator=generator)
+    lengths_N = prompt_lengths_N + response_lengths_N
+    ids_S = integers(2, VOCAB, int(lengths_N.sum()))
+    if one_prompt:
+        ids = ids_S.split(lengths_N.tolist())
+        for number in range(num_rollouts):
+            prompt_length = int(prompt_lengths_N[number])
+            ids[number][:prompt_length] = ids[number - number % group_size][:prompt_length]
     return Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=response_lengths_N,
         group_N=torch.arange(num_groups).repeat_interleave(group_size),
-        token_ids_S=integers(2, VOCAB, int((prompt_lengths_N + response_lengths_N).sum())),
+        token_ids_S=ids_S,
         rewards_N=torch.rand(num_rollouts, generator=generator),
         rollout_logprobs_T=logprobs_T,
         ref_logprobs_T=logprobs_T - 0.3 * torch.rand(num_trained, generator=generator),

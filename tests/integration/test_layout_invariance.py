@@ -30,6 +30,8 @@ class Layout:
     checkpointing: bool = False
     chunk_tokens: int = 10_000
     reshard: bool = True
+    share: bool = False
+    """Prompts are computed once for all their responses in a micro-batch."""
 
 
 ALONE = Layout()
@@ -61,7 +63,14 @@ def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float)
     # AdamW divides by the root of the squared gradient: where a gradient is 0 up to rounding, its noise still makes
     # a step of the size of lr. With lr = 1e-5 a layout that is right stays within 1e-6 where the gradient is not 0.
     return ActorSpec(
-        PolicySpec(model, temperature=0.9, dtype="float32", reshard_after_forward=layout.reshard, train=True),
+        PolicySpec(
+            model,
+            temperature=0.9,
+            dtype="float32",
+            reshard_after_forward=layout.reshard,
+            train=True,
+            share_prompts=layout.share,
+        ),
         objective,
         OptimConfig(lr=1e-5, clip_grad=clip_grad),
         total_optimizer_steps=100,
@@ -83,7 +92,8 @@ def train(
     processes.build(spec_for(path, layout, objective, clip_grad))
     config = config or ActorConfig()
     updates = config.ppo_epochs * -(-batches[0].group_N.unique().numel() // config.ppo_mini_batch_size)
-    actor = actor_group(processes, config, layout.rule, objective, updates_per_step=updates)
+    rule = replace(layout.rule, shares_prompts=layout.share)
+    actor = actor_group(processes, config, rule, objective, updates_per_step=updates)
     metrics = [actor.update(choose(actor.old_logprobs(batch))) for batch in batches]
     return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
 
@@ -251,3 +261,61 @@ def test_the_head_never_runs_on_a_token_that_is_not_trained(ranks, models, layou
     monkeypatch.setattr(processes, "call_each", call_each)
     actor.update(batch)
     assert len(rows) == layout.ranks and sum(rows) == batch.num_trained_tokens
+
+
+ONE_PROMPT = [make_batch(seed, one_prompt=True) for seed in (1, 2, 3)]
+SHARED = {
+    "1 rank, whole": ALONE,
+    "1 rank, groups cut by tokens": Layout(rule=MicroBatchRule(45, None)),
+    "2 ranks, by tokens, recomputed, in chunks": LAYOUTS["2 ranks, by tokens, recomputed, in chunks"],
+    "2 ranks, 3 micro-batches each": LAYOUTS["2 ranks, 3 micro-batches each"],
+}
+
+
+@pytest.fixture(scope="module")
+def unshared(ranks: dict[int, RankProcesses], models: dict[bool, Path]) -> Trained:
+    return train(ranks, models[True], ALONE, grpo("seq-mean-token-mean"), ONE_PROMPT)
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_shared_prompts_train_as_unshared_ones_in_every_layout(ranks, models, unshared, layout):
+    shared = replace(SHARED[layout], share=True)
+    assert_same(unshared, train(ranks, models[True], shared, grpo("seq-mean-token-mean"), ONE_PROMPT))
+
+
+def test_shared_prompts_of_old_logprobs_and_several_epochs_train_as_unshared_ones(ranks, models):
+    config, batches = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True), ONE_PROMPT[:1]
+    one = train(ranks, models[True], ALONE, grpo("token-mean"), batches, config)
+    two = train(ranks, models[True], Layout(2, MicroBatchRule(40, None), share=True), grpo("token-mean"), batches, config)
+    assert_same(one, two)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, MicroBatchRule(60, None))], ids=["1 rank", "2 ranks"])
+def test_a_shared_prompt_runs_through_the_body_once_per_micro_batch(ranks, models, layout, monkeypatch):
+    batch = make_batch(4, one_prompt=True)
+    counted = {}
+    for share in (False, True):
+        laid_out = replace(layout, share=share)
+        processes = ranks[layout.ranks]
+        processes.build(spec_for(models[True], laid_out, grpo("token-mean"), 1e6))
+        rule = replace(layout.rule, shares_prompts=share)
+        actor = actor_group(processes, ActorConfig(), rule, grpo("token-mean"))
+        tokens: list[int] = []
+
+        def call_each(method: str, arguments: object, processes=processes, tokens=tokens) -> list[list[dict[str, float]]]:
+            assert method == "update"
+            tokens.extend(type(processes).call_each(processes, "update_counting_tokens", arguments))
+            return [[{}]] * len(processes)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "call_each", call_each)
+            actor.update(batch)
+        counted[share] = sum(tokens)
+    alive_N = batch.response_lengths_N > 0
+    # A response's last token predicts nothing and is not computed.
+    responses = int((batch.response_lengths_N[alive_N] - 1).sum())
+    assert counted[False] == int(batch.sequence_lengths_N[alive_N].sum())
+    once = sum(int(batch.prompt_lengths_N[alive_N & (batch.group_N == group)][0]) for group in range(4))
+    if layout.ranks == 1:
+        assert counted[True] == once + responses
+    assert once + responses <= counted[True] < 0.9 * counted[False]

@@ -55,7 +55,8 @@ class CriticRole(SavedRole):
     def _deal(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch))
+            shares_prompts = self.cut.rule.shares_prompts
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), shares_prompts=shares_prompts)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.data.balance import cut_shares, split_over_ranks
+from grpo_rl.data.balance import Prompts, cut_shares, split_over_ranks
 from grpo_rl.types import Batch, Counts, Metrics, segments_at
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
@@ -77,7 +77,8 @@ class Dealt:
         if most is not None and self.units is not None:
             # Memory that runs out halves the rule (`Cut`), and a unit is never cut.
             most = max([most, *Counter(self.units[index] for index in wanted).values()])
-        cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=most, units=self.units)
+        prompts = prompts_of(self.batch) if rule.shares_prompts else None
+        cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=most, units=self.units, prompts=prompts)
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
 
     def lengths(self, chosen: Sequence[int]) -> list[int]:
@@ -140,10 +141,26 @@ def per_rollout_values(column: Tensor, lengths_N: Tensor) -> Tensor | None:
     return values_N
 
 
-def deal(ranks: Ranks, batch: Batch, mini_batches: Sequence[Sequence[int]] = (), units: Sequence[int] | None = None) -> Dealt:
-    """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share."""
+def prompts_of(batch: Batch) -> Prompts:
+    """Return which rollouts of the batch have a prompt in common: those of a group."""
+    return Prompts(batch.group_N.tolist(), batch.prompt_lengths_N.tolist())
+
+
+def deal(
+    ranks: Ranks,
+    batch: Batch,
+    mini_batches: Sequence[Sequence[int]] = (),
+    units: Sequence[int] | None = None,
+    *,
+    shares_prompts: bool = False,
+) -> Dealt:
+    """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share.
+
+    With `shares_prompts` a group's rollouts go to one rank, as far as the ranks stay even.
+    """
     lengths = batch.sequence_lengths_N.tolist()
-    shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches)
+    prompts = prompts_of(batch) if shares_prompts else None
+    shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches, prompts=prompts)
     bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}, held=batch.held)
     bare = bare.replace(token_ids_S=batch.token_ids_S.int())
     if batch.held is not None and batch.rollout_logprobs_T is not None:

@@ -24,7 +24,8 @@ class ReferenceRole:
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
-        order, columns = forward(self.cut, "logprobs", deal(self.worker_set, batch), self.want_hidden)
+        dealt = deal(self.worker_set, batch, shares_prompts=self.cut.rule.shares_prompts)
+        order, columns = forward(self.cut, "logprobs", dealt, self.want_hidden)
         batch = batch.replace(ref_logprobs_T=gather(batch, order, [c["logprobs_T"] for c in columns]))
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, order, [c["hidden_TD"] for c in columns]))

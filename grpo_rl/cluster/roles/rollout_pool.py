@@ -67,6 +67,8 @@ class ReplicaPool:
         self._actor: ActorRole | None = None
         self._asleep = False
         self._keeps_weights = False
+        self._updates_in_flight: bool | None = None
+        """True where the engines take weights while requests are unfinished; None as long as none has said so."""
         self._wanted: dict[str, tuple[Prompt, int]] = {}
         """The rollouts that were asked for and have not been handed over, by request id."""
         self._ledger: Ledger[Worker] = Ledger()
@@ -116,11 +118,17 @@ class ReplicaPool:
             self._keeps_weights = False
 
     def _can_update_in_flight(self) -> bool:
-        """Return whether all replicas that serve take weights while requests are unfinished."""
-        serving = self.replicas.serving
-        calls = [worker.call("updates_in_flight") for worker in serving]
-        timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
-        return all(settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed).values())
+        """Return whether the engines take weights while requests are unfinished, as all replicas of a run do, or none.
+
+        They are asked once: a busy engine answers between two of its steps.
+        """
+        if self._updates_in_flight is None:
+            serving = self.replicas.serving
+            calls = [worker.call("updates_in_flight") for worker in serving]
+            timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
+            answers = settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed)
+            self._updates_in_flight = all(answers.values()) if answers else None
+        return self._updates_in_flight is not False
 
     def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.

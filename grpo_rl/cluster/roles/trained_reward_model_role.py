@@ -50,14 +50,16 @@ class TrainedRewardModelRole(SavedRole):
             raise ValueError("a batch of pairs has chosen_N, one of labelled steps labels_T")
         everything = [list(range(batch.num_rollouts))]
         # The two sides of a pair are compared in one micro-batch.
-        dealt = deal(self.worker_set, batch, everything, batch.group_N.tolist() if self.pairs else None)
+        units, shares_prompts = batch.group_N.tolist() if self.pairs else None, self.cut.rule.shares_prompts
+        dealt = deal(self.worker_set, batch, everything, units, shares_prompts=shares_prompts)
         call = update_call(dealt, batch, everything, _READ)
         results = self.cut.call("update", call.lengths, call.arguments)
         return combine_stats(results, call.counts, role="reward_model")
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""
-        return per_token(self.cut, "position_scores", deal(self.worker_set, self._scored(batch)))
+        dealt = deal(self.worker_set, self._scored(batch), shares_prompts=self.cut.rule.shares_prompts)
+        return per_token(self.cut, "position_scores", dealt)
 
     def _scored(self, batch: Batch) -> Batch:
         """Return the batch whose trained tokens are those with a score: of pairs the last one of every response."""
@@ -82,7 +84,7 @@ def make_trained_reward_model(plan: Plan, worker_set: SupervisedSet, tokenizer: 
     own = plan.config.reward.reward_model
     return TrainedRewardModelRole(
         worker_set,
-        rule=MicroBatchRule(own.max_token_len_per_gpu, None),
+        rule=MicroBatchRule(own.max_token_len_per_gpu, None, plan.config.actor_rollout_ref.actor.use_prefix_grouper),
         pairs=own.train.loss == "bradley_terry",
         splits=plan.passes.splits,
         tokenizer=tokenizer,
@@ -93,7 +95,11 @@ def trained_reward_model_spec(plan: Plan, path: str) -> TrainedRewardModelSpec:
     """Return what every rank is built from; `path` is the model's folder on this machine."""
     own = plan.config.reward.reward_model
     return TrainedRewardModelSpec(
-        reward_model_spec(own, path), own.train, plan.sizes.reward_model_updates, plan.config.trainer.seed
+        reward_model_spec(own, path),
+        own.train,
+        plan.sizes.reward_model_updates,
+        plan.config.trainer.seed,
+        plan.config.actor_rollout_ref.actor.use_prefix_grouper,
     )
 
 

@@ -105,7 +105,6 @@ _ACTOR: dict[str, Answer] = {
     "freeze_vision_tower": _hint(_NO_IMAGES, False),
     "calculate_entropy": _hint("the entropy is computed where entropy_coeff is not 0", False),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
-    "use_prefix_grouper": _hint("prompts are not shared between the sequences of a forward pass", False),
     "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
     "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
     **_switch("qat", _NO_QUANTIZATION),

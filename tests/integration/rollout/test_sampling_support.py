@@ -97,7 +97,7 @@ def batch_of(pairs: list[tuple[Request, Completion]]) -> Batch:
 @torch.no_grad()
 def trainer_logprobs(folder: Path, batch: Batch, temperature: float) -> torch.Tensor:
     policy = PolicyModel(load_lm(str(folder), load_config(str(folder))), temperature=temperature, chunk_tokens=50)
-    logprobs_T: torch.Tensor = policy(sequences_of(batch, torch.device("cpu"))).logprobs_T
+    logprobs_T: torch.Tensor = policy(sequences_of(batch, torch.device("cpu"), share_prompts=True)).logprobs_T
     return logprobs_T
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_rl.data.balance import LINEAR_COST, plan_micro_batches, split_over_ranks
+from grpo_rl.data.balance import LINEAR_COST, UNEVEN, Prompts, cut_shares, plan_micro_batches, split_over_ranks
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 ranks = st.integers(1, 5)
@@ -178,3 +178,67 @@ def test_units_go_one_by_one_to_the_rank_with_the_least_work_of_their_mini_batch
             loads[number][rank] += cost(lengths_N[index])
         shares[rank].append(index)
     assert split_over_ranks(lengths_N, num_ranks, mini_batches=parts) == shares
+
+
+# ---- prompts that are computed once for all their responses ----------------------------------------------
+
+groups_of_responses = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=9)), min_size=1, max_size=8
+)
+
+
+def sequences(groups: list[tuple[int, list[int]]]) -> tuple[list[int], Prompts]:
+    """Lengths, and prompts, of responses of all groups in turns, so that those of a group do not lie side by side."""
+    flat_rows = [(place, group, prompt, own) for group, (prompt, rows) in enumerate(groups) for place, own in enumerate(rows)]
+    flat_rows.sort()
+    lengths_N = [prompt + own for _, _, prompt, own in flat_rows]
+    return lengths_N, Prompts([group for _, group, _, _ in flat_rows], [prompt for _, _, prompt, _ in flat_rows])
+
+
+def work(rows: list[int], lengths_N: list[int], prompts: Prompts) -> int:
+    """What a rank computes of these sequences, each prompt once."""
+    once = {prompts.group_N[i]: prompts.lengths_N[i] for i in rows}
+    responses = sum(cost(lengths_N[i]) - cost(prompts.lengths_N[i]) for i in rows)
+    return responses + sum(cost(length) for length in once.values())
+
+
+@given(groups_of_responses, ranks)
+def test_groups_stay_together_unless_ranks_would_be_uneven(groups, num_ranks):
+    lengths_N, prompts = sequences(groups)
+    shares = split_over_ranks(lengths_N, num_ranks, prompts=prompts)
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths_N)))
+    members = {group: [i for i, other in enumerate(prompts.group_N) if other == group] for group in prompts.group_N}
+    whole = split_over_ranks(lengths_N, num_ranks, units=prompts.group_N, prompts=prompts)
+    slowest = [max(work(share, lengths_N, prompts) for share in some) for some in (whole, shares)]
+    assert slowest[1] <= slowest[0]
+    if slowest[0] <= UNEVEN * sum(work(rows, lengths_N, prompts) for rows in members.values()) / num_ranks:
+        assert all(any(set(rows) <= set(share) for share in shares) for rows in members.values())
+
+
+def test_a_single_group_is_cut_over_the_ranks():
+    shares = split_over_ranks([30] * 8, 4, prompts=Prompts([0] * 8, [10] * 8))
+    assert [len(share) for share in shares] == [2, 2, 2, 2]
+
+
+@given(groups_of_responses, st.integers(0, 200))
+def test_a_prompt_counts_once_in_a_micro_batch_and_groups_come_together(groups, extra):
+    lengths_N, prompts = sequences(groups)
+    limit = max(lengths_N) + extra
+    ((*micro_batches,),) = cut_shares([list(range(len(lengths_N)))], lengths_N, max_tokens=limit, prompts=prompts)
+    assert sorted(index for rows in micro_batches for index in rows) == list(range(len(lengths_N)))
+    computed = 0
+    for rows in micro_batches:
+        once = {prompts.group_N[i]: prompts.lengths_N[i] for i in rows}
+        tokens = sum(lengths_N[i] - prompts.lengths_N[i] for i in rows) + sum(once.values())
+        assert tokens <= limit
+        computed += tokens
+    # A group that meets the end of a micro-batch goes on in the next: each cut costs one prompt at most.
+    least = sum(prompt + sum(own) for prompt, own in groups)
+    assert computed - least <= (len(micro_batches) - 1) * max(prompts.lengths_N)
+
+
+def test_pairs_that_share_a_prompt_fit_into_a_smaller_micro_batch():
+    prompts, pairs = Prompts([0, 0, 1, 1], [8, 8, 8, 8]), [0, 0, 1, 1]
+    assert cut_shares([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs, prompts=prompts) == [[[0, 1], [2, 3]]]
+    with pytest.raises(ValueError, match="20 tokens that stay together"):
+        cut_shares([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs)

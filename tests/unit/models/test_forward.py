@@ -260,7 +260,7 @@ def test_trained_tokens_with_context_between_them_have_the_plain_logprobs_and_gr
     )
     advantages = [0.5, -1.0, 2.0, 1.5, -0.25]
     policy, plain = packed_policy(folder("qwen3", False), temperature=0.9), plain_model(folder("qwen3", False))
-    logprobs_T = policy(sequences_of(batch, torch.device("cpu"))).logprobs_T
+    logprobs_T = policy(sequences_of(batch, torch.device("cpu"), share_prompts=True)).logprobs_T
     inputs = LossInput(logprobs_T, torch.tensor(advantages), Segments(batch.trained_lengths_N))
     Objective()(inputs, batch.counts())[0].backward()
 
@@ -277,7 +277,7 @@ def test_trained_tokens_with_context_between_them_have_the_plain_logprobs_and_gr
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4 * largest, rtol=0, msg=name)
     # What lies between the turns is read: another tool output gives other log-probs later on, and none before.
     changed = batch.replace(token_ids_S=batch.token_ids_S.clone().index_fill(0, torch.tensor([5]), 13))
-    difference_T = policy(sequences_of(changed, torch.device("cpu"))).logprobs_T - logprobs_T
+    difference_T = policy(sequences_of(changed, torch.device("cpu"), share_prompts=True)).logprobs_T - logprobs_T
     assert difference_T[0] == 0 and difference_T[1:3].abs().min() > 1e-4
 
 
@@ -298,5 +298,5 @@ def test_the_head_multiplies_the_states_of_trained_tokens_only(folder, monkeypat
 
     policy = packed_policy(folder("qwen3", False))
     monkeypatch.setattr(forward, "linear", counting)
-    policy(sequences_of(batch, torch.device("cpu")), want_entropy=True).logprobs_T.sum().backward()
+    policy(sequences_of(batch, torch.device("cpu"), share_prompts=True), want_entropy=True).logprobs_T.sum().backward()
     assert rows == [4] and batch.num_trained_tokens == 4

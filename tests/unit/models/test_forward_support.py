@@ -29,12 +29,12 @@ def supports() -> list[list[int]]:
 
 
 def sequences(sets: list[list[int]]) -> Sequences:
-    plain = RAGGED.sequences()
+    batch = RAGGED.batch()
     return Sequences.of(
-        plain.token_ids_S,
-        torch.tensor(RAGGED.prompt_lengths) + torch.tensor(RAGGED.response_lengths),
-        plain.predict_T + 1,
-        torch.tensor(RAGGED.response_lengths),
+        batch.token_ids_S,
+        batch.sequence_lengths_N,
+        batch.positions_T,
+        batch.trained_lengths_N,
         torch.device("cpu"),
         torch.tensor([len(each) for each in sets]),
         torch.tensor([token for each in sets for token in each], dtype=torch.int32),
@@ -121,7 +121,7 @@ def test_a_batch_cut_into_rollouts_gives_the_same_logprobs(folder):
         prompt_lengths_N=torch.tensor(RAGGED.prompt_lengths),
         response_lengths_N=torch.tensor(RAGGED.response_lengths),
         group_N=torch.zeros(4, dtype=torch.long),
-        token_ids_S=whole.token_ids_S,
+        token_ids_S=RAGGED.batch().token_ids_S,
         rewards_N=torch.zeros(4),
         rollout_logprobs_T=torch.zeros(len(sets)),
         support_counts_T=whole.support_counts_T,
@@ -130,6 +130,6 @@ def test_a_batch_cut_into_rollouts_gives_the_same_logprobs(folder):
     with torch.no_grad():
         parts = []
         for rows in ([1], [0, 3], [2]):
-            parts.append(policy(sequences_of(batch.select(rows), torch.device("cpu"))).logprobs_T)
+            parts.append(policy(sequences_of(batch.select(rows), torch.device("cpu"), share_prompts=True)).logprobs_T)
         together_T = policy(whole).logprobs_T
     torch.testing.assert_close(torch.cat([parts[1], parts[0], parts[2]]), together_T, atol=1e-5, rtol=0)

@@ -31,11 +31,10 @@ def make_folder(folder: Path, family: str, tied: bool, seed: int = 3, **settings
         "head_dim": 8,
         "vocab_size": VOCAB,
         "max_position_embeddings": 256,
+        "initializer_range": 0.3,
     }
     torch.manual_seed(seed)
-    config = config_class(
-        **{**sizes, **settings}, tie_word_embeddings=tied, initializer_range=0.3, bos_token_id=None, eos_token_id=1
-    )
+    config = config_class(**{**sizes, **settings}, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1)
     model_class(config).save_pretrained(folder)
     return folder
 
@@ -63,9 +62,9 @@ class Ragged:
         lengths = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
         self.ids = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
 
-    def sequences(self) -> Sequences:
+    def batch(self) -> Batch:
         """The responses as trained tokens."""
-        batch = Batch(
+        return Batch(
             prompt_lengths_N=torch.tensor(self.prompt_lengths),
             response_lengths_N=torch.tensor(self.response_lengths),
             group_N=torch.arange(len(self.ids)),
@@ -73,7 +72,10 @@ class Ragged:
             rewards_N=torch.zeros(len(self.ids)),
             rollout_logprobs_T=torch.zeros(sum(self.response_lengths)),
         )
-        return sequences_of(batch, torch.device("cpu"))
+
+    def sequences(self) -> Sequences:
+        """The input of a forward pass over all of them."""
+        return sequences_of(self.batch(), torch.device("cpu"), share_prompts=True)
 
     def plain_logprobs_TV(self, model: Any, temperature: float = 1.0) -> Tensor:
         """Whole distributions of every response token, one sequence after the other, no packing."""

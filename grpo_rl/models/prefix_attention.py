@@ -1,0 +1,250 @@
+"""Attention of blocks that continue a prompt, which lies on the flat axis once for all of them.
+
+A token of such a block attends to the whole prompt and to its own block up to itself. On CPUs that is computed in two
+parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against
+itself. The parts are joined by their log-sum-exps (Milakov & Gimelshein 2018). On other devices each block gets a copy of
+its prompt's keys and values, and one kernel computes all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from grpo_rl.models.attention import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A prompt's place on the flat axis, and that of the blocks that continue it, which follow it directly."""
+
+    begin: int
+    prompt_end: int
+    end: int
+
+
+def families_of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor) -> tuple[Family, ...]:
+    """Return the families of blocks that begin at `starts_N`; see `Packing.of`.
+
+    Raises ValueError where a block does not follow the one that it continues, or its other continuations.
+    """
+    starts, lengths, continues = starts_N.tolist(), lengths_N.tolist(), continues_N.tolist()
+    ends: dict[int, int] = {}
+    for number, prompt in enumerate(continues):
+        if prompt < 0:
+            continue
+        if continues[prompt] >= 0 or starts[number] != ends.get(prompt, starts[prompt] + lengths[prompt]):
+            raise ValueError(f"block {number} does not follow block {prompt}, which it continues")
+        ends[prompt] = starts[number] + lengths[number]
+    return tuple(Family(starts[prompt], starts[prompt] + lengths[prompt], end) for prompt, end in ends.items())
+
+
+# ---- CPUs: two parts and their log-sum-exps ----------------------------------------------------------------------
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """Return the outputs [S, heads, head_dim] on a CPU, whose kernel of flash attention gives log-sum-exps too."""
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    out: Tensor = _SplitAttention.apply(query, key, value, packing, scaling)
+    return out
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Attention in two parts. The gradient of each part needs the whole's output and log-sum-exp only.
+
+    With weights p = exp(score - lse), the gradient of a score is p (grad·v - grad·out), whichever part the key is in (Dao
+    et al. 2022, appendix B.2). So the kernel's own backward pass, called for a part of the keys with `out` and `lse` of
+    all, gives that part's share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+        outs, lses = [], []
+        for index_BL in _rows(packing):
+            q, k, v = (_rectangle(x, index_BL) for x in (query, key, value))
+            out_BHLD, lse_BHL = _forward(q, k, v, 0.0, True, scale=scaling)
+            outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
+            lses.append(lse_BHL.transpose(1, 2).flatten(0, 1))
+        out_SHD, lse_SH = (torch.cat(parts).index_select(0, packing.restore_S) for parts in (outs, lses))
+        for family in packing.families:
+            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
+            part_HLD, part_HL = (
+                x[0] for x in _forward(query[:, :, rest], key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scaling)
+            )
+            own_LHD, own_LH, part_LH = out_SHD[rest], lse_SH[rest], part_HL.T
+            share_LH1 = torch.sigmoid(part_LH - own_LH)[..., None].to(out_SHD.dtype)
+            own_LHD.lerp_(part_HLD.transpose(0, 1), share_LH1)
+            lse_SH[rest] = torch.logaddexp(own_LH, part_LH)
+        ctx.save_for_backward(query, key, value, out_SHD, lse_SH)
+        ctx.packing, ctx.scaling = packing, scaling
+        return out_SHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_SHD, lse_SH = ctx.saved_tensors
+        packing: Packing = ctx.packing
+        num_cells = sum(index_BL.numel() for index_BL in _rows(packing))
+        # A padding cell has the gradient 0, so that it adds nothing to any key.
+        cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.restore_S, grad_SHD)
+        out_1HSD, lse_1HS = out_SHD.transpose(0, 1)[None], lse_SH.T[None]
+        grad_1HSD = grad_SHD.transpose(0, 1)[None]
+        parts: list[tuple[Tensor, ...]] = []
+        first = 0
+        for index_BL in _rows(packing):
+            rows, length = index_BL.shape
+            grad_BHLD = cells_CHD[first : first + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
+            first += rows * length
+            q, k, v, out = (_rectangle(x, index_BL) for x in (query, key, value, out_1HSD))
+            lse = _rectangle(lse_1HS[..., None], index_BL)[..., 0].contiguous()
+            grads = _backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
+            parts.append(tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads))
+        grads_SHD = [torch.cat(some).index_select(0, packing.restore_S) for some in zip(*parts, strict=True)]
+        for family in packing.families:
+            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
+            grads = _backward(
+                *(
+                    x[:, :, rest] if x is not key and x is not value else x[:, :, prompt]
+                    for x in (grad_1HSD, query, key, value)
+                ),
+                out_1HSD[:, :, rest],
+                lse_1HS[:, :, rest].contiguous(),
+                0.0,
+                False,
+                scale=ctx.scaling,
+            )
+            for whole_SHD, grad, where in zip(grads_SHD, grads, (rest, prompt, prompt), strict=True):
+                whole_SHD[where] += grad[0].transpose(0, 1)
+        return (*(grad.transpose(0, 1)[None] for grad in grads_SHD), None, None)
+
+
+def _forward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return flash attention's outputs [B, H, L, D] and log-sum-exps [B, H, L]: (query, key, value, dropout, is_causal)."""
+    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
+    return out
+
+
+def _backward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value: (grad, query, key, value, out, lse, dropout, is_causal)."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: tuple[Tensor, Tensor, Tensor] = backward(*arguments, scale=scale)
+    return grads
+
+
+def _rows(packing: Packing) -> list[Tensor]:
+    return [group.index_BL for group in packing.groups]
+
+
+def _rectangle(x: Tensor, index_BL: Tensor) -> Tensor:
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]."""
+    return x[0].index_select(1, index_BL.reshape(-1)).unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
+
+
+# ---- other devices: copies of the prompts' keys --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedGroup:
+    """Blocks of similar length after prompts of one length, as rows of a rectangle of queries and one of keys."""
+
+    prompt_length: int
+    index_BL: Tensor
+    """Flat position of each query; padding cells repeat the row's last token and are never read back."""
+    key_index_BK: Tensor
+    """Flat position of each key: the prompt's, then the queries' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredKeys:
+    """The keys that each block attends to: those of the prompt that it continues, then its own."""
+
+    index_K: Tensor
+    """Flat position of each key, block after block."""
+    cumulative_lengths: Tensor
+    """int32 [num_blocks + 1]."""
+    groups: tuple[MaskedGroup, ...]
+    """The blocks as rectangles, for kernels that take no variable lengths."""
+    restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
+
+    @staticmethod
+    def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
+        """Return the keys of blocks that begin at `starts_N`; see `Packing.of`."""
+        pieces, lengths = [], []
+        alike: dict[tuple[int, int], list[int]] = {}
+        rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
+        for number, (start, length, prompt) in enumerate(rows):
+            own = torch.arange(start, start + length)
+            prompt_length = 0 if prompt < 0 else rows[prompt][1]
+            pieces.append(own if prompt < 0 else torch.cat([rows[prompt][0] + torch.arange(prompt_length), own]))
+            lengths.append(len(pieces[-1]))
+            # Lengths within a quarter of a power of two of each other share a rectangle.
+            alike.setdefault((prompt_length, _size_class(length)), []).append(number)
+        groups, cells, offset = [], torch.empty(int(lengths_N.sum()), dtype=torch.long), 0
+        for (prompt_length, _), members in alike.items():
+            own_B, longest = lengths_N[members], int(lengths_N[members].max())
+            within_BL = torch.minimum(torch.arange(longest)[None], own_B[:, None] - 1)
+            index_BL = starts_N[members][:, None] + within_BL
+            real_BL = torch.arange(longest)[None] < own_B[:, None]
+            cells[index_BL[real_BL]] = offset + torch.arange(index_BL.numel()).view_as(index_BL)[real_BL]
+            offset += index_BL.numel()
+            prompts_BP = torch.stack([pieces[number][:prompt_length] for number in members])
+            groups.append(MaskedGroup(prompt_length, index_BL.to(device), torch.cat([prompts_BP, index_BL], 1).to(device)))
+        ends_N = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), tuple(groups), cells.to(device))
+
+    def gather(self, x_SHD: Tensor) -> Tensor:
+        """Return the keys or values of all blocks, [K, heads, head_dim]."""
+        out: Tensor = _Gather.apply(x_SHD, self.index_K, 0)
+        return out
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, scaling: float | None) -> Tensor:
+    """Return the outputs [S, heads, head_dim] of SDPA over rectangles of blocks, with a mask where they continue a prompt."""
+    outputs = []
+    for group in keys.groups:
+        q = _rectangle(query, group.index_BL)
+        k, v = (_Gather.apply(x[0], group.key_index_BK.reshape(-1), 1) for x in (key, value))
+        k, v = (x.unflatten(1, tuple(group.key_index_BK.shape)).transpose(0, 1) for x in (k, v))
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        mask = None
+        if group.prompt_length:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(group.prompt_length)
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, keys.restore_S)
+
+
+def _size_class(length: int) -> int:
+    """Return a number that grows with the length, four for each doubling."""
+    doublings = length.bit_length() - 1
+    return 4 * doublings + (4 * length >> doublings)
+
+
+class _Gather(torch.autograd.Function):
+    """Copies along an axis whose gradients are added up in float32: a prompt's keys get one share from every response."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.length = dim, x.shape[dim]
+        return x.index_select(dim, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        shape = list(grad.shape)
+        shape[ctx.dim] = ctx.length
+        precise = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(shape, dtype=precise, device=grad.device).index_add_(ctx.dim, index, grad.to(precise))
+        return total.to(grad.dtype), None, None
