@@ -262,6 +262,11 @@ def test_the_page_fits_on_a_terminal_and_says_what_matters() -> None:
         assert said in joined, said
 
 
+def test_every_text_begins_in_one_column_beside_a_label_of_any_length() -> None:
+    shown = make_plan(compose(["recipe=paradigm/iterate"]), CPU).render()
+    assert "\n  actor        1 rank, FSDP2" in shown and "\n  reward model 1 rank, FSDP2" in shown
+
+
 def test_dr_grpo_is_shown_without_the_division() -> None:
     assert "A = (R - mean(R of group)) [grpo]" in " ".join(plan_of("algorithm.norm_adv_by_std_in_grpo=false").render().split())
 
