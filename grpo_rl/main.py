@@ -8,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpo_rl
@@ -18,6 +19,7 @@ from grpo_rl.telemetry.standard_streams import make_lasting
 
 if TYPE_CHECKING:
     from grpo_rl.config.compose import Composed
+    from grpo_rl.config.schema.tree import TrainerConfig
     from grpo_rl.plan.decisions import Plan
 
 _USAGE = """\
@@ -103,10 +105,22 @@ def _run(words: list[str]) -> int:
     plan = _plan(composed)
     if trainer.dry_run:
         print(redact(plan.render()))
+        _print_pace(trainer, plan)
         return 0
     from grpo_rl.cluster.launch import run
 
     return run(composed, plan)
+
+
+def _print_pace(trainer: TrainerConfig, plan: Plan) -> None:
+    """Print what a run of this name has measured, as an estimate of the one that is planned; nothing without such a run."""
+    if trainer.experiment_name is None:
+        return
+    from grpo_rl.telemetry.report import measured_pace
+
+    pace = measured_pace(Path(trainer.default_local_dir).expanduser() / trainer.experiment_name, plan.sizes.total_steps)
+    if pace is not None:
+        print(redact(f"estimate\n  time        {pace}"))
 
 
 def _plan(composed: Composed) -> Plan:

@@ -7,6 +7,7 @@ Placement, retries, sleeping engines and deadlines live below these lines, never
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +52,10 @@ class Trained(Saved, Protocol):
 
 class Actor(Trained, Protocol):
     """The policy being trained."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: the number of batches they were trained on."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs_T` filled where something reads them, unchanged otherwise."""
@@ -107,8 +112,18 @@ class TrainedRewardModel(Trained, Protocol):
 class RolloutPool(Protocol):
     """All rollout replicas together."""
 
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engines hold."""
+
     def sync_weights(self, actor: Any) -> Metrics:
         """Bring every replica to the current weights of `actor`, one of the same cluster."""
+
+    def keep_weights(self) -> AbstractContextManager[None]:
+        """Return a context inside of which nothing is asked of the actor, because another thread works with it.
+
+        Replicas that come back serve after it.
+        """
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
         """Ask for n rollouts per prompt, while others may be on their way; return their ids, by prompt and sample.

@@ -1,13 +1,13 @@
 """Blocks of tokens that rollout processes packed, and the stretches of them that belong to single responses.
 
-What a rollout costs to move is its token ids and log-probs. They stay where the rollout process left them; what passes
+What a rollout costs to move is its token ids, its log-probs and its text. They stay where the rollout process left them; what passes
 through the controller is their number and their place. The values are read where something computes with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +25,8 @@ class TokenBlock:
     """int32: how many tokens each one was sampled from; nothing for responses without a support."""
     support_ids: np.ndarray
     """int32 [support_counts.sum()]"""
+    text: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    """uint8: the responses' texts in UTF-8, of which each has a stretch of its own length."""
 
     def read(self) -> TokenBlock:
         """Return the block, which is here already."""
@@ -38,7 +40,7 @@ class Source(Protocol):
         """Return the block, fetched if need be."""
 
 
-Column: TypeAlias = Literal["token_ids", "logprobs", "support_counts", "support_ids"]
+Column: TypeAlias = Literal["token_ids", "logprobs", "support_counts", "support_ids", "text"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,16 @@ class Stretch:
     @property
     def _place(self) -> tuple[str, int, int]:
         return self.column, self.start, self.length
+
+
+def encode_text(text: str) -> bytes:
+    """Return a text as a block contains it. A lone surrogate, which a tokenizer may produce, is kept."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode_text(place: Stretch) -> str:
+    """Return the text of a stretch of the column `text`."""
+    return np.asarray(place).tobytes().decode("utf-8", "surrogatepass")
 
 
 Array: TypeAlias = np.ndarray | Stretch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.tokens import Array, Held, Stretch
+from grpo_rl.tokens import Array, Held, Stretch, decode_text
 
 Metrics = dict[str, float]
 Versions = tuple[tuple[int, int], ...]
@@ -36,7 +36,8 @@ class _ComparesArrays:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(self) if f.compare]  # type: ignore[arg-type]
+        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
         return all(np.array_equal(a, b) if isinstance(a, np.ndarray | Stretch) else a == b for a, b in pairs)
 
 
@@ -156,7 +157,8 @@ class Rollout(_ComparesArrays):
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
     text: str = ""
-    """The response decoded without special tokens, as a reward function sees it."""
+    """The response decoded without special tokens, as a reward function sees it. With `text_at` it is read from there
+    each time, and not kept."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -170,10 +172,20 @@ class Rollout(_ComparesArrays):
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
+    text_at: Stretch | None = field(default=None, compare=False)
+    """The place of the text in a rollout process's block."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
         _as_array(self, "rollout_logprobs", np.float32)
+        if self.text_at is not None:
+            del self.text
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this for names that are not set, as the text is where it lies in a block.
+        if name == "text":
+            return decode_text(self.text_at) if self.text_at is not None else ""
+        raise AttributeError(name)
 
     @property
     def oldest_version(self) -> int | None:
@@ -260,6 +272,8 @@ class Batch:
     returns_T: Tensor | None = None
     """The targets of the critic."""
     advantages_T: Tensor | None = None
+    advantages_N: Tensor | None = None
+    """Advantages in place of `advantages_T`, where all tokens of a rollout have the same."""
     baselines_N: Tensor | None = None
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = None
@@ -341,9 +355,9 @@ class Batch:
         if self.support_counts_T is not None:
             lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
         for suffix, lengths_N in lengths.items():
-            begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K].tolist(), lengths_N[index_K].tolist()
             for name in _columns_with(suffix):
-                columns[name] = _pieces(getattr(self, name), begin_K, size_K)
+                column = getattr(self, name)
+                columns[name] = None if column is None else segments_at(column, lengths_N, index_K)
         if not self.trains_whole_responses:
             # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
             starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
@@ -378,6 +392,12 @@ class Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
+    def token_advantages(self) -> Tensor | None:
+        """Return the advantage of each trained token, whichever of the two columns it comes from."""
+        if self.advantages_N is None:
+            return self.advantages_T
+        return self.advantages_N.repeat_interleave(self.trained_lengths_N)
+
     def token_index(self, index_K: Tensor | list[int]) -> Tensor:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
         return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
@@ -399,13 +419,18 @@ def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
     return torch.repeat_interleave(starts_N, lengths_N) + within
 
 
-def _pieces(column: Tensor | None, begin_K: list[int], size_K: list[int]) -> Tensor | None:
-    """Return pieces of a column one after the other. They are copied whole: an index for every token would cost more."""
-    if column is None or not begin_K:
-        return None if column is None else column[:0]
+def segments_at(column: Tensor, lengths_N: Tensor, index_K: Tensor) -> Tensor:
+    """Return the segments `index_K` of a column that is cut into `lengths_N`, one after the other.
+
+    They are copied whole: an index for every token would cost more.
+    """
+    size_K = lengths_N[index_K]
+    if not len(index_K):
+        return column[:0]
     if column.is_meta:
-        return column.new_empty(sum(size_K), *column.shape[1:])
-    return torch.cat([column.narrow(0, begin, size) for begin, size in zip(begin_K, size_K, strict=True)])
+        return column.new_empty(int(size_K.sum()), *column.shape[1:])
+    begin_K = (lengths_N.cumsum(0) - lengths_N)[index_K]
+    return torch.cat([column.narrow(0, *piece) for piece in zip(begin_K.tolist(), size_K.tolist(), strict=True)])
 
 
 def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:

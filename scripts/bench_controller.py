@@ -7,6 +7,12 @@ tokens, rewards are random numbers, and ranks put their shares together and do n
 machine, so wall-clock times contain the work of all processes; the controller's own is its processor time, in all its
 threads. Memory is counted per response token: the largest resident size of the controller in a step beyond that before
 it, and what Ray's object store holds when the ranks are called.
+
+For the same figures of another version, such as the one before tokens stayed in the store, take its files and this
+script, which runs on them as it is:
+
+    git worktree add ../before '3c3db07^'
+    PYTHONPATH=../before python scripts/bench_controller.py --rollouts 2048 --tokens 1024 --ranks 8
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 STORE_BYTES = 6 * 2**30
+START_S = 500.0
 
 
 class Replica:
@@ -146,6 +153,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once")
     parser.add_argument("--chars-per-token", type=float, default=4.0, help="text that a response has for rewards")
+    parser.add_argument(
+        "--log", choices=("none", "jsonl", "jsonl.zst"), default="none", help="write all rollouts, beside the steps"
+    )
     parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
     parser.add_argument("--steps", type=int, default=3, help="measured ones, after one that warms everything up")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="functions of the controller to list")
@@ -159,12 +169,14 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     import ray
     from ray._private.internal_api import node_stats
 
+    from grpo_rl.cluster.processes.forks import modules_for
     from grpo_rl.cluster.session import ray_session as session
     from grpo_rl.config.schema.tree import RayInitConfig
 
     session.OBJECT_STORE_BYTES = STORE_BYTES
     with ExitStack() as stack:
-        stack.enter_context(session.ray_session(RayInitConfig(), 2))
+        # Workers are copies of one process, as a run's are: 64 ranks share what they import.
+        stack.enter_context(session.ray_session(RayInitConfig(), 2, copied=modules_for("")))
         node = ray.nodes()[0]
         place = node["NodeManagerAddress"], node["NodeManagerPort"]
 
@@ -175,6 +187,7 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
         clocks: list[Clock] = []
         peaks: list[int] = []
         profile = cProfile.Profile()
+        gc.freeze()  # as a run does once everything is imported
         for number in range(options.steps + 1):
             clock = Clock(store_bytes)
             schedule.context.progress.on_phase = clock
@@ -206,7 +219,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
     from grpo_rl.cluster.roles.weight_sync import Transfer
     from grpo_rl.config.derived import MicroBatchRule
-    from grpo_rl.config.schema.tree import Config
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.trainer.schedule import Context, Roles
     from grpo_rl.trainer.sync import SyncSchedule
 
@@ -217,20 +231,14 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
             role, [slots[rank % 2] for rank in range(size)], log_dir=folder, environment={}, call_timeout_s=600.0
         )
         stack.callback(made.shutdown)
-        made.where(120.0)
-        wait_all(made.workers, made.start_build(factory, [arguments] * size), 120.0, f"start {role}")
+        made.where(START_S)
+        wait_all(made.workers, made.start_build(factory, [arguments] * size), START_S, f"start {role}")
         return made
 
     ranks = started("actor", options.ranks, PretendedRank, ())
     replicas = started("rollout", options.replicas, Replica, (options.chars_per_token, options.reply))
-    num_prompts = options.rollouts // options.group
-    config = Config()
-    parts = config.actor_rollout_ref
-    actor = replace(parts.actor, ppo_mini_batch_size=num_prompts // options.mini_batches, use_kl_loss=False)
-    parts = replace(parts, actor=actor, rollout=replace(parts.rollout, n=options.group))
-    data = replace(config.data, train_batch_size=num_prompts, max_response_length=options.tokens)
-    trainer = replace(config.trainer, save_rollouts=False)
-    config = replace(config, actor_rollout_ref=parts, data=data, trainer=trainer)
+    config, num_prompts = configuration(options), options.rollouts // options.group
+    actor = config.actor_rollout_ref.actor
     rule = MicroBatchRule(2 * (options.tokens + options.prompt_tokens), None)
     role = ActorRole(
         ranks,
@@ -243,9 +251,26 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
     pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
-    output: Any = SimpleNamespace(console=SimpleNamespace(warn=print))  # nothing else is written
+    log = None
+    if options.log != "none":
+        log = RolloutLog(RunDir.create(folder, "bench"), options.log, beside=True)
+        stack.callback(log.close)
+    output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
     roles = Roles(actor=role, rollout=pool, rewarder=Rewarder())
     return SyncSchedule(Context(config, roles, train, None, output, options.steps + 1))
+
+
+def configuration(options: argparse.Namespace) -> Any:
+    """Return the configuration of a run with these sizes."""
+    from grpo_rl.config.schema.tree import Config
+
+    num_prompts, config = options.rollouts // options.group, Config()
+    parts = config.actor_rollout_ref
+    actor = replace(parts.actor, ppo_mini_batch_size=num_prompts // options.mini_batches, use_kl_loss=False)
+    parts = replace(parts, actor=actor, rollout=replace(parts.rollout, n=options.group))
+    data = replace(config.data, train_batch_size=num_prompts, max_response_length=options.tokens)
+    trainer = replace(config.trainer, save_rollouts=options.log != "none")
+    return replace(config, actor_rollout_ref=parts, data=data, trainer=trainer)
 
 
 def reset_peak() -> int:

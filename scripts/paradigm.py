@@ -1,20 +1,25 @@
 """Compare the methods of the paradigm from one common start: figures 5 and 6 of DeepSeekMath (arXiv 2402.03300), on two cores.
 
     .venv/bin/python scripts/paradigm.py                        # all methods, seeds 1 2 3
-    .venv/bin/python scripts/paradigm.py --only rft grpo --seeds 1
-    .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the pictures of runs that are there
+    .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
+    .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
+    .venv/bin/python scripts/paradigm.py --draw --publish       # the same into docs/paradigm.md and docs/paradigm.png
 
-The embedded model learns sums with carries (`TASK`) from demonstrations of which half forget to carry: that is the start. Every
-method then trains from it on the same problems, with the same number of rollouts in each step. Process rewards are exact: one
-for each digit. Accuracy is that of greedy answers to held-out problems, judged by the rule, whatever rewarded the training.
+The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
+Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
+each step, RFT and DPO before the first one, all of what is kept of them about once. Process rewards are exact, one for each digit.
+The reward model of the last two methods begins as the start and learns from pairs of the start's own responses, labelled by the
+rule; one stays as it is, the other learns on in every iteration. Accuracy is that of greedy answers to held-out problems, judged
+by the rule, whatever rewarded the training.
 
-A run that is complete in the folder is not done again. `table.md`, `accuracy.png` (like figure 5) and `reward_model.png` (like
-figure 6) are written there.
+A run that is complete in the folder is not done again, so a command that was interrupted goes on. `table.md` and `paradigm.png`
+(figure 5 on the left, figure 6 on the right) are written there.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from grpo_rl.config.derived import policy_steps
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -30,22 +36,45 @@ from grpo_rl.telemetry.plots.curves import style
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"
+HELD_OUT = f"{TASK}&split=val&num_rows=512"
 ACCURACY = "val/arithmetic/mean@1"
 PROMPTS, RESPONSES, STEPS, TEST_EVERY = 32, 8, 40, 5
 ROLLOUTS = PROMPTS * RESPONSES
-"""Rollouts in each training step, of every method."""
-ITERATION, REWARD_MODEL_STEPS = 5, 10
-"""Steps of the policy and of the reward model in one iteration."""
+"""Rollouts that a method samples for each of its steps."""
+KEPT_RESPONSES, KEPT_PAIRS = 64, 24
+"""Rows in a batch of RFT and DPO: about as many of `ROLLOUTS` of the start are right, and of `PROMPTS` groups make a pair."""
+NUM_PAIRED_PROMPTS, NUM_HELD_OUT_PAIRS = 4096, 256
+"""Prompts whose responses the reward model learns from, and the pairs of them that it is measured on."""
+MODEL_STEPS, POLICY_STEPS = 25, 10
+"""Steps of the reward model and of the policy in one iteration."""
 
 START = (
     "recipe=paradigm/sft",
-    f"data.train_files={TASK}&forgotten_carries=0.5",
+    f"data.train_files={TASK}&forgotten_carries=0.8",
     "data.response_key=extra_info.demonstration",
     "data.val_files=[]",
-    f"data.val_prompt_files={TASK}&split=val&num_rows=256",
+    f"data.val_prompt_files={HELD_OUT}",
     f"{A}.optim.lr=2e-3",
     "trainer.total_training_steps=150",
     "trainer.test_freq=-1",
+    "trainer.logger=[console]",
+)
+PAIRS = (
+    "recipe=paradigm/dpo",
+    f"data.train_files={TASK}&split=train&num_rows={NUM_PAIRED_PROMPTS}",
+    "data.val_prompt_files=[]",
+    # The collected file is what is wanted of this run.
+    "trainer.total_training_steps=1",
+    "trainer.test_freq=-1",
+    "trainer.export_at_end=false",
+    "trainer.logger=[console]",
+)
+REWARD_MODEL = (
+    "recipe=paradigm/reward_model",
+    "data.chosen_key=chosen",
+    "data.rejected_key=rejected",
+    "trainer.total_training_steps=250",
+    "trainer.test_freq=50",
     "trainer.logger=[console]",
 )
 ALL = (
@@ -55,19 +84,26 @@ ALL = (
     "trainer.logger=[console]",
 )
 FROM_FIXED = (
-    f"data.train_files={TASK}&split=train&num_rows=2048",
-    f"data.val_prompt_files={TASK}&split=val&num_rows=256",
+    f"data.train_files={TASK}&split=train&num_rows={PROMPTS * STEPS}",
+    f"data.val_prompt_files={HELD_OUT}",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.test_freq={TEST_EVERY}",
 )
 SAMPLING = (
     f"data.train_files={TASK}&split=train",
-    f"data.val_files={TASK}&split=val&num_rows=256",
+    f"data.val_files={HELD_OUT}",
     f"data.train_batch_size={PROMPTS}",
     f"{A}.ppo_mini_batch_size={PROMPTS}",
     "trainer.save_rollouts=false",
 )
 ONLINE = (*SAMPLING, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}")
+AGAINST_A_MODEL = (
+    "recipe=paradigm/iterate",
+    *SAMPLING,
+    f"{A}.kl_loss_coef=0.05",
+    # Two wrong answers differ little in score: divided by the spread of their own group they would weigh like a right and a wrong one.
+    "algorithm.adv_options={std: batch}",
+)
 
 
 @dataclass(frozen=True)
@@ -80,33 +116,39 @@ class Method:
     lr: str = "5e-4"
     iteration: tuple[int, int] = (0, STEPS)
     """Steps of the reward model and of the policy in one iteration."""
+    against_a_model: bool = False
+    """Trained on the score of a reward model."""
 
 
-def iterated(name: str, label: str, reward_model_steps: int, policy_steps: int) -> Method:
-    """Return a method that trains against a reward model, which learns from the policy's samples as each iteration begins."""
-    cycle = reward_model_steps + policy_steps
-    total = STEPS // policy_steps * cycle
-    words = (
-        *("recipe=paradigm/iterate", *SAMPLING, f"trainer.total_training_steps={total}"),
-        f"trainer.test_freq={cycle if policy_steps < STEPS else TEST_EVERY}",
-        f"trainer.iterate.reward_model_steps={reward_model_steps}",
-        f"trainer.iterate.steps_per_iteration={policy_steps}",
-    )
-    return Method(name, label, words, iteration=(reward_model_steps, policy_steps))
-
-
-METHODS = (
-    Method("rft", "RFT", ("recipe=paradigm/rft", *FROM_FIXED, f"data.train_batch_size={ROLLOUTS}")),
-    Method("online_rft", "online RFT", ("recipe=paradigm/online_rft", *ONLINE)),
-    Method("dpo", "DPO", ("recipe=paradigm/dpo", *FROM_FIXED, f"data.train_batch_size={ROLLOUTS // 2}"), lr="2e-4"),
-    Method("online_dpo", "online DPO", ("recipe=paradigm/online_dpo", *ONLINE), lr="3e-4"),
-    Method("ppo", "PPO", ("recipe=paradigm/ppo", *ONLINE)),
-    Method("grpo_os", "GRPO+OS", ("recipe=paradigm/grpo", *ONLINE)),
-    Method("grpo_ps", "GRPO+PS", ("recipe=paradigm/grpo_process", *ONLINE)),
-    iterated("fixed", "GRPO, fixed reward model", REWARD_MODEL_STEPS * STEPS // ITERATION, STEPS),
-    iterated("iterate", "iterative GRPO", REWARD_MODEL_STEPS, ITERATION),
+RFT = (
+    *("recipe=paradigm/rft", *FROM_FIXED, f"data.train_batch_size={KEPT_RESPONSES}"),
+    # As in the formula: every right response counts, however often it was sampled.
+    "algorithm.rejection.deduplicate=false",
 )
-AGAINST_A_MODEL = ("fixed", "iterate")
+FIXED = (
+    *(*AGAINST_A_MODEL, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}"),
+    *("trainer.iterate.reward_model_steps=0", f"trainer.iterate.steps_per_iteration={STEPS}", "~reward.reward_model.train"),
+)
+CYCLE = MODEL_STEPS + POLICY_STEPS
+ITERATED = (
+    *(*AGAINST_A_MODEL, f"trainer.total_training_steps={STEPS // POLICY_STEPS * CYCLE}", f"trainer.test_freq={CYCLE}"),
+    *(f"trainer.iterate.reward_model_steps={MODEL_STEPS}", f"trainer.iterate.steps_per_iteration={POLICY_STEPS}"),
+    "reward.reward_model.train.optim.lr=5e-4",
+)
+METHODS = (
+    Method("rft", "RFT", RFT),
+    Method("online_rft", "online RFT", ("recipe=paradigm/online_rft", *ONLINE)),
+    Method("grpo_os", "GRPO+OS", ("recipe=paradigm/grpo", *ONLINE)),
+    Method("fixed", "GRPO, fixed reward model", FIXED, lr="3e-4", against_a_model=True),
+    Method("iterate", "iterative GRPO", ITERATED, lr="3e-4", iteration=(MODEL_STEPS, POLICY_STEPS), against_a_model=True),
+    Method("grpo_ps", "GRPO+PS", ("recipe=paradigm/grpo_process", *ONLINE)),
+    Method("ppo", "PPO", ("recipe=paradigm/ppo", *ONLINE)),
+    Method("dpo", "DPO", ("recipe=paradigm/dpo", *FROM_FIXED, f"data.train_batch_size={KEPT_PAIRS}"), lr="2e-4"),
+    Method("online_dpo", "online DPO", ("recipe=paradigm/online_dpo", *ONLINE), lr="3e-4"),
+)
+ORDERS = (("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed"))
+"""The orders that the paper finds: the first method of each pair ends above the second."""
+MARKS = ("<!-- measured by scripts/paradigm.py -->", "<!-- end of what was measured -->")
 
 
 def main() -> int:
@@ -116,33 +158,64 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/paradigm"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="train nothing; draw what is there")
+    parser.add_argument("--publish", action="store_true", help="write table and picture into docs, too")
     arguments = parser.parse_args()
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
-    started = time.perf_counter()
     if not arguments.draw:
-        start = train(arguments.out, "start", list(START)) / "model"
-        jobs = [(method, seed) for seed in arguments.seeds for method in methods]
-        with ThreadPoolExecutor(arguments.side_by_side) as pool:
-            list(pool.map(lambda job: train(arguments.out, f"{job[0].name}_{job[1]}", words_of(*job, start)), jobs))
-        print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
-    curves = {
-        method: [curve(arguments.out / f"{method.name}_{seed}", method) for seed in arguments.seeds] for method in METHODS
+        train_all(methods, arguments.seeds, arguments.out, arguments.side_by_side)
+    found = {
+        method: {seed: points for seed in arguments.seeds if (points := curve(arguments.out / f"{method.name}_{seed}", method))}
+        for method in METHODS
     }
-    found = {method: [points for points in seeds if points] for method, seeds in curves.items() if any(seeds)}
-    table = "\n".join(table_of(found))
-    (arguments.out / "table.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
-    draw({method: found[method] for method in found if method.name not in AGAINST_A_MODEL}, arguments.out / "accuracy.png")
-    against = {method: found[method] for method in found if method.name in (*AGAINST_A_MODEL, "grpo_os")}
-    draw(against, arguments.out / "reward_model.png")
+    found = {method: seeds for method, seeds in found.items() if seeds}
+    text = "\n".join([*table_of(found), "", *orders(found), *reward_model_quality(arguments.out)])
+    (arguments.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    draw(found, arguments.out / "paradigm.png")
+    if arguments.publish:
+        publish(text, arguments.out / "paradigm.png", Path(__file__).parents[1] / "docs" / "paradigm.md")
     return 0
 
 
-def words_of(method: Method, seed: int, start: Path) -> list[str]:
+def publish(text: str, picture: Path, page: Path) -> None:
+    """Put the text and the picture in the place of those that the page has, between its two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, mark, after = rest.partition(MARKS[1])
+    if not mark:
+        sys.exit(f"{page}: there is no {MARKS[0]} ... {MARKS[1]}")
+    copied = page.with_suffix(".png")
+    shutil.copyfile(picture, copied)
+    shown = f"![accuracy against training step, of every method]({copied.name})"
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{shown}\n\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_by_side: int) -> None:
+    """Train the start, what the methods need, and every method with every seed; what is complete is left as it is."""
+    started = time.perf_counter()
+    start = train(out, "start", START) / "model"
+    scorer = reward_model(out, start) if any(method.against_a_model for method in methods) else None
+    jobs = [(method, seed) for method in methods for seed in seeds]
+    with ThreadPoolExecutor(side_by_side) as pool:
+        list(pool.map(lambda job: train(out, f"{job[0].name}_{job[1]}", words_of(*job, start, scorer)), jobs))
+    print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
+
+
+def reward_model(out: Path, start: Path) -> Path:
+    """Return the folder of the reward model, which learns from pairs of the start's own responses."""
+    begin_as = f"actor_rollout_ref.model.path={start}"
+    lines = (train(out, "pairs", [*PAIRS, begin_as]) / "collected" / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
+    files = [out / "pairs" / name for name in ("learnt.jsonl", "held_out.jsonl")]
+    for file, part in zip(files, (lines[:-NUM_HELD_OUT_PAIRS], lines[-NUM_HELD_OUT_PAIRS:]), strict=True):
+        file.write_text("".join(part), encoding="utf-8")
+    data = [f"data.train_files={files[0]}", f"data.val_files={files[1]}", f"reward.reward_model.model_path={start}"]
+    return train(out, "reward_model", [*REWARD_MODEL, *data]) / "reward_model"
+
+
+def words_of(method: Method, seed: int, start: Path, scorer: Path | None) -> list[str]:
     """Return the command's words for one run of a method."""
     seeds = [f"{key}={seed}" for key in ("trainer.seed", "data.seed", f"{R}.seed")]
-    scorer = [f"reward.reward_model.model_path={start}"] if method.name in AGAINST_A_MODEL else []
-    models = [f"actor_rollout_ref.model.path={start}", *scorer]
+    models = [f"actor_rollout_ref.model.path={start}"]
+    models += [f"reward.reward_model.model_path={scorer}"] if method.against_a_model else []
     return [*method.words, *ALL, *models, f"{A}.optim.lr={method.lr}", "trainer.export_at_end=false", *seeds]
 
 
@@ -153,74 +226,119 @@ def train(out: Path, name: str, words: Sequence[str]) -> Path:
         return folder
     command = [sys.executable, "-m", "grpo_rl.main", *words]
     command += [f"trainer.default_local_dir={out}", f"trainer.experiment_name={name}"]
+    began = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         sys.exit(f"{name}: exit code {done.returncode}\n{' '.join(command)}\n{done.stdout[-3000:]}")
     points = curve(folder, METHODS[0])
-    print(f"{name:<16} accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}" if points else f"{name:<16} done", flush=True)
+    end = f"accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}" if points else "done"
+    print(f"{name:<16} {end}, {time.perf_counter() - began:.0f} s", flush=True)
     return folder
 
 
 Points = list[tuple[int, float]]
+Curves = dict[Method, dict[int, Points]]
+"""The curve of each method and seed."""
 
 
 def curve(folder: Path, method: Method) -> Points:
-    """Return the policy's steps and the accuracy at each validation of a run; nothing where the run is not there.
+    """Return the policy's steps and the accuracy at each validation of a run; nothing where the run is not complete.
 
     Of several validations after the same number of the policy's steps, the last one counts.
     """
-    file = folder / "metrics.jsonl"
-    records = read_metrics(file) if file.is_file() else []
+    if not (folder / "report.txt").is_file():
+        return []
+    records = read_metrics(folder / "metrics.jsonl")
     found = {policy_steps(int(record["step"]), *method.iteration): record[ACCURACY] for record in records if ACCURACY in record}
     return sorted(found.items())
 
 
-def table_of(curves: dict[Method, list[Points]]) -> list[str]:
-    """Return the table: mean and standard deviation over the seeds before, half-way and at the end."""
-    lines = ["| method | seeds | before | half-way | end | gain | spread of the gain |", "|---|---|---|---|---|---|---|"]
-    for method, seeds in curves.items():
-        before, half, end = ([points[index(points)][1] for points in seeds] for index in (first, middle, last))
-        gains = [after - earlier for earlier, after in zip(before, end, strict=True)]
-        spread = f"{stdev(gains):.3f}" if len(gains) > 1 else "-"
-        figures = " | ".join(f"{fmean(values):.3f}" for values in (before, half, end, gains))
-        lines.append(f"| {method.label} | {len(seeds)} | {figures} | {spread} |")
+def table_of(curves: Curves) -> list[str]:
+    """Return the table: means over the seeds before, half-way and at the end, and the spread (standard deviation) at the end."""
+    lines = [
+        "| method | seeds | before | half-way | end | spread of the end | gain / spread |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, seeds in sorted(curves.items(), key=lambda item: -fmean(points[-1][1] for points in item[1].values())):
+        columns = [[points[place][1] for points in seeds.values()] for place in (0, len(next(iter(seeds.values()))) // 2, -1)]
+        figures = " | ".join(f"{fmean(values):.3f}" for values in columns)
+        spread = stdev(columns[-1]) if len(seeds) > 1 else None
+        gain = fmean(columns[-1]) - fmean(columns[0])
+        compared = "- | -" if not spread else f"{spread:.3f} | {gain / spread:.1f}"
+        lines.append(f"| {method.label} | {len(seeds)} | {figures} | {compared} |")
     return lines
 
 
-def first(points: Points) -> int:
-    return 0
+def orders(curves: Curves) -> list[str]:
+    """Return an item for each order that the paper finds: how far apart the two methods end, and whether every seed has it."""
+    named = {method.name: (method.label, seeds) for method, seeds in curves.items()}
+    lines = []
+    for above, below in ORDERS:
+        if above not in named or below not in named:
+            continue
+        (label, first), (other, second) = named[above], named[below]
+        gaps = [first[seed][-1][1] - second[seed][-1][1] for seed in first if seed in second]
+        if gaps:
+            found = "not in one" if max(gaps) <= 0 else "in every one" if min(gaps) > 0 else "not in every one"
+            each = ", ".join(f"{gap:+.3f}" for gap in gaps)
+            lines.append(f"- {label} above {other}: {fmean(gaps):+.3f} on average, {found} of the seeds ({each}).")
+    return lines
 
 
-def middle(points: Points) -> int:
-    return len(points) // 2
+def reward_model_quality(out: Path) -> list[str]:
+    """Return an item with the accuracy of the common reward model on held-out pairs; nothing where there is none."""
+    file = out / "reward_model" / "metrics.jsonl"
+    values = [record["val/accuracy"] for record in read_metrics(file) if "val/accuracy" in record] if file.is_file() else []
+    return [f"- The reward model puts {value:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs in order." for value in values[-1:]]
 
 
-def last(points: Points) -> int:
-    return -1
+COLOURS = {
+    "rft": "#7b8794",
+    "online_rft": "#0b7285",
+    "grpo_os": "#2563eb",
+    "grpo_ps": "#862e9c",
+    "ppo": "#d97706",
+    "dpo": "#c9a227",
+    "online_dpo": "#c2255c",
+    "fixed": "#7b8794",
+    "iterate": "#2b8a3e",
+}
 
 
-COLOURS = ("#7b8794", "#0b7285", "#c2255c", "#2b8a3e", "#862e9c", "#d97706", "#2563eb")
-
-
-def draw(curves: dict[Method, list[Points]], path: Path) -> None:
-    """Draw accuracy against rollouts: the mean over the seeds as a line, the lowest and highest as a band."""
+def draw(curves: Curves, path: Path) -> None:
+    """Draw accuracy against steps: rewards of the rule on the left, of a reward model on the right."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with rc_context(style()):
-        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for (method, seeds), colour in zip(curves.items(), COLOURS, strict=False):
-            steps = [step for step, _ in seeds[0]]
-            values = [[dict(points)[step] for points in seeds if step in dict(points)] for step in steps]
-            axes.plot(steps, [fmean(column) for column in values], color=colour, label=method.label)
-            axes.fill_between(steps, [min(c) for c in values], [max(c) for c in values], color=colour, alpha=0.12, linewidth=0)
-        axes.set_xlabel(f"training step of the policy, {ROLLOUTS} rollouts each")
-        axes.set_ylabel("greedy accuracy on held-out problems")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for axes, title, against_a_model in (
+            (left, "rewarded by the rule", False),
+            (right, "rewarded by a reward model", True),
+        ):
+            draw_panel(axes, {m: seeds for m, seeds in curves.items() if m.against_a_model == against_a_model})
+            axes.set_title(title)
+            axes.set_xlabel(f"training step of the policy, {ROLLOUTS} rollouts each")
+        left.set_ylabel("greedy accuracy on held-out problems")
+        figure.savefig(path, dpi=100)
+
+
+def draw_panel(axes: Any, curves: Curves) -> None:
+    """Draw the mean over the seeds as a line, the lowest and the highest as a band."""
+    for method, seeds in curves.items():
+        colour, columns = COLOURS[method.name], {}
+        for points in seeds.values():
+            for step, value in points:
+                columns.setdefault(step, []).append(value)
+        steps = sorted(columns)
+        axes.plot(steps, [fmean(columns[step]) for step in steps], color=colour, label=method.label)
+        lowest, highest = ([choose(columns[step]) for step in steps] for choose in (min, max))
+        axes.fill_between(steps, lowest, highest, color=colour, alpha=0.12, linewidth=0)
+    if curves:
         axes.legend(frameon=False)
-        figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

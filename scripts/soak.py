@@ -8,6 +8,11 @@ soak_faults.py). The driver is started again by the same command whenever it end
 are over. It takes about twice as long: the undisturbed training of the same steps comes after. Exit code 1 when a bar is missed: committed steps lost 0, the same
 SHA-256 of weights and optimizer and the same metrics, nothing left behind, no end of the driver that was not asked for,
 effective time >= 70 % of the wall clock.
+
+    python scripts/soak.py --minutes 15 --schedule async
+
+Where responses are sampled while others are trained, what is sampled after a failure is sampled by other weights. Then there is
+no undisturbed training to compare with; instead every prompt has to be trained exactly once, by weights within the bound.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
 
 BATCH_SIZE, SAMPLES, SAVE_FREQ = 8, 4, 2
 CALIBRATION_STEPS = 8
+STALENESS = {"sync": 0, "one_step_off": 1, "async": 2}
+"""The schedules that can be tried, and the most versions by which a token may be older than the weights that it trains."""
 EFFECTIVE_BAR = 0.70
 LOOK_S = 0.2
 FUTILE_STARTS = 5
@@ -45,7 +52,7 @@ ASIDE = re.compile(r"resumed from \S+ at step (\d+)")
 BACK = re.compile(r"recovery: (\w+?)\d* is back after ([\d.]+) s")
 
 
-def words(model: Path, steps: int, ranks: int, last: int | None = None) -> list[str]:
+def words(model: Path, steps: int, ranks: int, schedule: str = "sync", last: int | None = None) -> list[str]:
     """The command's words: for a training of so many steps, or one of them that ends at step `last`."""
     policy = "actor_rollout_ref"
     return [
@@ -74,6 +81,8 @@ def words(model: Path, steps: int, ranks: int, last: int | None = None) -> list[
         "trainer.max_restarts=100000",
         "trainer.grace_s=60",
         "trainer.export_at_end=false",
+        f"trainer.schedule={schedule}",
+        *([f"trainer.asynchronous.max_staleness={STALENESS[schedule]}"] if schedule == "async" else []),
     ]
 
 
@@ -134,7 +143,9 @@ class Soak:
         if code == 0:
             return True
         if code == 75 and self._asked == THE_END:
-            self.steps = max(soak_faults.intact(self.training.path / "checkpoints"))
+            committed = soak_faults.intact(self.training.path / "checkpoints")
+            assert committed, "no step was committed in this time: more --minutes, a larger --rate, or a quieter machine"
+            self.steps = max(committed)
             return True
         self._died = time.monotonic()
         if code != (75 if self._asked == "SIGTERM driver" else -9) or self._asked is None:
@@ -241,6 +252,15 @@ def recoveries(run: Path) -> dict[str, list[float]]:
     return found
 
 
+def ledger(run: Path, steps: int, schedule: str) -> str:
+    """Return what is wrong with the prompts that were trained: one is missing, comes twice, or was sampled too long ago."""
+    try:
+        oracles.assert_each_sample_once(run, steps, BATCH_SIZE, SAMPLES, STALENESS[schedule])
+    except (AssertionError, OSError) as error:
+        return str(error) or "a prompt comes twice"
+    return ""
+
+
 def learnt(run: Path) -> list[str]:
     """The metrics that both trainings must have; reports of failed saves are in one of them alone."""
     rows = [json.loads(line) for line in oracles.learnt(run)]
@@ -255,15 +275,26 @@ def spread(seconds: list[float]) -> str:
     return f"p50 {at[0]:.1f} s, p99 {at[1]:.1f} s ({len(ordered)})"
 
 
-def report(soak: Soak, undisturbed: Training, undisturbed_s: float) -> bool:
-    """Print what happened; whether every bar was met."""
+def compared(soak: Soak, undisturbed: Training, undisturbed_s: float) -> list[tuple[str, str, bool | None]]:
+    """Return the rows that compare the training with the undisturbed one."""
     run, steps = soak.training.path, soak.steps
     hashes = [oracles.state_hash(one, steps) for one in (run, undisturbed.path)]
     same_metrics = learnt(run) == learnt(undisturbed.path)
+    share = effective_s(undisturbed.path) / soak.wall_s
+    return [
+        ("final hash", f"{hashes[0][:16]}, undisturbed {hashes[1][:16]}", hashes[0] == hashes[1]),
+        ("metrics.jsonl", "equal" if same_metrics else "DIFFERENT", same_metrics),
+        ("the same steps undisturbed", f"{undisturbed_s:.0f} s, {share:.0%} of the wall clock", None),
+    ]
+
+
+def report(soak: Soak, trained: list[tuple[str, str, bool | None]]) -> bool:
+    """Print what happened, with the rows about what was `trained`; whether every bar was met."""
+    run, steps = soak.training.path, soak.steps
     effective = effective_s(run) / soak.wall_s
     left = max(soak.left_s, default=0.0)
     total = sum(soak.faults.values())
-    rows = [("wall clock", f"{soak.wall_s:.0f} s for {steps} steps; undisturbed {undisturbed_s:.0f} s", None)]
+    rows = [("wall clock", f"{soak.wall_s:.0f} s for {steps} steps", None)]
     rows += [("first start", f"{soak.to_first_step[0]:.1f} s", None)]
     rows += [("faults", f"{total}, one every {soak.wall_s / max(1, total):.1f} s", None)]
     rows += [(f"  {kind}", str(number), None) for kind, number in sorted(soak.faults.items())]
@@ -273,10 +304,8 @@ def report(soak: Soak, undisturbed: Training, undisturbed_s: float) -> bool:
         ("processes gone after", f"{left:.1f} s at most", left <= oracles.ORPHANS_S),
         ("committed steps lost", str(soak.lost), soak.lost == 0),
         ("ends not asked for", "; ".join(soak.unasked) or "none", not soak.unasked),
-        ("final hash", f"{hashes[0][:16]}, undisturbed {hashes[1][:16]}", hashes[0] == hashes[1]),
-        ("metrics.jsonl", "equal" if same_metrics else "DIFFERENT", same_metrics),
+        *trained,
         ("effective time", f"{effective:.0%} (bar {EFFECTIVE_BAR:.0%})", effective >= EFFECTIVE_BAR),
-        ("the same steps undisturbed", f"{effective_s(undisturbed.path) / soak.wall_s:.0%} of the wall clock", None),
         ("load of the machine", f"{statistics.mean(soak.loads):.1f} on {os.cpu_count()} cores", None),
     ]
     print()
@@ -293,9 +322,9 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def seconds_per_step(folder: Path, model: Path, ranks: int) -> float:
+def seconds_per_step(folder: Path, model: Path, ranks: int, schedule: str) -> float:
     """Return the seconds per step of a short undisturbed training."""
-    short = Training(folder, "calibration", words(model, CALIBRATION_STEPS, ranks)).start()
+    short = Training(folder, "calibration", words(model, CALIBRATION_STEPS, ranks, schedule)).start()
     assert short.wait(600) == 0, short.describe()
     times = [float(row["timing_s/step"]) for row in read_metrics(short.path / "metrics.jsonl")]
     return statistics.median(times[2:])
@@ -309,6 +338,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="actor ranks (default 1)")
     parser.add_argument("--steps", type=int, help="so many steps, instead of minutes")
     parser.add_argument("--nan-step", type=int, help="a gradient of this step is not finite, in both trainings")
+    parser.add_argument("--schedule", choices=STALENESS, default="sync", help="trainer.schedule (default sync)")
     parser.add_argument("--folder", type=Path, help="where both runs are kept (default: a temporary folder)")
     given = parser.parse_args()
     # A SIGTERM to this script ends the training with it.
@@ -319,23 +349,26 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     model = builtin.build("builtin:arithmetic", folder / "random")
     say(f"everything is kept in {folder}")
-    seconds = seconds_per_step(folder, model, given.ranks)
+    seconds = seconds_per_step(folder, model, given.ranks, given.schedule)
     # More than there is time for: the learning rate is constant, so a training that is stopped earlier is the same until there.
     steps = given.steps or max(CALIBRATION_STEPS, int(2 * given.minutes * 60 / seconds))
     say(f"a step takes {seconds:.2f} s")
     always = f"actor.update.loss:nan@step={given.nan_step}" if given.nan_step else ""
-    disturbed = Training(folder, "disturbed", words(model, steps, given.ranks))
+    disturbed = Training(folder, "disturbed", words(model, steps, given.ranks, given.schedule))
     soak = Soak(
         disturbed, soak_faults.Source(given.seed, given.ranks, SAVE_FREQ, given.rate / seconds), steps, given.rate, always
     )
     undisturbed = Training(folder, "undisturbed", [], always)
     try:
         soak.run(None if given.steps else given.minutes * 60, longest_s=max(600.0, given.minutes * 60 * 4))
+        if given.schedule != "sync":
+            wrong = ledger(disturbed.path, soak.steps, given.schedule)
+            return 0 if report(soak, [("prompts trained once, in time", wrong or "all", not wrong)]) else 1
         undisturbed.words = words(model, steps, given.ranks, last=soak.steps)
         say(f"the undisturbed training of {soak.steps} steps")
         began = time.monotonic()
         assert undisturbed.start().wait(max(600.0, given.minutes * 60 * 4)) == 0, undisturbed.describe()
-        return 0 if report(soak, undisturbed, time.monotonic() - began) else 1
+        return 0 if report(soak, compared(soak, undisturbed, time.monotonic() - began)) else 1
     finally:
         for training in (disturbed, undisturbed):
             if training.process is not None and training.process.poll() is None:

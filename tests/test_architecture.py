@@ -42,6 +42,8 @@ FLOORS = {
     "cluster": 3,
     "plan": 3,
     "main": 4,
+    "commands": 4,
+    "__main__": 5,
 }
 NEIGHBOURS = {
     # A rollout holds arrays, or their places in a block of tokens.
@@ -72,6 +74,7 @@ NAMED_TWICE = {
     "algorithm": "the keys of `algorithm.*`, and the plan's part about them",
     "critic": "the keys of `critic.*`, and the worker",
     "contract": "what an estimator, and what a policy loss, takes and returns",
+    "__main__": "all commands, and the preparation of data alone",
     "registered": "all estimators, and all policy losses",
 }
 LIBRARIES = {
@@ -213,7 +216,8 @@ FROM_MAIN_TO_LOSS = [
     ("trainer/run.py", "fit", "_fit"),
     ("trainer/run.py", "_fit", "_whole_step"),
     ("trainer/run.py", "_whole_step", "step"),
-    ("trainer/sync.py", "step", "_update"),
+    ("trainer/sync.py", "step", "train"),
+    ("trainer/sync.py", "train", "_update"),
     ("trainer/sync.py", "_update", "update"),
     ("cluster/roles/actor_role.py", "update", "update"),  # named in the call of all ranks
     ("workers/trained_rank.py", "update", "_optimizer_step"),
@@ -339,6 +343,10 @@ ENDLESS_WAITS = {
         "_exactly",
     ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
+    (
+        "telemetry/rollouts/rollout_log.py",
+        "_work",
+    ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
     ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""

@@ -111,7 +111,7 @@ class RolloutCorrection:
         threshold = config.rollout_is_threshold
         if config.rollout_is is not None and threshold is None:
             threshold = None if {"token": "token_k1", "sequence": "seq_sum_k1"}[config.rollout_is] in modes else 2.0
-        return cls(config.rollout_is, threshold, config.rollout_is_batch_normalize, tuple(rejections), config.bypass_mode)
+        return cls(config.rollout_is, threshold, config.rollout_is_batch_normalize, tuple(rejections), bool(config.bypass_mode))
 
     @property
     def active(self) -> bool:

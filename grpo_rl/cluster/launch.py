@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.standard_streams import write_now
@@ -32,6 +33,8 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.rewards.runtime.runner import RewardRunner
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
@@ -110,7 +113,6 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.start_roles import Cluster, start_roles
         from grpo_rl.telemetry.metrics.sinks import Sinks
-        from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
         from grpo_rl.trainer.run import Run
         from grpo_rl.trainer.schedule import Context, Output
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
@@ -133,13 +135,14 @@ def train(launch: Launch, stack: ExitStack) -> None:
         stack.callback(rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
     stack.callback(sinks.close)
+    timeline = stack.enter_context(closing(_timeline(run_dir, console, inputs.rules)))
 
     context = Context(
         config,
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, RolloutLog(run_dir), launch.status, launch.stop),
+        Output(run_dir, console, sinks, rollout_log(launch, stack), launch.status, launch.stop, timeline),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -149,7 +152,24 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     training.fit()
-    leave_results(launch, context.roles, training.step)
+    leave_results(launch, context.roles, timeline, training.step)
+
+
+def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
+    """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+
+    log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True)
+    stack.callback(log.close)
+    return log
+
+
+def _timeline(run_dir: RunDir, console: Console, rules: RewardRunner | None) -> Timeline:
+    """Return the run's timeline, in which the reward processes record when they have something to score."""
+    timeline = Timeline(run_dir.timeline_file, console.warn)
+    if rules is not None:
+        rules.on_busy = partial(timeline.ended, "reward", "scoring")
+    return timeline
 
 
 def newest_best(run_dir: RunDir) -> Path | None:
@@ -164,6 +184,8 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
 
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
+    # What is there now stays: no collection of a step has to look at it.
+    gc.freeze()
     config = launch.plan.config
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
     ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)
@@ -180,10 +202,11 @@ def phase_of(launch: Launch) -> Callable[[str], None]:
     return begins
 
 
-def leave_results(launch: Launch, roles: Roles, step: int) -> None:
+def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -> None:
     """Export the models of a training that is done, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
+    from grpo_rl.telemetry.plots.timeline_plot import plot_timeline
     from grpo_rl.trainer.rows.reward_training import draw_quality
 
     run_dir, console = launch.run_dir, launch.console
@@ -207,6 +230,8 @@ def leave_results(launch: Launch, roles: Roles, step: int) -> None:
     with console.progress("drawing the curves"):
         plot_curves(run_dir)
         plot_rewards(run_dir)
+        timeline.close()
+        plot_timeline(run_dir)
         draw_quality(run_dir)
 
 

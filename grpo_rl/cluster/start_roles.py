@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from grpo_rl import faults
+from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import ENVIRONMENT
 from grpo_rl.cluster.processes.placement import Pool, Slot
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
@@ -225,11 +226,15 @@ def _make_pool(
 
     can_replace = actors is not None and transfer.can_lose_engines and cluster.supervisor.restarts
     replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
+    own = cluster.config.trainer.asynchronous
     options = PoolOptions(
         max_num_seqs=spec.max_num_seqs,
         sleeps=spec.sleep_mode,
         verify_checksum=spec.verify_checksum,
         step_timeout_s=cluster.config.trainer.step_timeout_s,
+        max_staleness=None if cluster.plan.overlaps else 0,
+        keep_cache=own.keep_cache,
+        partial_rollout=own.partial_rollout,
     )
     return ReplicaPool(replicas, transfer, options)
 
@@ -277,6 +282,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
+        measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
     )
 
 

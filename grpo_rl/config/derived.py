@@ -19,6 +19,8 @@ PAIR_AVERAGE = "seq-mean-token-mean"
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
+ONE_STEP_OFF, ASYNC = "one_step_off", "async"
+"""The schedules that sample while they train, on devices of their own."""
 ITERATE = "iterate"
 """The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
 REWARD_MODEL = "reward_model"
@@ -87,6 +89,18 @@ def is_iterated(config: Config) -> bool:
     return config.trainer.schedule == ITERATE and not is_offline(config)
 
 
+def overlaps(config: Config) -> bool:
+    """Return whether responses are sampled while the policy is trained."""
+    return config.trainer.schedule in (ONE_STEP_OFF, ASYNC) and not is_offline(config)
+
+
+def max_staleness(config: Config) -> int:
+    """Return the most versions by which the weights that sampled a token may be older than those that it trains."""
+    if not overlaps(config):
+        return 0
+    return 1 if config.trainer.schedule == ONE_STEP_OFF else config.trainer.asynchronous.max_staleness
+
+
 def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
     """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
 
@@ -122,13 +136,14 @@ def settled(config: Config) -> Config:
     """Return the configuration with the settings that its schedule and its loss fix, whatever their keys say.
 
     A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
-    Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
+    Where tokens may be older than the weights that they train, the ratio is taken against the policy that sampled them, unless
+    another correction is configured. Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
     term. Keys that say otherwise are refused before (`schedule_rules.py`).
     """
     if trains_pairs(config):
         config = _with_pairs(config)
     if not is_offline(config):
-        return config
+        return _against_the_sampler(config) if max_staleness(config) and not trains_pairs(config) else config
     only_scores = trains_only_reward_model(config)
     trainer = config.trainer if only_scores else dataclasses.replace(config.trainer, schedule=OFFLINE)
     parts = _reward_model_parts(config) if only_scores else config.actor_rollout_ref
@@ -139,6 +154,15 @@ def settled(config: Config) -> Config:
     parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
     data = dataclasses.replace(config.data, gen_batch_size=None)
     return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
+
+
+def _against_the_sampler(config: Config) -> Config:
+    """Return the configuration with the engine's log-probs as the old ones, where nothing else corrects for stale weights."""
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode is not None or correction.rollout_is or correction.rollout_rs:
+        return config
+    algorithm = dataclasses.replace(config.algorithm, rollout_correction=dataclasses.replace(correction, bypass_mode=True))
+    return dataclasses.replace(config, algorithm=algorithm)
 
 
 def _reward_model_parts(config: Config) -> ActorRolloutRefConfig:

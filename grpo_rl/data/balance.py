@@ -9,6 +9,7 @@ together as far as ranks stay even and micro-batches stay full; the others compu
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,21 +77,39 @@ def _dealt(
     prompts: Prompts | None,
 ) -> tuple[list[list[int]], int, float]:
     """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    if all(mine == chosen[0] for mine in chosen):
+        # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
+        queue = [(0, 0, rank) for rank in range(num_ranks)]
+        for unit in units:
+            total, size, rank = queue[0]
+            heapq.heapreplace(queue, (total + sum(_costs(unit, lengths, prompts)), size + len(unit), rank))
+            shares[rank] += unit
+        times = len(chosen[0]) if chosen else 1
+        work = [total for total, _, _ in queue]
+        return shares, times * max(work), times * sum(work) / num_ranks
     loads = np.zeros((max(1, num_mini_batches), num_ranks), dtype=np.int64)
     totals, sizes = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for unit in units:
-        costs = [_cost(lengths[index]) for index in unit]
-        if prompts is not None:
-            costs = [costs[0], *(cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True))]
-        touched = sorted({number for index in unit for number in chosen[index]})
-        rank = int(np.lexsort((sizes, totals, loads[touched].sum(0)))[0])
+        costs = _costs(unit, lengths, prompts)
+        touched = chosen[unit[0]] if len(unit) == 1 else sorted({number for index in unit for number in chosen[index]})
+        load = loads[touched[0]] if len(touched) == 1 else loads[touched].sum(0)
+        least = np.flatnonzero(load == load.min())
+        rank = int(least[np.lexsort((sizes[least], totals[least]))[0]] if len(least) > 1 else least[0])
         for index, cost in zip(unit, costs, strict=True):
             loads[chosen[index], rank] += cost
         totals[rank] += sum(costs)
         sizes[rank] += len(unit)
         shares[rank] += unit
     return shares, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
+
+
+def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
+    """Return the work of each sequence of a unit; with `prompts` they have one prompt, which is computed with the first."""
+    costs = [_cost(lengths[index]) for index in unit]
+    if prompts is not None:
+        costs[1:] = [cost - _cost(prompts.lengths_N[i]) for i, cost in zip(unit[1:], costs[1:], strict=True)]
+    return costs
 
 
 def _cost(length: int) -> int:
@@ -167,6 +186,8 @@ def cut_shares(
 def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, share: Sequence[int] | None = None) -> list[list[int]]:
     """Return the units among the sequences of `share` (None: all), the one with the longest sequences first."""
     indices = range(len(lengths)) if share is None else share
+    if units is None:
+        return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
     members: dict[int, list[int]] = {}
     for index in sorted(indices):
         members.setdefault(index if units is None else units[index], []).append(index)

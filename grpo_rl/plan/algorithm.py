@@ -192,6 +192,12 @@ def _reads_old_logprobs(config: Config) -> bool:
         kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
         if "old_logprobs" in needs_of(kl):
             return True
+    return _has_ratio(config)
+
+
+def _has_ratio(config: Config) -> bool:
+    """Return whether the loss depends on the log-probs of the policy that sampled."""
+    actor = config.actor_rollout_ref.actor
     loss, options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS)
     outcomes = [trial.run_loss(loss, options, trial.loss_input(one_update=one)) for one in (False, True)]
     return not outcomes[0].same(outcomes[1], last=1)
@@ -232,6 +238,12 @@ def _check_correction(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
+    is_stale = derived.max_staleness(config) > 0 and not derived.trains_pairs(config)
+    if is_stale and not correction.rollout_is and not _has_ratio(config):
+        raise ConfigError(
+            f"rollout_is=null: trainer.schedule={config.trainer.schedule} trains tokens that older weights have sampled, and "
+            f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} has no ratio that corrects for that; rollout_is=token"
+        )
     if correction.bypass_mode and not _reads_old_logprobs(config):
         raise ConfigError(
             f"bypass_mode=true: has no effect with {ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"

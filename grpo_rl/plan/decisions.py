@@ -196,6 +196,11 @@ class Plan:
         return dataclasses.replace(self, sizes=sizes)
 
     @property
+    def overlaps(self) -> bool:
+        """Return whether responses are sampled while the policy is trained, by a schedule that looks at their age itself."""
+        return derived.overlaps(self.config)
+
+    @property
     def trains(self) -> bool:
         """Return whether the run changes weights: trainer.val_only measures them only."""
         return not self.config.trainer.val_only
@@ -280,13 +285,14 @@ def _roles(
     rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
-        # Roles take turns on the cores; the processes of one role do not.
-        return max(1, machine.num_cpus // processes)
+        # Roles take turns on the cores; the processes of one role do not, nor do engines beside a training.
+        beside = _num_replicas(config, machine) + ranks if derived.overlaps(config) else processes
+        return max(1, machine.num_cpus // beside)
 
     roles = []
     if "rollout" in driven:
         parallel = rollout.tensor_model_parallel_size
-        replicas = derived.num_rollout_devices(config, machine) // parallel
+        replicas = _num_replicas(config, machine)
         pool = "actor" if derived.is_colocated(config) else "rollout"
         threads = rollout.cpu_threads or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
@@ -313,6 +319,10 @@ def _roles(
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
         roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
     return roles
+
+
+def _num_replicas(config: Config, machine: Machine) -> int:
+    return derived.num_rollout_devices(config, machine) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
+from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.registry import shown_coefficient
@@ -41,6 +42,10 @@ def data_source(config: Config, plan: Plan) -> str:
     if plan.collection is not None:
         which = "" if plan.objective.needs_pairs else ", of which the good ones are kept"
         return f"{sampled} the initial policy{which} (data.responses=initial_policy)"
+    if staleness := derived.max_staleness(config):
+        return (
+            f"{sampled} the policy of at most {staleness} training step{'s' * (staleness > 1)} before (data.responses=policy)"
+        )
     return f"{sampled} the policy as it is (data.responses=policy)"
 
 

@@ -12,12 +12,14 @@ from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import (
+    ONE_STEP_OFF,
     MicroBatchRule,
     collects,
     estimates_advantages,
     gen_batch_size,
     is_offline,
     longest_sequence,
+    max_staleness,
 )
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
@@ -29,7 +31,7 @@ from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
 
 WIDTH = 100
-_LABEL = 12
+_LABEL = 13
 
 Rows = Iterator[tuple[str, str]]
 
@@ -207,6 +209,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"{_count(data.train_batch_size, 'prompt')} x {n} responses = {sizes.rollouts_per_step:,} rollouts{greedy}, "
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
+    if plan.overlaps:
+        yield "schedule", _overlap(config)
     yield from _selection(config)
     if sizes.iteration is not None:
         yield "iteration", _iteration(config, *sizes.iteration)
@@ -236,6 +240,22 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
         yield "not read", line
+
+
+def _overlap(config: Config) -> str:
+    """Describe what is sampled while a batch is trained, and how old its tokens may be."""
+    own, staleness = config.trainer.asynchronous, max_staleness(config)
+    if config.trainer.schedule == ONE_STEP_OFF:
+        return "one_step_off: the next batch is sampled while this one is trained, by weights of one version before"
+    if staleness == 0:
+        return "async with max_staleness=0: as sync, every batch is sampled by the weights that it trains"
+    sent = "every step" if own.sync_every == 1 else f"every {own.sync_every} steps"
+    kept = "keep their keys and values" if own.keep_cache else "compute keys and values anew"
+    under = f"unfinished responses go on and {kept}" if own.partial_rollout else "responses that have begun end first"
+    return (
+        f"async: {staleness + 1} batches of prompts in flight, no token more than {_count(staleness, 'version')} old; weights are "
+        f"sent {sent}, {under}"
+    )
 
 
 def _iteration(config: Config, model_steps: int, steps: int) -> str:

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_rl.tokens import Source, Stretch, TokenBlock
+from grpo_rl.tokens import Source, Stretch, TokenBlock, encode_text
 from grpo_rl.types import Completion, FinishReason, Support, Versions
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A completion without its tokens: what rewards, metrics and the ledger of requests need."""
+    """A completion without its tokens and its text: what metrics and the ledger of requests need."""
 
     request_id: str
     num_tokens: int
     finish_reason: FinishReason
     versions: Versions
-    text: str = ""
+    text_bytes: int = 0
+    """The length of the text in the block."""
     finite: bool = True
     """True where every log-prob is a finite number."""
     support_size: int | None = None
@@ -34,17 +35,18 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
     for one in completions:
         if len(one.logprobs) != len(one.response_ids):
             raise ValueError(f"completion {one.request_id} has {one.num_tokens} tokens and {len(one.logprobs)} log-probs")
+    texts = [encode_text(one.text) for one in completions]
     reports = [
         Report(
             one.request_id,
             one.num_tokens,
             one.finish_reason,
             one.versions,
-            one.text,
+            len(text),
             bool(np.isfinite(one.logprobs).all()),
             None if one.support is None else len(one.support.token_ids),
         )
-        for one in completions
+        for one, text in zip(completions, texts, strict=True)
     ]
     supports = [one.support for one in completions if one.support is not None]
     return reports, TokenBlock(
@@ -52,22 +54,24 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
         logprobs=_joined([one.logprobs for one in completions], np.float32),
         support_counts=_joined([np.asarray(support.counts) for support in supports], np.int32),
         support_ids=_joined([np.asarray(support.token_ids) for support in supports], np.int32),
+        text=np.frombuffer(b"".join(texts), dtype=np.uint8),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A report with the places of its tokens."""
+    """A report with the places of its tokens and its text."""
 
     report: Report
     response_ids: Stretch
     logprobs: Stretch
+    text: Stretch
     support: Support | None
 
 
 def unpack(reports: Sequence[Report], source: Source) -> Iterator[Reported]:
     """Yield each report with its stretches of the block that came with all of them. Nothing of the block is read."""
-    start = counts = ids = 0
+    start = counts = ids = text = 0
     for report in reports:
         support = None
         if report.support_size is not None:
@@ -80,9 +84,10 @@ def unpack(reports: Sequence[Report], source: Source) -> Iterator[Reported]:
             report,
             Stretch(source, "token_ids", start, report.num_tokens),
             Stretch(source, "logprobs", start, report.num_tokens, report.finite),
+            Stretch(source, "text", text, report.text_bytes),
             support,
         )
-        start += report.num_tokens
+        start, text = start + report.num_tokens, text + report.text_bytes
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:

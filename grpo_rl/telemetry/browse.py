@@ -60,7 +60,7 @@ def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
     """Return step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
     files = step_files(run / kind)
     if not files:
-        raise DataError(f"{run / kind}: there are no step_N.jsonl files; give the folder of a run")
+        raise DataError(f"{run / kind}: there are no files step_N.jsonl or step_N.jsonl.zst; give the folder of a run")
     if step is None:
         return files[-1]
     for there, path in files:

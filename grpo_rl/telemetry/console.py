@@ -31,8 +31,6 @@ from grpo_rl.telemetry.bars import Bar
 from grpo_rl.telemetry.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
-SILENT_STEPS = 3
-"""The number of steps in a row without any advantage that is worth a warning, once."""
 QUIET_S = 30.0
 """Seconds without a printed line after which one shows where the work is, where there are no live bars."""
 CLOSE_S = 1.0
@@ -100,8 +98,6 @@ class Console:
         self._pulse: threading.Thread | None = None
         self._closed = threading.Event()
         self._lines_since_header = HEADER_EVERY
-        self._silent_steps = 0
-        self._untrained = False
         self._log: TextIO | None = None
 
     # ---- messages ----------------------------------------------------------------------------------
@@ -223,35 +219,6 @@ class Console:
             self._lines_since_header = 0
         self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1
-        self._warn_untrained(metrics)
-        if (silent_share := metrics.get("advantage/zero_group_fraction")) is None:  # the validation before training
-            return
-        self._silent_steps = self._silent_steps + 1 if silent_share == 1.0 else 0
-        if self._silent_steps == SILENT_STEPS:
-            self.warn(
-                f"{SILENT_STEPS} steps in a row taught nothing: in every group all responses got the same reward"
-                f"{_range_of_rewards(metrics)}. python -m grpo_rl.telemetry.browse RUN shows what was sampled and how it was "
-                "scored; a model that always earns the most needs harder problems, one that never earns anything needs easier "
-                "ones, a reward for parts of the way, or a warm start"
-            )
-
-    def _warn_untrained(self, metrics: Mapping[str, float]) -> None:
-        """Warn, at the first of several steps that trained no token, and name the key which leaves the tokens out."""
-        before, self._untrained = self._untrained, metrics.get("rollout/trained_token_fraction") == 0.0
-        if self._untrained and not before:
-            masked = metrics.get("rollout/masked_fraction", 0.0)
-            causes = []
-            if masked > 0.0:
-                causes.append(
-                    f"algorithm.mask_truncated leaves out the {masked:.0%} of the responses that were cut off: raise "
-                    "data.max_response_length, or set algorithm.mask_truncated=false"
-                )
-            if masked < 1.0:
-                causes.append(
-                    "algorithm.rollout_correction.rollout_rs rejects all other tokens: widen rollout_rs_threshold, or find out "
-                    "why the engine's log-probs (rollout_corr/*) are so far from the trainer's"
-                )
-            self.warn("no token of this step is trained, and no weight moves: " + "; ".join(causes))
 
     # ---- underneath --------------------------------------------------------------------------------
 
@@ -284,13 +251,6 @@ class Console:
             if self._log is not None:
                 self._log.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
                 self._log.flush()
-
-
-def _range_of_rewards(metrics: Mapping[str, float]) -> str:
-    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
-    if lowest is None or highest is None:
-        return ""
-    return f" ({lowest:g} in all of them)" if lowest == highest else f" (from {lowest:g} to {highest:g})"
 
 
 class TimeLeftColumn(ProgressColumn):

@@ -6,8 +6,11 @@ import random
 import statistics
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -27,6 +30,8 @@ LOSSES = {
 }
 """Metrics of runs on rows that the table of results compares, with their names there."""
 _TEXT_LIMIT = 400
+PACE_STEPS = 20
+"""The number of a run's last steps from which its pace is taken."""
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
@@ -36,12 +41,29 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
     `seconds` is the duration of the whole run.
     """
     records = read_metrics(run_dir.metrics_file)
-    sections = [_before_after(records), rewards_section(records), _samples(run_dir, num_samples), _written(run_dir)]
+    sections = [
+        _before_after(records),
+        rewards_section(records),
+        _health(run_dir) if any(record["step"] > 0 for record in records) else "",
+        _samples(run_dir, num_samples),
+        _written(run_dir),
+    ]
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
     text = "\n\n".join(section for section in sections if section) + "\n"
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
+
+
+def measured_pace(folder: Path, num_steps: int | None) -> str | None:
+    """Return how long steps took in the run that `folder` holds, and what `num_steps` of them would take; None without one."""
+    seconds = [record["timing_s/step"] for record in read_metrics(folder / "metrics.jsonl") if "timing_s/step" in record]
+    if not seconds:
+        return None
+    recent = seconds[1:][-PACE_STEPS:] or seconds  # the first one warms up
+    pace = statistics.median(recent)
+    whole = f"; {num_steps:,} steps take {duration(pace * num_steps)}" if num_steps else ""
+    return f"{pace:.3g} s per step, the median of {len(recent)} of the run in {folder}, as it was configured{whole}"
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
@@ -100,6 +122,12 @@ def rewards_section(records: Sequence[dict[str, float]]) -> str:
     elif any(f"reward/{kind}" in record for record in training for kind in FAILURES):
         lines.append("  no score failed")
     return "\n".join(lines)
+
+
+def _health(run_dir: RunDir) -> str:
+    """Return what the doctor finds in the finished run."""
+    text = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
+    return f"Health\n{text}\n  more: python -m grpo_rl doctor {run_dir.path}"
 
 
 def _samples(run_dir: RunDir, num_samples: int) -> str:

@@ -60,6 +60,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def timeline_file(self) -> Path:
+        """The file with the intervals in which each role was busy."""
+        return self.path / "timeline.jsonl"
+
+    @property
     def status_file(self) -> Path:
         return self.path / "status.json"
 

@@ -120,6 +120,8 @@ def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | No
         return _supervised_line(step, total, metrics, left_s)
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
+    # Where responses are sampled beside the training, what is waited for them.
+    phases["gen"] = metrics.get("timing_s/wait_for_rollouts", phases["gen"])
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
     return [
         Cell(f"{step}/{total}".rjust(9)),

@@ -6,6 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
+
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
@@ -51,6 +53,27 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     }
 
 
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
+    """Return how many versions the tokens' weights are older than those of `version`, which they train.
+
+    `staleness/min`, `mean` and `max` are over tokens, and `stale_token_fraction` is the share of those that are older at all.
+    Nothing without tokens.
+    """
+    tokens: dict[int, int] = defaultdict(int)
+    for rollout in rollouts:
+        for sampled_with, num_tokens in rollout.versions:
+            tokens[version - sampled_with] += num_tokens
+    total = sum(tokens.values())
+    if not total:
+        return {}
+    return {
+        "staleness/min": float(min(tokens)),
+        "staleness/mean": sum(age * number for age, number in tokens.items()) / total,
+        "staleness/max": float(max(tokens)),
+        "staleness/stale_token_fraction": sum(number for age, number in tokens.items() if age) / total,
+    }
+
+
 def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> Metrics:
     """Return how many groups make a pair, which share of them makes none, and how far the rewards of a pair's sides lie apart."""
     metrics = {"pairs/num_pairs": float(len(pairs)), "pairs/tied_fraction": 1.0 - len(pairs) / max(1, num_groups)}
@@ -73,10 +96,14 @@ def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], ba
     """Return one number for each of `sampled`: the advantage of its last token, None where it is not among `trained`, the rollouts of `batch`."""
     if batch is None:
         return [None] * len(sampled)
-    assert batch.advantages_T is not None
-    ends_N, lengths_N = batch.trained_lengths_N.cumsum(0).tolist(), batch.trained_lengths_N.tolist()
-    # Outcome advantages are the same on every token of a response.
-    last = [float(batch.advantages_T[end - 1]) if length else 0.0 for end, length in zip(ends_N, lengths_N, strict=True)]
+    lengths_N = batch.trained_lengths_N
+    if batch.advantages_N is not None:
+        last_N = batch.advantages_N
+    else:
+        assert batch.advantages_T is not None
+        last_N = torch.zeros(len(lengths_N))
+        last_N[lengths_N > 0] = batch.advantages_T[lengths_N.cumsum(0)[lengths_N > 0] - 1]
+    last = torch.where(lengths_N > 0, last_N, 0.0).tolist()
     advantages = {(rollout.prompt.uid, rollout.sample_index): value for rollout, value in zip(trained, last, strict=True)}
     return [advantages.get((rollout.prompt.uid, rollout.sample_index)) for rollout in sampled]
 

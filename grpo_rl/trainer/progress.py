@@ -10,11 +10,13 @@ from contextlib import contextmanager
 
 from grpo_rl.faults import fault_point
 from grpo_rl.telemetry.bars import Bar
+from grpo_rl.telemetry.metrics.timeline import Role, Timeline
 from grpo_rl.types import Metrics, Rollout
 
 PHASES = {
     "sync_weights": "sending weights",
     "gen": "sampling",
+    "wait_for_rollouts": "waiting for responses",
     "reward": "scoring",
     "old_logprobs": "old log-probs",
     "ref": "reference",
@@ -27,17 +29,41 @@ PHASES = {
     "testing": "validating",
     "save": "saving",
 }
+PHASE_ROLES: dict[str, Role] = {
+    "sync_weights": "weights",
+    "gen": "rollout",
+    "wait_for_rollouts": "wait",
+    "reward": "reward",
+    "old_logprobs": "actor",
+    "ref": "reference",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+    "refresh_reference": "weights",
+    "update_reward_model": "reward",
+    "testing": "rollout",
+}
+"""The role that is busy in a phase, for the timeline; in other phases it is the controller."""
 RECENT_STEPS = 20
 """The number of steps from which the time left is estimated."""
 
 
 class StepProgress:
-    """Notes beside the bar of the training steps. Without a bar nothing is shown."""
+    """Notes beside the bar of the training steps, and intervals of its phases. Without a bar nothing is shown."""
 
     def __init__(self, bar: Bar | None = None, on_phase: Callable[[str], None] = lambda _: None) -> None:
         self.bar = bar or Bar()
         self.on_phase = on_phase
         """A function called with the name of each phase before it begins."""
+        self.timeline = Timeline()
+        """The record of which role was busy when; the run sets its own."""
+
+    def timer(self) -> Timer:
+        """Return a timer whose phases are shown as they begin, and recorded in the timeline as they end."""
+        return Timer(self.phase, self._ended)
+
+    def _ended(self, phase: str, seconds: float) -> None:
+        self.timeline.ended(PHASE_ROLES.get(phase, "controller"), phase, seconds)
 
     def phase(self, name: str) -> None:
         """Show that this phase of the step has begun."""
@@ -49,25 +75,28 @@ class StepProgress:
         """Move on by so many steps."""
         self.bar.advance(steps, "")
 
-    def counting(self, submit: Callable[[Rollout], None], total: int) -> Callable[[Rollout], None]:
-        """Return `submit` with a note of how many of the `total` responses it has been called with."""
-        count = 0
+    def counting(self, submit: Callable[[Rollout], None], total: int | None = None) -> Callable[[Rollout], None]:
+        """Return `submit` with a note of how many of the `total` responses it has been called with; None shows no note."""
+        count, every = 0, max(1, (total or 0) // 1000)
 
         def submit_and_count(rollout: Rollout) -> None:
             nonlocal count
             submit(rollout)
             count += 1
             fault_point("driver.response", count=count)
-            self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
+            if total is not None and (count % every == 0 or count == total):
+                self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
 
         return submit_and_count
 
 
 class Timer:
-    """Wall-clock seconds of named phases; `announce` is called with the name of each as it begins."""
+    """Wall-clock seconds of named phases; `announce` is called with the name of each as it begins, `ended` with its seconds too."""
 
-    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
-        self.announce = announce
+    def __init__(
+        self, announce: Callable[[str], None] | None = None, ended: Callable[[str, float], None] | None = None
+    ) -> None:
+        self.announce, self.ended = announce, ended
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -78,7 +107,10 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.seconds[phase] += seconds
+            if self.ended is not None:
+                self.ended(phase, seconds)
 
     def total(self) -> float:
         """Return the seconds of all phases together."""

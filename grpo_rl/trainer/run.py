@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted
 from grpo_rl.faults import fault_point, tell
+from grpo_rl.telemetry.diagnosis.alarms import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.progress import TimeLeft, Timer
+from grpo_rl.trainer.progress import TimeLeft
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics, Rollout
@@ -32,12 +34,14 @@ class Run:
         self.context, self.config, self.roles, self.output = context, context.config, context.roles, context.output
         self.progress = context.progress
         self.progress.on_phase = self._phase
+        self.timeline = self.progress.timeline = context.output.timeline
         self.schedule = schedule(context)
         self.total_steps = context.total_steps
         self.saving = Saving(context.config, context.roles, context.output)
         self.store = self.saving.store
         self.nonfinite = NonFiniteUpdates(context.config.trainer, context.output.run_dir)
         self.time_left = TimeLeft()
+        self.alarms = Alarms(dataclasses.asdict(context.config))
         self._before: dict[str, Any] | None = None
         """The state at the beginning of the step that is going on."""
         self._unlogged: Metrics | None = None
@@ -55,6 +59,7 @@ class Run:
         """
         try:
             self._fit()
+            self.output.rollouts.flush()
         except Preempted as request:
             raise self._saved(request) from None
         except Exception:
@@ -62,6 +67,7 @@ class Run:
             raise
         finally:
             self.output.stop.finishing()
+            self.timeline.write()
 
     def _fit(self) -> None:
         trainer = self.config.trainer
@@ -92,11 +98,13 @@ class Run:
         self.output.stop.step_begins()
         started = time.perf_counter()
         self.context.step += 1
+        self.timeline.step = self.step
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
         try:
-            metrics = self.schedule.step()
+            with self.timeline.span("step", "step"):
+                metrics = self.schedule.step()
         except DataError:
             self._keep_finished()
             raise
@@ -126,9 +134,13 @@ class Run:
     def _log(self, metrics: Metrics) -> None:
         if metrics:
             fault_point("driver.log")
-            self.output.sinks.log(self.step, metrics)
+            begun = self.alarms.see(self.step, metrics)
+            self.output.sinks.log(self.step, metrics | {f"{ALARM}{finding.name}": 1.0 for finding in begun})
             left_s = self.time_left.seconds(self.total_steps - self.step)
             self.output.console.step(self.step, self.total_steps, metrics, left_s)
+            for finding in begun:
+                self.output.console.warn(as_warning(finding))
+            self.timeline.write()
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)
@@ -140,7 +152,7 @@ class Run:
 
     def _save(self) -> Metrics:
         """Write, or begin to write, a checkpoint of everything that decides the steps to come."""
-        timer = Timer(self.progress.phase)
+        timer = self.progress.timer()
         with timer("save"):
             self.saving.begin(self.step, self.state_dict())
         return timer.metrics()
@@ -180,7 +192,11 @@ class Run:
         for role in self.roles.with_state():
             role.load(checkpoint.folder)
         self.output.sinks.truncate_after(self.step)
-        if any(row["step"] == self.step for row in read_metrics(self.output.run_dir.metrics_file)):
+        logged = read_metrics(self.output.run_dir.metrics_file)
+        self.alarms.resume(logged)
+        self.timeline.truncate_after(self.step)
+        self.timeline.step = self.step
+        if any(row["step"] == self.step for row in logged):
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.manifest import step_of
@@ -15,10 +14,10 @@ from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
 from grpo_rl.protocols import Saved
+from grpo_rl.trainer.aside import Aside
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
-Result = TypeVar("Result")
 _WAIT_S = 1.0
 RESCUE_S = 10.0
 """Seconds that a run which fails waits for a save that is nearly done."""
@@ -80,7 +79,7 @@ class Saving:
         self.output.stop.finishing()
         try:
             self._finish(RESCUE_S)
-        except GrpoRlError as error:
+        except (GrpoRlError, OSError) as error:
             self.output.console.warn(str(error))
 
     def metrics(self) -> Metrics:
@@ -118,8 +117,9 @@ class Saving:
         return self._needed
 
     def _flush(self) -> None:
-        """Put the metrics on the disk first: a checkpoint must not outlive the rows of the steps before it."""
+        """Put metrics and rollouts on the disk first: a checkpoint must not outlive those of the steps before it."""
         self.output.sinks.flush()
+        self.output.rollouts.flush()
 
     def _committed(self, folder: Path) -> None:
         self.committed(folder)
@@ -199,7 +199,7 @@ class BackgroundSave:
             written = self._written(wait_s)
             if written is None:
                 return False
-            self._publishing = Aside(lambda: self._publish(written))
+            self._publishing = Aside("commit", lambda: self._publish(written))
         if self._clearing is None:
             if not self._publishing.ended(wait_s):
                 return False
@@ -207,7 +207,7 @@ class BackgroundSave:
             self.is_committed = True
             # Reported before older ones are removed: until then a recovery starts from one of them.
             self.committed(published.folder)
-            self._clearing = Aside(lambda: self.store.clear(published))
+            self._clearing = Aside("commit", lambda: self.store.clear(published))
         if not self._clearing.ended(wait_s):
             return False
         self._clearing.returned()
@@ -225,31 +225,3 @@ class BackgroundSave:
     def _publish(self, written: Files) -> Committed:
         self.flush()
         return self.store.publish(self.draft, written)
-
-
-class Aside(Generic[Result]):
-    """A call that a thread makes beside the training; its result or error is kept until it is asked for."""
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._call = call
-        self._result: list[Result] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
-        self._thread.start()
-
-    def ended(self, wait_s: float) -> bool:
-        """Return whether the call has ended, waiting `wait_s` at most."""
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
-
-    def returned(self) -> Result:
-        """Return what the call returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-    def _run(self) -> None:
-        try:
-            self._result.append(self._call())
-        except BaseException as error:
-            self._error = error

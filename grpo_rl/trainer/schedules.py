@@ -9,6 +9,8 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.iterate.iterations import IterateSchedule
+from grpo_rl.trainer.overlap.asynchronous import AsyncSchedule
+from grpo_rl.trainer.overlap.one_step_off import OneStepOffSchedule
 from grpo_rl.trainer.rows.offline import OfflineSchedule
 from grpo_rl.trainer.rows.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
@@ -17,6 +19,8 @@ from grpo_rl.trainer.validation import ValidationOnly
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
 SCHEDULES.register("sync")(SyncSchedule)
+SCHEDULES.register("one_step_off")(OneStepOffSchedule)
+SCHEDULES.register("async")(AsyncSchedule)
 SCHEDULES.register("iterate")(IterateSchedule)
 SCHEDULES.register("offline")(OfflineSchedule)
 SCHEDULES.register("reward_model")(RewardModelSchedule)

@@ -15,7 +15,7 @@ from grpo_rl.telemetry.standard_streams import write_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """The signals of a batch system, of Ctrl-C, of a closed terminal, and a scheduler's early warning."""
-INTERRUPTIBLE = frozenset({"start", "gen", "reward", "testing"})
+INTERRUPTIBLE = frozenset({"start", "gen", "wait_for_rollouts", "reward", "testing"})
 """Phases that nothing is lost by leaving: no rank is in a call that others wait for, no weight has changed."""
 NOT_INSIDE = ("rich.", "grpo_rl.telemetry.")
 """Modules whose functions are not left half-way: they hold the locks with which everything else is printed and logged."""

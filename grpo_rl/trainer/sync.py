@@ -20,7 +20,10 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
 
 class SyncSchedule:
-    """GRPO and its kin as the papers have them: every rollout is sampled by the policy that it then trains, singly or in pairs."""
+    """GRPO and its kin as the papers have them: every rollout is sampled by the policy that it then trains, singly or in pairs.
+
+    Schedules that sample otherwise are made of its parts: `scored`, `train`, `evaluate` and the state.
+    """
 
     roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "reference", "critic"})
 
@@ -41,17 +44,41 @@ class SyncSchedule:
 
     def step(self) -> Metrics:
         """Sample, score, compare, train: one batch of prompts from beginning to end."""
-        timer = Timer(self.context.progress.phase)
+        timer = self.context.progress.timer()
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
         selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
+        metrics = self.train(selected, timer)
+        return metrics | timer.metrics()
+
+    def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
+        """Return scored rollouts of these prompts; each is scored as it ends."""
+        n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
+        sampling = training_sampling(self.config, self.context.step)
+        with timer("gen"):
+            finished = self.context.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
+            rollouts = self.rollout.generate(prompts, n, sampling, finished, greedy=greedy)
+        return self.scored(rollouts, timer)
+
+    # ---- from rollouts to new weights --------------------------------------------------------------------
+
+    def scored(self, rollouts: Sequence[Rollout], timer: Timer) -> list[Rollout]:
+        """Return the rollouts with the rewards that they are trained with; greedy ones have become baselines of the others."""
+        with timer("reward"):
+            rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
+            return with_baselines(
+                penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+            )
+
+    def train(self, selected: Selected, timer: Timer) -> Metrics:
+        """Train on the rollouts of one step, and return its metrics, without those of `timer`."""
         sampled = rollout_metrics(selected.sampled) | selected.metrics | {"trainer/epoch": float(self.selection.epoch)}
         if self.compares:
             selected, pair_metrics = self._paired(selected)
             sampled |= pair_metrics
         if not selected.trained:
             self._keep_rollouts(selected)
-            return sampled | timer.metrics()
+            return sampled
         batch = with_sides(collate(selected.trained)) if self.compares else collate(selected.trained, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
@@ -66,7 +93,7 @@ class SyncSchedule:
         update_metrics = self._update(trained, timer)
         self._keep_rollouts(selected, batch)
         self.trained = selected.trained
-        return sampled | batch_metrics(batch, timer) | measured | update_metrics | timer.metrics()
+        return sampled | batch_metrics(batch, timer) | measured | update_metrics
 
     def _paired(self, selected: Selected) -> tuple[Selected, Metrics]:
         """Return the best and the worst rollout of each group in place of the group, and how many groups make a pair."""
@@ -82,19 +109,6 @@ class SyncSchedule:
         batch, advantage_metrics = self.advantage(batch)
         trained, trained_metrics = self.trained_tokens(batch)
         return batch, trained, advantage_metrics | trained_metrics
-
-    def _sample(self, prompts: list[Prompt], timer: Timer) -> list[Rollout]:
-        """Return scored rollouts of these prompts; each is scored as it ends."""
-        n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
-        sampling = training_sampling(self.config, self.context.step)
-        with timer("gen"):
-            finished = self.context.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
-            rollouts = self.rollout.generate(prompts, n, sampling, finished, greedy=greedy)
-        with timer("reward"):
-            rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
-            return with_baselines(
-                penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-            )
 
     def _update(self, batch: Batch, timer: Timer) -> Metrics:
         """Train the critic, and the actor once the critic's warm-up is over."""
@@ -112,6 +126,8 @@ class SyncSchedule:
         if self.config.trainer.save_rollouts:
             advantages = logged_advantages(selected.sampled, selected.trained, batch)
             self.output.rollouts.write("rollouts", self.context.step, selected.sampled, advantages)
+
+    # ---- the rest of the contract ------------------------------------------------------------------------
 
     def evaluate(self) -> Metrics:
         """Validate the current policy."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from grpo_rl.config.schema.tree import ValSamplingConfig
 from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rewards.validation_metrics import validation_metrics
-from grpo_rl.trainer.progress import Timer, advancing
+from grpo_rl.trainer.progress import advancing
 from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.schedule import VALIDATION, Context, required, training_sampling
 from grpo_rl.types import Metrics, Rollout, Sampling
@@ -33,7 +33,7 @@ class Validation:
         if data is None:
             return {}
         rollout, rewarder = required(context.roles.rollout, "rollout"), required(context.roles.rewarder, "rewarder")
-        values, timer = context.config.actor_rollout_ref.rollout.val_kwargs, Timer(context.progress.phase)
+        values, timer = context.config.actor_rollout_ref.rollout.val_kwargs, context.progress.timer()
         prompts = [data.prompt(row, f"val-{row}") for row in range(len(data))]
         with timer("testing"), context.output.console.progress("validating", len(prompts) * values.n, keep=False) as bar:
             # Without an actor nothing is trained, and the engines have the weights that they were started with.

@@ -66,7 +66,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
-        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own)
+        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
 
     def _sequences(self, batch: Batch | None) -> Sequences:
         return sequences_of(batch, self.device, share_prompts=self.spec.policy.share_prompts)
@@ -87,7 +87,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def _loss_input(self, outputs: TokenOutputs, batch: Batch) -> LossInput:
         """Return the trained tokens' columns of a micro-batch, on this rank's device."""
         # Demonstrations have no advantages: each of their tokens counts alike.
-        advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
+        advantages_T = batch.token_advantages()
+        if advantages_T is None:
+            advantages_T = torch.ones(batch.num_trained_tokens)
         return LossInput(
             policy_logprobs_T=outputs.logprobs_T,
             advantages_T=advantages_T.to(self.device),
@@ -163,7 +165,12 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
     if rollout_T is None or not len(rollout_T):
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
-    stats = {"sum/rollout_logprob_diff": difference_T.sum(), "max/rollout_logprob_diff": difference_T.max()}
+    stats = {
+        "sum/rollout_logprob_diff": difference_T.sum(),
+        "max/rollout_logprob_diff": difference_T.max(),
+        # Minus the log-prob of a sampled token is an unbiased estimate of the entropy that it was sampled with.
+        "sum/rollout_entropy": -rollout_T.double().sum(),
+    }
     if shares:
         found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)
         stats |= {f"share/rollout_corr/{name}": torch.tensor(value) for name, value in found.items()}

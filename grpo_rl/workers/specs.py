@@ -66,6 +66,8 @@ class ActorSpec:
     optimizer_offload: bool = False
     old_from_engine: bool = False
     """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
+    measures_engine: bool = False
+    """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
 
 
 Rows = tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,3 +195,37 @@ def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_not
     scene.expect(found)
     spans = [rollout.versions for rollout in found]
     assert spans.count(((before, 400),)) == 10 and spans.count(((before + 1, 400),)) == 4
+
+
+def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(scene: Scene) -> None:
+    pool, before = scene.pool(), scene.actor.version
+    pool.options = replace(pool.options, partial_rollout=False)
+    pool.submit(prompts("long", 12), 1, LONG)
+    begun(pool)
+    scene.train()
+    pool.sync_weights(scene.actor)
+    found = list(pool.completed())
+    scene.expect(found)
+    spans = [rollout.versions for rollout in found]
+    assert spans.count(((before, 400),)) == 10 and spans.count(((before + 1, 400),)) == 2
+
+
+def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_afterwards(scene: Scene) -> None:
+    pool, actor, amount = scene.pool(), scene.actor, 3
+    victim = pool.replicas.serving[0]
+    pool.submit(prompts("long", 6), 1, LONG)
+    begun(pool)
+    with pool.keep_weights():
+        victim.kill("for a test")
+        until(lambda: bool(pool.replicas.ready()), START_S, "the replacement is ready")
+        # The ranks have weights by now that no version names yet, as in the middle of an update.
+        actor.worker_set.call("update", amount)
+        found = list(pool.completed())
+        assert uids(found) == [f"long{i}" for i in range(6)] and len(pool.replicas.serving) == 1
+        scene.expect(found)
+    actor.version += 1
+    actor.weights = [weight + amount * actor.version for weight in actor.weights]
+    scene.weights[actor.version] = list(actor.weights)
+    pool.sync_weights(actor)
+    assert len(pool.replicas.serving) == 2
+    scene.expect(pool.generate(prompts("again", 8), 1, SHORT))

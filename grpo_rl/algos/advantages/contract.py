@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,12 +52,51 @@ class AdvantageInput:
 
 
 @dataclass(frozen=True, slots=True)
+class OutcomeInput(AdvantageInput):
+    """The input of a batch whose responses are rewarded at their last tokens alone.
+
+    `token_rewards_T` follows from the outcomes. It is made anew wherever it is read, so that estimators which compare
+    whole responses cost nothing per token.
+    """
+
+    token_rewards_T: Tensor = field(init=False)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this for names that are not set, as the one field is that `__init__` leaves out.
+        if name == "token_rewards_T":
+            return token_rewards(self.rewards_N, self.lengths_N)
+        raise AttributeError(name)
+
+    def scores_N(self) -> Tensor:
+        """Return what `AdvantageInput.scores_N` returns, bit for bit: a sum of zeros and of the outcome in float32."""
+        return torch.where(self.lengths_N > 0, self.rewards_N.float().double(), self.rewards_N.double())
+
+
+@dataclass(frozen=True, slots=True)
 class AdvantageOutput:
     """An estimator's result, both columns in float32."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
     """The targets of a critic; only from estimators that discount rewards token by token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutAdvantages(AdvantageOutput):
+    """The result of an estimator by which all tokens of a response have the same advantage.
+
+    `advantages_T` is made anew wherever it is read.
+    """
+
+    advantages_T: Tensor = field(init=False)
+    advantages_N: Tensor
+    lengths_N: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        # As in OutcomeInput.
+        if name == "advantages_T":
+            return blockwise.spread(self.advantages_N, self.lengths_N)
+        raise AttributeError(name)
 
 
 AdvantageEstimator = Callable[..., AdvantageOutput]
@@ -89,9 +129,7 @@ def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = No
     InstructGPT (arXiv 2203.02155), section 3.5; Ziegler et al. (arXiv 1909.08593), section 2. Raises
     ValueError for an outcome that is not finite.
     """
-    if not bool(torch.isfinite(rewards_N).all()):
-        bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
-        raise ValueError(f"the rewards of rollouts {bad[:8]} are not finite ({rewards_N[bad[0]].item()}); a reward is a number")
+    check_rewards(rewards_N)
     segments = Segments(lengths_N)
     last_N = segments.last_index_N[segments.nonempty_N]
     if kl_T is None:
@@ -101,3 +139,10 @@ def token_rewards(rewards_N: Tensor, lengths_N: Tensor, kl_T: Tensor | None = No
     rewards_T = -kl_coef * kl_T.double()
     rewards_T[last_N] += rewards_N[segments.nonempty_N].double()
     return rewards_T.float()
+
+
+def check_rewards(rewards_N: Tensor) -> None:
+    """Raise ValueError for an outcome that is not finite."""
+    if not bool(torch.isfinite(rewards_N).all()):
+        bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
+        raise ValueError(f"the rewards of rollouts {bad[:8]} are not finite ({rewards_N[bad[0]].item()}); a reward is a number")

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.advantages import blockwise
-from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
+from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, RolloutAdvantages
 from grpo_rl.algos.group_statistics import Groups
 from grpo_rl.registry import formula_by, needs
 
@@ -197,7 +196,7 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
 
 
 def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> AdvantageOutput:
-    return AdvantageOutput(blockwise.spread(advantages_N, inp.lengths_N))
+    return RolloutAdvantages(advantages_N=advantages_N.float(), lengths_N=inp.lengths_N)
 
 
 def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:

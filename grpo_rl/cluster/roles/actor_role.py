@@ -194,14 +194,15 @@ class ActorRole:
         """Return, for each mini-batch, which of the batch's tokens its loss treats otherwise; else None."""
         if not self.objective.needs_selection:
             return None
-        assert batch.advantages_T is not None and batch.old_logprobs_T is not None
+        advantages_T = batch.token_advantages()
+        assert advantages_T is not None and batch.old_logprobs_T is not None
         selected = []
         for number, indices in enumerate(chosen):
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
             generator = torch.Generator().manual_seed(seed)
             index_T = batch.token_index(list(indices))
             selected_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
-            selected_T[index_T] = self.objective.select(batch.advantages_T[index_T], batch.old_logprobs_T[index_T], generator)
+            selected_T[index_T] = self.objective.select(advantages_T[index_T], batch.old_logprobs_T[index_T], generator)
             selected.append(selected_T)
         return selected
 

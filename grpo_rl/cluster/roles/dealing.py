@@ -22,7 +22,7 @@ from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.balance import Prompts, cut_shares, split_over_ranks
-from grpo_rl.types import Batch, Counts, Metrics
+from grpo_rl.types import Batch, Counts, Metrics, segments_at
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
 FORWARD_COLUMNS = (
@@ -38,6 +38,7 @@ FORWARD_COLUMNS = (
     "support_ids_M",
 )
 """The columns a share is stored with: those that exist before any pass over the batch."""
+LOOK = 1 << 16
 
 
 class Ranks(Protocol):
@@ -101,14 +102,18 @@ class Dealt:
         per_token = {name: column for name, column in columns.items() if name.endswith("_T")}
         per_rollout = {name: per_rollout_values(column, batch.trained_lengths_N) for name, column in per_token.items()}
         shared = {name: values for name, values in per_rollout.items() if values is not None}
+        if "advantages_T" in names and batch.advantages_N is not None:
+            shared["advantages_T"] = batch.advantages_N
+        lengths_N, whole_N = batch.trained_lengths_N, self.batch.trained_lengths_N
         updates = []
         for share, rank_steps in zip(self.shares, steps, strict=True):
             rows = torch.tensor(share, dtype=torch.long)
-            tokens = batch.token_index(share) if len(shared) < len(columns) else rows
             own = {
-                name: column[rows if name.endswith("_N") else tokens] for name, column in columns.items() if name not in shared
+                name: column[rows] if name.endswith("_N") else segments_at(column, lengths_N, rows)
+                for name, column in columns.items()
+                if name not in shared
             }
-            kept = None if trained_T is None else trained_T[self.batch.token_index(share)]
+            kept = None if trained_T is None else segments_at(trained_T, whole_N, rows)
             spread = {name: values[rows] for name, values in shared.items()}
             updates.append(Update(own, kept, tuple(rank_steps), spread))
         return updates
@@ -122,8 +127,12 @@ def per_rollout_values(column: Tensor, lengths_N: Tensor) -> Tensor | None:
     if column.dtype != torch.float32 or not len(column):
         return None
     bits = column.view(torch.int32)
-    changes = bits[1:] != bits[:-1]
     starts_N = lengths_N.cumsum(0) - lengths_N
+    # Columns that differ from token to token are many, and large: a look at their beginning is enough.
+    head = bits[:LOOK]
+    if int((head[1:] != head[:-1]).sum()) > int((starts_N < LOOK).sum()):
+        return None
+    changes = bits[1:] != bits[:-1]
     alive_N = lengths_N > 0
     if int(changes.sum()) >= len(lengths_N) or not bool(torch.isin(changes.nonzero()[:, 0] + 1, starts_N[alive_N]).all()):
         return None
@@ -226,12 +235,19 @@ def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tenso
 def gather(batch: Batch, order: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Return the per-token results of all ranks in the batch's order.
 
-    Laid back to back, `parts` hold the trained tokens of the rollouts `order`, one after the other. Where token i of
-    them belongs on the batch's own axis is `batch.token_index(order)[i]`, so the results are written there.
+    Laid back to back, `parts` hold the trained tokens of the rollouts `order`, one after the other, each part those of
+    whole rollouts. Every rollout's are copied to their place as one piece: an index for every token would cost more
+    than the tokens.
     """
-    column = torch.cat(list(parts))
-    out = torch.empty_like(column)
-    out[batch.token_index(order)] = column
+    lengths, ends = batch.trained_lengths_N.tolist(), batch.trained_lengths_N.cumsum(0).tolist()
+    out = parts[0].new_empty(batch.num_trained_tokens, *parts[0].shape[1:])
+    rollouts = iter(order.tolist())
+    for part in parts:
+        done = 0
+        while done < len(part):
+            index = next(rollouts)
+            out[ends[index] - lengths[index] : ends[index]] = part[done : done + lengths[index]]
+            done += lengths[index]
     return out
 
 
@@ -283,6 +299,8 @@ def _merge(key: str, so_far: float | None, value: float) -> float:
 
 
 def _metric_name(role: str, prefix: str, name: str) -> str:
+    if name == "rollout_entropy":
+        return "rollout/entropy"
     if name == "rollout_logprob_diff":
         return "rollout/logprob_diff_max" if prefix == "max" else "rollout/logprob_diff_mean"
     return name if name.startswith("rollout_corr/") else f"{role}/{name}"

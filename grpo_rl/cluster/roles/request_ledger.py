@@ -43,11 +43,16 @@ class Ledger(Generic[W]):
         self.waiting.extendleft(reversed(unfinished.values()))
         return len(unfinished)
 
-    def shares(self, capacity: int) -> dict[W, list[Request]]:
-        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then."""
+    def shares(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
+        """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
+
+        Replicas with `refill_below` or more get none now, so that each is sent many at a time.
+        """
         shares: dict[W, list[Request]] = {}
-        while self.waiting and self.in_flight:
-            worker = min(self.in_flight, key=lambda w: len(self.in_flight[w]))
+        below = capacity if refill_below is None else refill_below
+        hungry = [worker for worker, mine in self.in_flight.items() if len(mine) < below]
+        while self.waiting and hungry:
+            worker = min(hungry, key=lambda w: len(self.in_flight[w]))
             if len(self.in_flight[worker]) >= capacity:
                 break
             request = self.waiting.popleft()

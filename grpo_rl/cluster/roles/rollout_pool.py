@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +36,13 @@ class PoolOptions:
     """True where engines give their memory back between generation and the next weight transfer."""
     verify_checksum: bool
     step_timeout_s: float
-    max_staleness: int = 0
-    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over."""
+    max_staleness: int | None = 0
+    """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over; None
+    where the schedule looks at that."""
     keep_cache: bool = False
     """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
+    partial_rollout: bool = True
+    """True where requests may live through a weight update; else those that have begun end first."""
 
 
 class ReplicaPool:
@@ -62,6 +66,9 @@ class ReplicaPool:
         """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._actor: ActorRole | None = None
         self._asleep = False
+        self._keeps_weights = False
+        self._updates_in_flight: bool | None = None
+        """True where the engines take weights while requests are unfinished; None as long as none has said so."""
         self._wanted: dict[str, tuple[Prompt, int]] = {}
         """The rollouts that were asked for and have not been handed over, by request id."""
         self._ledger: Ledger[Worker] = Ledger()
@@ -69,6 +76,8 @@ class ReplicaPool:
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
         self._ended: dict[str, Reported] = {}
         """Reports that were not handed over yet, in the order in which their requests ended."""
+        self._num_forgotten = 0
+        """The number of calls of `forget`."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
 
@@ -85,7 +94,7 @@ class ReplicaPool:
         self.replicas.drop_lost()
         if self.version == actor.version and not self._asleep:
             return {}
-        if self._ledger.begun and not self._can_update_in_flight():
+        if self._ledger.begun and not (self.options.partial_rollout and self._can_update_in_flight()):
             while self._ledger.begun:
                 self._collect(POLL_S * 2, top_up=False)
         workers = self.replicas.serving + self.replicas.ready()
@@ -94,12 +103,32 @@ class ReplicaPool:
         self.version = actor.version
         return {"rollout/weight_bytes": float(num_bytes)}
 
+    @contextmanager
+    def keep_weights(self) -> Iterator[None]:
+        """Ask nothing of the actor inside of this context: another thread works with it. Replicas that come back wait.
+
+        While the ranks train, they would answer a weight transfer afterwards, with weights that are newer than the version
+        under which the others serve; and calls of two threads could reach the ranks in different orders, each of which then
+        waits in another collective.
+        """
+        self._keeps_weights = True
+        try:
+            yield
+        finally:
+            self._keeps_weights = False
+
     def _can_update_in_flight(self) -> bool:
-        """Return whether all replicas that serve take weights while requests are unfinished."""
-        serving = self.replicas.serving
-        calls = [worker.call("updates_in_flight") for worker in serving]
-        timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
-        return all(settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed).values())
+        """Return whether the engines take weights while requests are unfinished, as all replicas of a run do, or none.
+
+        They are asked once: a busy engine answers between two of its steps.
+        """
+        if self._updates_in_flight is None:
+            serving = self.replicas.serving
+            calls = [worker.call("updates_in_flight") for worker in serving]
+            timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
+            answers = settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed)
+            self._updates_in_flight = all(answers.values()) if answers else None
+        return self._updates_in_flight is not False
 
     def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
@@ -181,13 +210,19 @@ class ReplicaPool:
         when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
-        pending = None if only is None else set(only)
+        pending = None if only is None else set(only) & self._wanted.keys()
+        num_forgotten = self._num_forgotten
         while True:
-            found = next((one for one in self._ended if pending is None or one in pending), None)
-            if found is not None:
-                if pending is not None:
-                    pending.discard(found)
-                yield self._hand_over(found)
+            found = [one for one in self._ended if pending is None or one in pending]
+            for one in found:
+                # The caller may do anything between two of them, such as to forget some.
+                if one in self._ended:
+                    yield self._hand_over(one)
+            if pending is not None:
+                pending.difference_update(found)
+                if num_forgotten != self._num_forgotten:
+                    num_forgotten, pending = self._num_forgotten, pending & self._wanted.keys()
+            if found:
                 continue
             if not (self._wanted if pending is None else pending):
                 return
@@ -195,12 +230,11 @@ class ReplicaPool:
             if left_s < 0:
                 return
             self._collect(left_s)
-            if pending is not None:
-                pending &= self._wanted.keys()
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
         self._ledger.forget(ids)
+        self._num_forgotten += 1
         for one in ids:
             self._wanted.pop(one, None)
             self._ended.pop(one, None)
@@ -279,7 +313,7 @@ class ReplicaPool:
             for worker in ready:
                 self.replicas.serve(worker, 0)
         # An actor that has trained on has other weights by now: a replica that comes late waits for the next update.
-        elif ready and self._actor is not None and self._actor.version == self.version:
+        elif ready and self._actor is not None and self._actor.version == self.version and not self._keeps_weights:
             self._update(ready, self.version)
         for worker in self.replicas.serving:
             self._ledger.join(worker)
@@ -287,7 +321,10 @@ class ReplicaPool:
     def _top_up(self) -> None:
         """Give waiting requests to the replicas with the fewest in flight, up to their capacity."""
         capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
-        calls = {worker: worker.call("submit", share) for worker, share in self._ledger.shares(capacity).items()}
+        # Half of what a replica has in advance is sent at once: a call costs the controller about as much as 30 requests.
+        refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
+        shares = self._ledger.shares(capacity, refill_below)
+        calls = {worker: worker.call("submit", share) for worker, share in shares.items()}
         settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
 
     def _hand_over(self, request_id: str) -> Rollout:
@@ -301,16 +338,20 @@ class ReplicaPool:
             rollout_logprobs=ended.logprobs,
             finish_reason=ended.report.finish_reason,
             versions=ended.report.versions,
-            text=ended.report.text,
             support=ended.support,
+            text_at=ended.text,
         )
 
 
-def check_versions(completion: Report | Completion, version: int, max_staleness: int) -> None:
-    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older."""
+def check_versions(completion: Report | Completion, version: int, max_staleness: int | None) -> None:
+    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
+
+    None allows any age.
+    """
     where = f"rollout {completion.request_id}"
     for sampled_with, _ in completion.versions:
-        if not version - max_staleness <= sampled_with <= version:
+        oldest = 0 if max_staleness is None else version - max_staleness
+        if not oldest <= sampled_with <= version:
             allowed = f", and at most {max_staleness} versions older are allowed" if max_staleness else ""
             raise WeightVersionError(
                 f"{where} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"

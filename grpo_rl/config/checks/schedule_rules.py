@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from grpo_rl.config.checks.algorithm_table import ESTIMATORS, NO_FACTS
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
+    ASYNC,
     ITERATE,
     OFFLINE,
+    ONE_STEP_OFF,
     REWARD_MODEL,
     collects,
+    is_colocated,
     is_iterated,
     is_offline,
+    max_staleness,
+    overlaps,
     samples_answers,
     trains_only_reward_model,
     trains_pairs,
@@ -27,8 +32,9 @@ ANSWER_COLUMNS = ("data.response_key", "data.messages_key", "data.tools_key", "d
 """Columns of rows with an answer to learn."""
 PAIR_COLUMNS = ("data.chosen_key", "data.rejected_key")
 """Columns of rows with two answers to compare."""
-SAMPLING = ("sync", ITERATE)
+SAMPLING = ("sync", ONE_STEP_OFF, ASYNC, ITERATE)
 """The schedules of this program that train on sampled responses."""
+ASYNCHRONOUS = "trainer.asynchronous."
 ITERATED = "trainer.iterate."
 REPLAY = ("trainer.iterate.replay_share", "trainer.iterate.replay_pairs")
 TRAINED_MODEL = "reward.reward_model.train."
@@ -65,6 +71,7 @@ SAMPLED_ONLY = (
     "data.dynamic_weights",
     "trainer.critic_warmup",
     "trainer.save_rollouts",
+    "trainer.rollout_data_format",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
 ESTIMATED_ONLY = (
@@ -86,8 +93,8 @@ READ_BY_REWARD_MODEL = (
         key
         for key in leaves()
         if key.startswith("trainer.")
-        and not key.startswith(ITERATED)
-        and key not in ("trainer.critic_warmup", "trainer.save_rollouts")
+        and not key.startswith((ITERATED, ASYNCHRONOUS))
+        and key not in ("trainer.critic_warmup", "trainer.save_rollouts", "trainer.rollout_data_format")
     ),
     "ray_kwargs.",
 )
@@ -120,6 +127,8 @@ def problems(config: Config) -> Iterator[str]:
             )
         if is_iterated(config):
             yield from _iterated(config)
+        if overlaps(config):
+            yield from _overlapping(config)
         return
     chosen = f"data.responses={config.data.responses}"
     if trainer.schedule != leaves()["trainer.schedule"].default:
@@ -153,6 +162,33 @@ def problems(config: Config) -> Iterator[str]:
     if collects(config) and config.data.train_weights:
         yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
     yield from _early_stop(config)
+
+
+def _overlapping(config: Config) -> Iterator[str]:
+    """Yield what a schedule cannot do that samples while it trains."""
+    key, own, correction = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous, config.algorithm
+    if is_colocated(config) and not config.trainer.val_only:
+        yield (
+            f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
+            f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
+        )
+    groups = correction.filter_groups
+    if groups.enable and groups.refill:
+        yield (
+            "algorithm.filter_groups.refill=true: samples further prompts until enough groups have a signal, and "
+            f"{key} has sampled the next ones already; refill=false trains those of a batch that have one"
+        )
+    is_corrected = correction.rollout_correction.rollout_is or correction.rollout_correction.rollout_rs
+    if max_staleness(config) and correction.rollout_correction.bypass_mode is False and not is_corrected:
+        yield (
+            f"algorithm.rollout_correction.bypass_mode=false: with {key} the weights that sampled a token may be older than "
+            "those that it trains, and nothing would correct for that; leave it out, or set rollout_is=token beside it"
+        )
+    if config.trainer.schedule == ASYNC and own.sync_every > own.max_staleness + 1:
+        yield (
+            f"{ASYNCHRONOUS}sync_every={own.sync_every}: the weights would be older than max_staleness={own.max_staleness} before they "
+            "are sent; at most max_staleness + 1"
+        )
 
 
 def _reward_model(config: Config) -> Iterator[str]:
@@ -200,6 +236,11 @@ def _iterated(config: Config) -> Iterator[str]:
             f"reward.reward_model.train.loss={reward.reward_model.train.loss}: {key} makes pairs of whole responses and no rated "
             "steps; bradley_terry"
         )
+    if trains_model and config.trainer.val_only and (reward.reward_model.model_path or "").startswith("builtin:"):
+        yield (
+            f"trainer.val_only=true: reward.reward_model.model_path={reward.reward_model.model_path} has no head before {key} trains it; "
+            "name a trained one, or validate by the rules alone, without this schedule and reward.reward_model"
+        )
     needs = ESTIMATORS.get(estimator, NO_FACTS)["needs"]
     if "parts" in needs:
         yield f"algorithm.adv_estimator={estimator}: reads the parts of the reward, and with {key} only the model's score counts"
@@ -222,7 +263,7 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
         idle |= _of(REJECTION, "is of data.responses=initial_policy")
         if trains_pairs(config):
             idle |= _without_advantages(config)
-        return idle | _of_iterations(config)
+        return idle | _of_iterations(config) | _of_asynchronous(config)
     fixed = "samples its responses before training" if collects(config) else "trains on the answers in the data"
     read = COLLECTING if collects(config) else ()
     idle |= {
@@ -237,7 +278,9 @@ def switches(config: Config) -> dict[str, tuple[bool, str]]:
         idle |= _of(
             REJECTION, f"keeps single responses, and loss_mode={loss} compares the best with the worst response, however good"
         )
-    idle |= _of(ITERATED, f"has no effect with data.responses={config.data.responses}, which trains on fixed responses")
+    idle |= _of(
+        (ITERATED, ASYNCHRONOUS), f"has no effect with data.responses={config.data.responses}, which trains on fixed responses"
+    )
     if not samples_answers(config) and not collects(config):
         idle |= {
             key: (False, "needs data.val_prompt_files: data.responses=rows samples and scores nothing else")
@@ -288,7 +331,22 @@ def _of_iterations(config: Config) -> dict[str, tuple[bool, str]]:
     return {}
 
 
-def _of(section: str, reason: str) -> dict[str, tuple[bool, str]]:
+def _of_asynchronous(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys of asynchronous training that a run does not read whose responses the policy samples."""
+    own, in_flight = config.trainer.asynchronous, (f"{ASYNCHRONOUS}partial_rollout", f"{ASYNCHRONOUS}keep_cache")
+    if config.trainer.schedule != ASYNC:
+        return _of(ASYNCHRONOUS, f"is of trainer.schedule={ASYNC}")
+    if own.max_staleness == 0:
+        return {
+            key: (False, f"has no effect with {ASYNCHRONOUS}max_staleness=0, where all responses end first")
+            for key in in_flight
+        }
+    if not own.partial_rollout:
+        return {in_flight[1]: (False, f"has no effect with {in_flight[0]}=false")}
+    return {}
+
+
+def _of(section: str | tuple[str, ...], reason: str) -> dict[str, tuple[bool, str]]:
     return {key: (False, reason) for key in leaves() if key.startswith(section)}
 
 

@@ -34,8 +34,9 @@ class RolloutCorrectionConfig:
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
     rollout_rs_threshold_lower: list[Ratio] = field(default_factory=list)
     """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
-    bypass_mode: bool = False
-    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction."""
+    bypass_mode: bool | None = None
+    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction; null: only where weights
+    may be stale (trainer.schedule=one_step_off or async) and nothing else here corrects for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from grpo_rl.config.schema.kinds import (
     Pairs,
     Seconds,
     Seed,
+    Staleness,
+    Updates,
 )
 
 
@@ -34,6 +36,20 @@ class IterateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AsynchronousConfig:
+    max_staleness: Staleness = 1
+    """The most versions (training steps) by which the weights that sampled a trained token may be older than those that it
+    trains, a hard bound: max_staleness + 1 batches of prompts are in flight; 0: the weights are those of schedule=sync."""
+    sync_every: Updates = 1
+    """Training steps between two transfers of weights to the engines; at most max_staleness + 1."""
+    partial_rollout: bool = True
+    """Update weights under unfinished responses, which go on with the new ones; false: those that have begun end first."""
+    keep_cache: bool = False
+    """Let unfinished responses keep the keys and values of the old weights; false: they are computed anew, so that log-probs are
+    exactly those of the new weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerConfig:
     project_name: str = "grpo_rl"
     """Folder of the runs, and project of W&B or MLflow."""
@@ -47,8 +63,10 @@ class TrainerConfig:
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
     schedule: str = "sync"
     """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
-    iterate: the same in iterations, each of which begins with the reference and the reward model (iterate.*); or your own,
+    one_step_off: sample the next batch while this one is trained; async: sample all the time, within a bound on staleness
+    (asynchronous.*); iterate: sync in iterations, each of which begins with the reference and the reward model (iterate.*); or your own,
     `path/to/file.py:Class`."""
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     iterate: IterateConfig = field(default_factory=IterateConfig)
     total_epochs: Count = 30
     """Passes over the training data."""
@@ -87,6 +105,9 @@ class TrainerConfig:
     """Write the trained policy to <run>/model, a Hugging Face folder."""
     save_rollouts: bool = True
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
+    rollout_data_format: Literal["jsonl", "jsonl.zst"] = "jsonl"
+    """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard.
+    `grpo_rl.telemetry.browse`, plots and reports read both; data.train_files takes lines of JSON only."""
     dry_run: bool = False
     """Print the plan and stop."""
     start_timeout_s: Seconds = 600.0

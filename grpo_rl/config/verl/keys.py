@@ -37,7 +37,7 @@ _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
 _NO_PROFILER = "there is no profiler; timing_s/* in metrics.jsonl has the seconds of every phase"
 _NO_QUANTIZATION = "engine and actor do not quantize; precision is set by rollout.dtype and actor.fsdp_config.dtype"
-_ONE_SCHEDULE = "there is one schedule: synchronous, on-policy"
+_ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, async"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
@@ -135,7 +135,7 @@ _ROLLOUT: dict[str, Answer] = {
     "data_parallel_size": Answer("the number of replicas follows from the devices and tensor_model_parallel_size", (1,)),
     "expert_parallel_size": Answer("experts are not spread over devices", (1,)),
     "pipeline_model_parallel_size": Answer("an engine is split by tensor_model_parallel_size only", (1,)),
-    "enable_chunked_prefill": _hint("the engine prefills in chunks on GPUs, and never on CPUs", True),
+    "enable_chunked_prefill": _hint("the engine always reads prompts in parts where one pass is too small for them", True),
     "logprobs_mode": Answer("log-probs are taken after temperature, as the trainer's are", ("processed_logprobs",)),
     "scheduling_policy": _hint("first come, first served", "fcfs"),
     "load_format": _hint(
@@ -273,8 +273,35 @@ _TRAINER: dict[str, Answer] = {
     "profile_steps": _hint(_NO_PROFILER),
 }
 
+_ENGINES_APART = "engines have devices of their own where actor_rollout_ref.rollout.nnodes and n_gpus_per_node say how many"
+_ASYNC: dict[str, Answer] = {
+    "async_training": Answer("use trainer.schedule=async with trainer.asynchronous.*, or trainer.schedule=one_step_off"),
+    "async_training.staleness_threshold": Answer(
+        "use trainer.schedule=async with trainer.asynchronous.max_staleness, in versions (training steps) of every token: 0 for 0, "
+        "1 for shares up to 1"
+    ),
+    "async_training.trigger_parameter_sync_step": Answer("use trainer.asynchronous.sync_every, in training steps"),
+    "async_training.require_batches": Answer("a step trains on data.train_batch_size prompts"),
+    "async_training.partial_rollout": Answer("use trainer.asynchronous.partial_rollout"),
+    "async_training.use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode"),
+    "async_training.compute_prox_log_prob": Answer(
+        "use algorithm.rollout_correction.rollout_is=token: the ratio is then taken against the actor's log-probs, weighed by theirs "
+        "to the engine's"
+    ),
+    "rollout": Answer(_ENGINES_APART),
+    "rollout.nnodes": Answer("use actor_rollout_ref.rollout.nnodes"),
+    "rollout.n_gpus_per_node": Answer("use actor_rollout_ref.rollout.n_gpus_per_node"),
+    "rollout.n": Answer("use actor_rollout_ref.rollout.n"),
+    "rollout.total_rollout_steps": Answer("use trainer.total_training_steps, of data.train_batch_size prompts each"),
+    "rollout.total_epochs": Answer("use trainer.total_epochs"),
+    "rollout.test_freq": Answer("use trainer.test_freq"),
+}
+
 _TOP: dict[str, Answer] = {
-    "actor_rollout_ref.hybrid_engine": Answer("engines share the actor's devices unless rollout.nnodes is set", (True,)),
+    **_ASYNC,
+    "actor_rollout_ref.hybrid_engine": Answer(
+        "engines share the actor's devices unless actor_rollout_ref.rollout.nnodes is set", (True,)
+    ),
     "actor_rollout_ref.nccl_timeout": _hint("use trainer.step_timeout_s"),
     "model_engine": Answer(_FSDP_ONLY, ("dp",)),
     "custom_reward_function": Answer("use reward.custom_reward_function"),

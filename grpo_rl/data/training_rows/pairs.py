@@ -22,8 +22,8 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, Source, check_values, wrong
-from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.sources.source import BadRow, check_values, wrong
+from grpo_rl.data.training_rows.training_set import RowSet
 from grpo_rl.types import Batch, Rollout
 
 
@@ -179,15 +179,15 @@ class PairSet(RowSet[Pair]):
 
     def __init__(
         self,
-        parts: Sequence[Source],
+        files: Sequence[str],
         config: DataConfig,
         longest: int,
         tokenizer: Any,
-        bad_rows: BadRows,
+        bad_rows: BadRows | None,
         limit: int,
         row: PairRow,
     ) -> None:
-        super().__init__(parts, config, longest, bad_rows, limit)
+        super().__init__(files, config, longest, tokenizer, bad_rows, limit)
         self._renderer, self._texts = Renderer(config, tokenizer), row
 
     def batch(self, rows: Sequence[int]) -> Batch:
@@ -198,12 +198,8 @@ class PairSet(RowSet[Pair]):
         trained = len(row.chosen_ids) + len(row.rejected_ids)
         return row.longest, 2 * len(row.prompt_ids) + trained, trained
 
-    def _read(self, index: int) -> Pair:
-        where = self._source.where(index)
-        found = tokenized_pair(self._texts(self._source.row(index), where, self.config), self._renderer, where)
-        if found.longest > self.longest:
-            raise TooLongRow(where, found.longest, self.longest)
-        return found
+    def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
+        return tokenized_pair(self._texts(row, where, self.config), self._renderer, where)
 
 
 def load_pairs(
@@ -221,13 +217,9 @@ def load_pairs(
     Up to `data.check_rows` rows, or any number that is wanted `whole`, are checked here; of more, a sample. Raises DataError
     with file, row and column, and ConfigError for a task or template option.
     """
-    data = config.data
-    parts = sources_of(files, data, tokenizer)
-    bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
     row = pair_row_with_margin if trains_only_reward_model(config) else pair_row
-    found = PairSet(parts, data, longest_sequence(config), tokenizer, bad_rows, max_samples, row)
-    found.check(whole or len(found) <= data.check_rows, note)
-    return found
+    found = PairSet(files, config.data, longest_sequence(config), tokenizer, bad_rows, max_samples, row)
+    return found.checked(whole, note)
 
 
 def pair_row(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:

@@ -26,8 +26,8 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import Example, Message, check_messages, column
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, Source, check_values, wrong
-from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.sources.source import BadRow, check_values, wrong
+from grpo_rl.data.training_rows.training_set import RowSet, batch_of_sequences
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -222,15 +222,15 @@ class RatedStepSet(RowSet[RatedSteps]):
 
     def __init__(
         self,
-        parts: Sequence[Source],
+        files: Sequence[str],
         config: DataConfig,
         longest: int,
         tokenizer: Any,
         separator: str,
-        bad_rows: BadRows,
+        bad_rows: BadRows | None,
         limit: int,
     ) -> None:
-        super().__init__(parts, config, longest, bad_rows, limit)
+        super().__init__(files, config, longest, tokenizer, bad_rows, limit)
         self._renderer, self._separator = Renderer(config, tokenizer), separator
 
     def batch(self, rows: Sequence[int]) -> Batch:
@@ -240,12 +240,8 @@ class RatedStepSet(RowSet[RatedSteps]):
     def _sizes(self, row: RatedSteps) -> tuple[int, int, int]:
         return len(row.token_ids), len(row.token_ids), len(row.positions)
 
-    def _read(self, index: int) -> RatedSteps:
-        where = self._source.where(index)
-        found = tokenized_steps(rated_row(self._source.row(index), where, self.config), self._renderer, self._separator, where)
-        if len(found.token_ids) > self.longest:
-            raise TooLongRow(where, len(found.token_ids), self.longest)
-        return found
+    def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:
+        return tokenized_steps(rated_row(row, where, self.config), self._renderer, self._separator, where)
 
 
 def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
@@ -300,27 +296,12 @@ def load_rated_steps(
     assert separator is not None
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{_SEPARATOR}: needs a fast tokenizer, which says where each token begins")
-    parts = sources_of(files, data, tokenizer)
-    bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
-    found = RatedStepSet(
-        parts, data, longest_sequence(config), tokenizer, separator.replace("\\n", "\n"), bad_rows, max_samples
-    )
-    found.check(whole or len(found) <= data.check_rows, note)
-    return found
+    separator = separator.replace("\\n", "\n")
+    found = RatedStepSet(files, data, longest_sequence(config), tokenizer, separator, bad_rows, max_samples)
+    return found.checked(whole, note)
 
 
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:
     """Return solutions as a batch, each in a group of its own, whose trained tokens are the ends of the labelled steps."""
-    lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
-    prompt_lengths_N = torch.tensor([row.prompt_length for row in rows], dtype=torch.long)
-    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
-    return Batch(
-        prompt_lengths_N=prompt_lengths_N,
-        response_lengths_N=lengths_N - prompt_lengths_N,
-        group_N=torch.arange(len(rows)),
-        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows]).astype(np.int64)),
-        rewards_N=torch.zeros(len(rows)),
-        positions_T=torch.from_numpy(np.concatenate([row.positions + start for row, start in zip(rows, starts, strict=True)])),
-        trained_lengths_N=torch.tensor([len(row.positions) for row in rows], dtype=torch.long),
-        labels_T=torch.from_numpy(np.concatenate([row.labels for row in rows])),
-    )
+    labels_T = torch.from_numpy(np.concatenate([row.labels for row in rows]))
+    return batch_of_sequences(rows, [row.prompt_length for row in rows], rewards=0.0, labels_T=labels_T)

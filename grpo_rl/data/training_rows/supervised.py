@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.source import BadRow, Source
+from grpo_rl.data.sources.source import BadRow
 from grpo_rl.data.training_rows.conversations import Demonstration, Tokenizing, conversation
-from grpo_rl.data.training_rows.training_set import RowSet, TooLongRow, sources_of
+from grpo_rl.data.training_rows.training_set import RowSet, batch_of_sequences
 from grpo_rl.types import Batch
 
 
@@ -26,10 +25,11 @@ class DemonstrationSet(RowSet[Demonstration]):
     )
 
     def __init__(
-        self, parts: Sequence[Source], config: DataConfig, longest: int, tokenizing: Tokenizing, bad_rows: BadRows, limit: int
+        self, files: Sequence[str], config: DataConfig, longest: int, tokenizer: Any, bad_rows: BadRows | None, limit: int
     ) -> None:
-        super().__init__(parts, config, longest, bad_rows, limit)
-        self._tokenizing = tokenizing
+        # First: a template that marks no answers is refused before any file is opened.
+        self._tokenizing = Tokenizing(config, tokenizer)
+        super().__init__(files, config, longest, tokenizer, bad_rows, limit)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `supervised_batch`."""
@@ -38,15 +38,13 @@ class DemonstrationSet(RowSet[Demonstration]):
     def _sizes(self, row: Demonstration) -> tuple[int, int, int]:
         return len(row.token_ids), len(row.token_ids), len(row.positions)
 
-    def _read(self, index: int) -> Demonstration:
-        where = self._source.where(index)
-        found = self._tokenizing(conversation(self._source.row(index), where, self.config), where)
-        length = len(found.token_ids)
-        if length <= self.longest:
-            return found
+    def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
+        return self._tokenizing(conversation(row, where, self.config), where)
+
+    def _cut(self, row: Demonstration, length: int, where: str) -> Demonstration:
         if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            raise TooLongRow(where, length, self.longest)
-        cut = cut_to(found, self.longest, self.config.truncation)
+            return super()._cut(row, length, where)
+        cut = cut_to(row, self.longest, self.config.truncation)
         if not len(cut.positions):
             raise BadRow(
                 f"{where}: has {length} tokens, and no trained one is left in the {self.longest} that "
@@ -83,13 +81,8 @@ def load_demonstrations(
     Up to `data.check_rows` rows, or any number that is wanted `whole`, are checked here; of more, a sample. Raises DataError
     with file, row and column, and ConfigError for a task or template option.
     """
-    data = config.data
-    tokenizing = Tokenizing(data, tokenizer)
-    parts = sources_of(files, data, tokenizer)
-    bad_rows = BadRows(data.on_bad_row) if bad_rows is None else bad_rows
-    found = DemonstrationSet(parts, data, longest_sequence(config), tokenizing, bad_rows, max_samples)
-    found.check(whole or len(found) <= data.check_rows, note)
-    return found
+    found = DemonstrationSet(files, config.data, longest_sequence(config), tokenizer, bad_rows, max_samples)
+    return found.checked(whole, note)
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
@@ -97,16 +90,5 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
 
     The prompt of each ends before its first trained token; what is not trained after that is context between turns.
     """
-    lengths_N = torch.tensor([len(found.token_ids) for found in demonstrations])
-    prompt_lengths_N = torch.tensor([int(found.positions[0]) for found in demonstrations])
-    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
-    positions = [found.positions + start for found, start in zip(demonstrations, starts, strict=True)]
-    return Batch(
-        prompt_lengths_N=prompt_lengths_N,
-        response_lengths_N=lengths_N - prompt_lengths_N,
-        group_N=torch.arange(len(demonstrations)),
-        token_ids_S=torch.from_numpy(np.concatenate([found.token_ids for found in demonstrations]).astype(np.int64)),
-        rewards_N=torch.ones(len(demonstrations)),
-        positions_T=torch.from_numpy(np.concatenate(positions)),
-        trained_lengths_N=torch.tensor([len(found.positions) for found in demonstrations]),
-    )
+    prompt_lengths = [int(found.positions[0]) for found in demonstrations]
+    return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
+import torch
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import CHECKED_OF_MANY
@@ -98,7 +99,36 @@ class TooLongRow(DataError):
         self.length = length
 
 
-def sources_of(files: Sequence[str], data: DataConfig, tokenizer: object) -> list[Source]:
+class Tokens(Protocol):
+    """A row as one sequence of tokens, of which some are trained."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [tokens]"""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [trained tokens], ascending"""
+
+
+def batch_of_sequences(rows: Sequence[Tokens], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
+    """Return rows as a batch of one rollout each, in a group of its own, with this reward and these further columns."""
+    lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
+    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
+    return Batch(
+        prompt_lengths_N=prompt_lengths_N,
+        response_lengths_N=lengths_N - prompt_lengths_N,
+        group_N=torch.arange(len(rows)),
+        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows]).astype(np.int64)),
+        rewards_N=torch.full((len(rows),), rewards),
+        positions_T=torch.from_numpy(np.concatenate([row.positions + start for row, start in zip(rows, starts, strict=True)])),
+        trained_lengths_N=torch.tensor([len(row.positions) for row in rows], dtype=torch.long),
+        **columns,
+    )
+
+
+def _sources(files: Sequence[str], data: DataConfig, tokenizer: object) -> list[Source]:
     """Return the sources of `files`, or the one that a class of the user's makes of them."""
     if data.custom_cls.path is not None:
         return [custom_source(files, data, tokenizer)]
@@ -115,8 +145,12 @@ class RowSet(ABC, Generic[Row]):
     ways_out: str
     """The advice for rows that are too long."""
 
-    def __init__(self, parts: Sequence[Source], config: DataConfig, longest: int, bad_rows: BadRows, limit: int) -> None:
-        self.config, self.longest, self.bad_rows = config, longest, bad_rows
+    def __init__(
+        self, files: Sequence[str], config: DataConfig, longest: int, tokenizer: Any, bad_rows: BadRows | None, limit: int
+    ) -> None:
+        self.config, self.longest = config, longest
+        self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+        parts = _sources(files, config, tokenizer)
         self._source = Joined("all sources", parts)
         total = len(self._source) if limit < 0 else min(limit, len(self._source))
         self.report = RowReport(total)
@@ -126,8 +160,8 @@ class RowSet(ABC, Generic[Row]):
         self._kept: OrderedDict[int, Row] = OrderedDict()
 
     @abstractmethod
-    def _read(self, index: int) -> Row:
-        """Return row `index` of the source as tokens. Raises BadRow, and TooLongRow where it is neither short enough nor cut."""
+    def _tokenized(self, row: dict[str, Any], where: str) -> Row:
+        """Return a row of the source, at this place, as tokens. Raises BadRow."""
 
     @abstractmethod
     def _sizes(self, row: Row) -> tuple[int, int, int]:
@@ -136,6 +170,17 @@ class RowSet(ABC, Generic[Row]):
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch."""
+
+    def _cut(self, row: Row, length: int, where: str) -> Row:
+        """Return a row that is too long as a shorter one. Raises TooLongRow where it is not cut."""
+        raise TooLongRow(where, length, self.longest)
+
+    def _read(self, index: int) -> Row:
+        """Return row `index` of the source as tokens. Raises BadRow, and TooLongRow where it is neither short enough nor cut."""
+        where = self._source.where(index)
+        row = self._tokenized(self._source.row(index), where)
+        length, _, _ = self._sizes(row)
+        return row if length <= self.longest else self._cut(row, length, where)
 
     def __len__(self) -> int:
         return self.report.num_rows if self._rows is None else len(self._rows)
@@ -174,15 +219,15 @@ class RowSet(ABC, Generic[Row]):
             self.bad_rows.found(row, error)
             return False
 
-    def check(self, whole: bool, note: Callable[[str], None] | None = None) -> None:
-        """Read all rows, or a sample of them; all that is wrong with these is reported at once.
+    def checked(self, whole: bool = False, note: Callable[[str], None] | None = None) -> Self:
+        """Return these rows, after reading all of up to `data.check_rows` or where they are wanted `whole`; of more, a sample.
 
-        Raises DataError for bad rows under data.on_bad_row=error, for rows that are too long and neither dropped nor cut,
-        and where no row is left.
+        All that is wrong is reported at once. Raises DataError for bad rows under data.on_bad_row=error, for rows that are too
+        long and neither dropped nor cut, and where no row is left.
         """
         total, report = self.report.num_rows, self.report
         indices: Sequence[int] = range(total)
-        if not whole and total > 2 * CHECKED_OF_MANY:
+        if not whole and total > max(self.config.check_rows, 2 * CHECKED_OF_MANY):
             spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
             indices = sorted({*range(CHECKED_OF_MANY), *spread})
         unusable: list[int] = []
@@ -213,6 +258,7 @@ class RowSet(ABC, Generic[Row]):
             )
         if len(indices) == total:
             self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
+        return self
 
     def _count(self, row: Row) -> None:
         longest, num_tokens, num_trained = self._sizes(row)

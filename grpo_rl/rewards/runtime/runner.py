@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from grpo_rl.config.schema.tree import RewardConfig
@@ -59,6 +59,9 @@ class RewardRunner:
         self._last_news = time.monotonic()
         self.pids: dict[int, int] = {}
         """The process of each place, for code that watches them."""
+        self.on_busy: Callable[[float], None] = lambda _: None
+        """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
+        self._num_pending, self._busy_since = 0, 0.0
         paths = [None if log_folder is None else log_folder / f"reward-{place}.log" for place in range(config.num_workers)]
         self._threads = [threading.Thread(target=self._work, args=(i, path), daemon=True) for i, path in enumerate(paths)]
         for thread in self._threads:
@@ -81,7 +84,7 @@ class RewardRunner:
         if pending is None or not pending.rollouts[0].same_response(rollout):
             job = self._jobs[_key(rollout)] = Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
             if not job.done:
-                self._queue.put(job)
+                self._put([job])
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
@@ -153,7 +156,15 @@ class RewardRunner:
 
     # ---- the threads, each with one process -----------------------------------------------------------
 
-    def _put(self, jobs: Iterable[Job]) -> None:
+    def _put(self, jobs: Sequence[Job]) -> None:
+        """Give new jobs to the processes."""
+        with self._changed:
+            if self._num_pending == 0 and jobs:
+                self._busy_since = time.perf_counter()
+            self._num_pending += len(jobs)
+        self._put_again(jobs)
+
+    def _put_again(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._queue.put(job)
 
@@ -188,7 +199,7 @@ class RewardRunner:
                     # An earlier call may have left it broken: a response answers only for a process that no other has used.
                     worker = self._start(number, log)
                     left = [*self._ask(left[:1], worker, number), *left[1:]]
-                self._put(left)
+                self._put_again(left)
                 if not worker.alive and not self._closed:
                     worker = self._start(number, log)
         except Exception as error:  # a thread's own exception would be lost
@@ -230,7 +241,9 @@ class RewardRunner:
 
     def _ask(self, jobs: Sequence[Job], worker: Worker, number: int) -> list[Job]:
         """Make these calls; those that are left, which have no outcome because of another one."""
-        request, jobs = request_for(jobs)
+        request, sent = request_for(jobs)
+        self._scored(len(jobs) - len(sent))  # those that cannot be sent have failed
+        jobs = sent
         replies = [Reply() for _ in jobs]
         num_done = 0
 
@@ -256,10 +269,18 @@ class RewardRunner:
         with self._changed:
             for job in jobs:
                 job.done = True
+            self._scored(len(jobs))
             if not worker.alive:
                 self._ready.discard(number)
             self._last_news = time.monotonic()
             self._changed.notify_all()
+
+    def _scored(self, number: int) -> None:
+        """Count so many jobs as done."""
+        with self._changed:
+            self._num_pending -= number
+            if number and self._num_pending == 0:
+                self.on_busy(time.perf_counter() - self._busy_since)
 
     def _break(self, why: str) -> None:
         with self._changed:

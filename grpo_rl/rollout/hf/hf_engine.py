@@ -28,7 +28,7 @@ class _Running:
     """A request that is being answered."""
 
     request: Request
-    generator: torch.Generator
+    seed: int
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: Versions = ()
@@ -104,7 +104,7 @@ class HfEngine:
         num_running = len(self._running)
         while self._waiting and num_running < self._spec.max_num_seqs:
             request = self._waiting.popleft()
-            self._unread.append(_Running(request, self._generator(request)))
+            self._unread.append(_Running(request, self._seed(request)))
             num_running += 1
         for batch in self._batches:
             newest = [row.response_ids[-1] for row in batch.rows]
@@ -177,7 +177,8 @@ class HfEngine:
 
     def _sample(self, rows: Sequence[_Running], logits_BV: Tensor) -> None:
         """Sample one more token of each row."""
-        tokens_B, logprobs_B, left_B = sample(logits_BV, [r.request.sampling for r in rows], [r.generator for r in rows])
+        settings, seeds = [row.request.sampling for row in rows], [row.seed for row in rows]
+        tokens_B, logprobs_B, left_B = sample(logits_BV, settings, seeds, [len(row.response_ids) for row in rows])
         for row, token, logprob, left in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), left_B, strict=True):
             row.response_ids.append(token)
             row.logprobs.append(logprob)
@@ -199,11 +200,9 @@ class HfEngine:
         self._batches = [batch for batch in self._batches if batch.rows]
         return completions
 
-    def _generator(self, request: Request) -> torch.Generator:
+    def _seed(self, request: Request) -> int:
         seed = request.sampling.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
-        return torch.Generator(self._device).manual_seed(seed)
+        return int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
 
     def _finish_reason(self, row: _Running) -> FinishReason | None:
         sampling = row.request.sampling

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, row by row, each row with its own settings and random stream."""
+"""Drawing tokens from logits, each row with its own settings and its own random numbers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.rollout.counter_noise import exponential_noise, row_keys
 from grpo_rl.types import Sampling, Support
 
 
 def sample(
-    logits_BV: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]
+    logits_BV: Tensor, settings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Draw one token per row; return the tokens and their log-probabilities under what they were drawn from.
 
     Tokens are int64 [B], log-probabilities float32 [B]. The distribution is softmax(logits / temperature), cut to the tokens with at least min_p of the likeliest one's
     probability, to the top k, then to the smallest set with probability top_p, and normalised again. The third part are
     the ids left in it, int64, for the rows whose settings return them. Temperature 0 takes the likeliest token and reports its
-    log-probability at temperature 1. A row's draw depends only on its logits and its generator.
+    log-probability at temperature 1. A row's draw depends only on its logits, its seed and its position, the number of
+    tokens that its response has already.
     """
     temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=logits_BV.device)
     logits_BV = logits_BV.float() / temperature_B[:, None]
@@ -32,9 +34,11 @@ def sample(
             logits_BV[row] = keep_top_p(logits_BV[row], s.top_p)
     logprobs_BV = logits_BV.log_softmax(-1)
     tokens_B = logits_BV.argmax(-1)
-    for row, s in enumerate(settings):
-        if s.temperature > 0:
-            tokens_B[row] = torch.multinomial(logprobs_BV[row].exp(), 1, generator=generators[row])[0]
+    drawn = [row for row, s in enumerate(settings) if s.temperature > 0]
+    if drawn:
+        keys = row_keys([seeds[row] for row in drawn], [positions[row] for row in drawn])
+        noise_RV = exponential_noise(keys, logits_BV.shape[1], logits_BV.device)
+        tokens_B[drawn] = (logprobs_BV[drawn].exp() / noise_RV).argmax(-1)
     left = [
         logits_V.isfinite().nonzero()[:, 0] if s.returns_support else None
         for s, logits_V in zip(settings, logits_BV, strict=True)

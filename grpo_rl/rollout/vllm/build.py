@@ -70,9 +70,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(spec)
-        # A request of which a pass has read only a part has its seed's generator put back, which torch cannot do on CPUs.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], spec.max_model_len)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode

@@ -11,6 +11,7 @@ import numpy as np
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
 from grpo_rl.rollout.vllm.build import build_llm_engine
+from grpo_rl.rollout.vllm.counter_sampling import SEED
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError
 from grpo_rl.rollout.weights.update_order import WeightUpdate
@@ -32,6 +33,10 @@ class VllmEngine:
         self._spec = spec
         self._stop_ids = stop_token_ids(spec)
         self._llm = build_llm_engine(spec)
+        self._counts = spec.device == "cpu"
+        """True where requests have their seeds in `extra_args`: see counter_sampling."""
+        if self._counts:
+            self._rpc("sample_by_counters")
         self._update = WeightUpdate(expected_tensors(spec), in_flight=self.updates_in_flight)
         self._label_tokens()
         self._unfinished: dict[str, Sampling] = {}
@@ -153,7 +158,8 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=sampling.seed,
+            seed=None if self._counts else sampling.seed,
+            extra_args={SEED: sampling.seed} if self._counts and sampling.seed is not None else None,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
             logprobs=num_logprobs(sampling, self._llm.model_config.get_vocab_size()),

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo_rl.rollout.vllm.counter_sampling import CounterSampler
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
@@ -39,6 +40,11 @@ class RolloutWorkerExtension:
     """Methods that every vLLM worker gets besides its own, for collective_rpc."""
 
     weight_transfer_engine: Any
+    model_runner: Any
+
+    def sample_by_counters(self) -> None:
+        """Make the sampler of a worker on CPUs draw from seeds and positions instead of generators."""
+        CounterSampler(self.model_runner).install()
 
     def received_weight_digests(self) -> dict[str, str]:
         """Return the digest of every tensor as it arrived in the last update; empty when not verifying."""

@@ -55,7 +55,7 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
         self._file.close()
-        kept = [record for record in _read_records(self.path) if record["step"] <= step]
+        kept = [record for record in read_records(self.path) if record["step"] <= step]
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.writelines(dump_line(record) for record in kept)
@@ -75,7 +75,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     left out. An absent file is an empty list.
     """
     by_step: dict[int, dict[str, float]] = {}
-    for record in _read_records(path):
+    for record in read_records(path):
         numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
         by_step.setdefault(record["step"], {}).update(
             {key: value for key, value in numbers.items() if isinstance(value, int | float)}
@@ -83,7 +83,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that are objects with a `step`, in their order; others are left out. An absent file has none."""
     if not path.exists():
         return []
     records = []

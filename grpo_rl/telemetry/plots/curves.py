@@ -28,6 +28,7 @@ _SOURCES = ["#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285"]
 _OPINION = "#862e9c"
 _PHASES = {
     "gen": "#2563eb",
+    "wait_for_rollouts": "#9ca3af",
     "reward": "#60a5fa",
     "old_logprobs": "#0f766e",
     "ref": "#5eead4",

@@ -1,11 +1,15 @@
-"""The files rollouts/step_N.jsonl and val/step_N.jsonl: one line per response, with all that the run has of it."""
+"""The files rollouts/step_N.jsonl and val/step_N.jsonl, or .jsonl.zst: one line per response, with all that the run has of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,24 +23,68 @@ if TYPE_CHECKING:  # types imports torch, which reading a log does not need
     from grpo_rl.types import Rollout
 
 Kind = Literal["rollouts", "val"]
+DataFormat = Literal["jsonl", "jsonl.zst"]
+ZSTD = ".zst"
+WRITE_S = 3600.0
+"""The longest time in which one step's rollouts are written."""
+CLOSE_S = 30.0
+_LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
 
 
 class RolloutLog:
-    """Writes the rollouts of a step as one JSON line each."""
+    """Writes the rollouts of a step as one JSON line each.
 
-    def __init__(self, run_dir: RunDir) -> None:
+    With `beside` a thread writes them while the run goes on. At most two steps are then unfinished, one of them being
+    written: `write` waits before it lets a third come. A process that is killed leaves out those two at most, and no
+    file is there in part. `flush` waits until all are there; a checkpoint is committed after it.
+    """
+
+    def __init__(self, run_dir: RunDir, data_format: DataFormat = "jsonl", *, beside: bool = False) -> None:
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
+        self._format = data_format
+        self._jobs: queue.Queue[Callable[[], Path] | None] = queue.Queue(maxsize=1)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True) if beside else None
+        if self._thread is not None:
+            self._thread.start()
 
     def write(
         self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
-        """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
+        """Write `<kind>/step_<step>.<format>`, which is complete or not there at all, and return its path.
 
-        `advantages` has one entry per rollout, None for a rollout that is not trained.
+        `advantages` has one entry per rollout, None for a rollout that is not trained. Raises OSError where it cannot be
+        written, or, with `beside`, where an earlier one could not.
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
-        return write_rollouts(self._folders[kind] / f"step_{step}.jsonl", rollouts, advantages)
+        path = self._folders[kind] / f"step_{step}.{self._format}"
+        if self._thread is None:
+            return write_rollouts(path, rollouts, advantages)
+        self._raise_failure()
+        self._put(partial(write_rollouts, path, list(rollouts), advantages))
+        return path
+
+    def flush(self) -> None:
+        """Wait until everything is written. Raises OSError where that failed."""
+        if self._thread is not None and self._thread.is_alive():
+            done = threading.Event()
+
+            def mark() -> Path:
+                done.set()
+                return Path()
+
+            self._put(mark)
+            if not done.wait(WRITE_S):
+                raise OSError(_LATE)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """End the thread. What is not written within some seconds is given up: a run that fails may have lost its store."""
+        if self._thread is not None and self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
 
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps: a resumed run writes them again."""
@@ -45,15 +93,52 @@ class RolloutLog:
                 if other_step > step:
                     path.unlink()
 
+    def _put(self, job: Callable[[], Path]) -> None:
+        try:
+            self._jobs.put(job, timeout=WRITE_S)
+        except queue.Full:
+            raise OSError(_LATE) from None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # raised again in the run's thread
+                self._failure = self._failure or error
+            # Until the next one comes, the thread must not hold a step's rollouts, and with them their blocks.
+            del job
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
-    """Write one line per rollout to `path`, which is complete or not there at all, and return it."""
+    """Write one line per rollout to `path`, which is complete or not there at all, and return it.
+
+    Where the name ends in `.zst` the lines are compressed.
+    """
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
-            file.write(hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index]))))
+            line = hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index])))
+            file.write(line.encode("ascii"))
     os.replace(temporary, path)
     return path
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
+    """Open a file to write bytes to."""
+    with path.open("wb") as file:
+        if not compressed:
+            yield file
+            return
+        import pyarrow
+
+        with pyarrow.CompressedOutputStream(file, "zstd") as packed:
+            yield packed
 
 
 def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
@@ -84,8 +169,16 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the records of one file that `RolloutLog.write` wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the records of one file that `RolloutLog.write` wrote. Raises OSError where it is damaged or cannot be read."""
+    content = path.read_bytes() if path.suffix != ZSTD else _unpacked(path)
+    return [json.loads(line) for line in content.decode("utf-8").splitlines()]
+
+
+def _unpacked(path: Path) -> bytes:
+    import pyarrow
+
+    with pyarrow.OSFile(str(path)) as file, pyarrow.CompressedInputStream(file, "zstd") as packed:
+        return bytes(packed.read())
 
 
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
@@ -98,7 +191,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+        match = re.fullmatch(r"step_(\d+)\.jsonl(\.zst)?", path.name)
         if match:
             found.append((int(match[1]), path))
     return sorted(found)

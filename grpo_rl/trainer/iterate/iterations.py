@@ -62,7 +62,7 @@ class IterateSchedule(SyncSchedule):
 
     def step(self) -> Metrics:
         """Do the next step of the iteration: its first ones train the reward model, the others the policy."""
-        position, timer = self.position, Timer(self.context.progress.phase)
+        position, timer = self.position, self.context.progress.timer()
         self.sampled = []
         if position.begins(self.model_steps) and isinstance(self.reference, MovingReference):
             with timer("refresh_reference"):
@@ -77,7 +77,7 @@ class IterateSchedule(SyncSchedule):
 
     def _train_reward_model(self) -> Metrics:
         """Sample groups of the policy, label them by the rules, and train on the best against the worst of each."""
-        timer, iteration = Timer(self.context.progress.phase), self.position.iteration
+        timer, iteration = self.context.progress.timer(), self.position.iteration
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
         rollouts = self.selection.draw(lambda prompts: self._sample(prompts, timer))

@@ -15,7 +15,6 @@ from grpo_rl.data.training_rows.supervised import supervised_batch
 from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
-from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure, named_measures
 from grpo_rl.trainer.sampled.selection import resume_order
@@ -89,7 +88,7 @@ class OfflineSchedule(RowSchedule):
 
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
-        timer = Timer(self.context.progress.phase)
+        timer = self.context.progress.timer()
         with timer("data"):
             batch = self.draw()
         with timer("update_actor"):
@@ -109,7 +108,7 @@ class OfflineSchedule(RowSchedule):
         """Measure the loss on the validation rows, and answer the validation prompts."""
         metrics: Metrics = {}
         if self.val_data is not None:
-            timer = Timer(self.context.progress.phase)
+            timer = self.context.progress.timer()
             with timer("testing"):
                 measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
             metrics = named_measures("val", measured, self.objective) | timer.metrics()

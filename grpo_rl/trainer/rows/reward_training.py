@@ -17,7 +17,6 @@ from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.training_set import TrainingSet
 from grpo_rl.protocols import TrainedRewardModel
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.rows.offline import RowSchedule
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.types import Metrics
@@ -35,7 +34,7 @@ class RewardModelSchedule(RowSchedule):
 
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
-        timer = Timer(self.context.progress.phase)
+        timer = self.context.progress.timer()
         with timer("data"):
             batch = self.draw()
         with timer("update_reward_model"):
@@ -56,7 +55,7 @@ class RewardModelSchedule(RowSchedule):
         """Measure loss, accuracy, ranking and calibration on the validation rows; their scores go to `val/scores_step_N.jsonl`."""
         if self.val_data is None:
             return {}
-        timer = Timer(self.context.progress.phase)
+        timer = self.context.progress.timer()
         with timer("testing"):
             scored = scored_rows(self.model, self.val_data, self.config.data.train_batch_size)
         metrics = quality(scored, self.settings)

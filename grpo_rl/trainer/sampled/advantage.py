@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_rl.algos.advantages.contract import OutcomeInput, RolloutAdvantages, check_rewards
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
 from grpo_rl.algos.segments import Segments
@@ -53,31 +54,24 @@ class Advantage:
         )
 
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with `advantages_T` (and `returns_T` where there is a critic), and what to log of it."""
+        """Return the batch with its advantages (and `returns_T` where there is a critic), and what to log of it.
+
+        The advantages are `advantages_N` where the estimator gives all tokens of a rollout the same, else `advantages_T`.
+        """
         check_finite(batch)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
-        rewards_T = token_rewards(
-            batch.rewards_N, batch.trained_lengths_N, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)
-        )
-        inputs = AdvantageInput(
-            token_rewards_T=rewards_T,
-            lengths_N=batch.trained_lengths_N,
-            group_N=batch.group_N,
-            rewards_N=batch.rewards_N,
-            baselines_N=batch.baselines_N,
-            step_ends_K=_step_ends(batch),
-            step_rewards_K=batch.step_rewards_K,
-            reward_parts_NP=batch.reward_parts_NP,
-            values_T=batch.values_T,
-        )
-        out = self.estimate(inputs, **self.options)
+        out = self.estimate(_inputs(batch, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)), **self.options)
         if batch.values_T is not None and out.returns_T is None:
             raise ConfigError(
                 f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
             )
-        batch = batch.replace(advantages_T=out.advantages_T, returns_T=None if batch.values_T is None else out.returns_T)
-        return batch, metrics | _advantage_metrics(batch, out.advantages_T)
+        batch = batch.replace(returns_T=None if batch.values_T is None else out.returns_T)
+        if isinstance(out, RolloutAdvantages):
+            batch = batch.replace(advantages_N=out.advantages_N)
+        else:
+            batch = batch.replace(advantages_T=out.advantages_T)
+        return batch, metrics | _advantage_metrics(batch)
 
     def state_dict(self) -> dict[str, Any]:
         return self.kl_controller.state_dict()
@@ -113,9 +107,12 @@ def check_finite(batch: Batch) -> None:
         "the old log-probs": batch.old_logprobs_T,
     }
     for name, column_T in columns.items():
-        if column_T is None or bool(torch.isfinite(column_T).all()):
+        # A sum is finite where all its numbers are, unless they are beyond any log-prob; it needs no memory.
+        if column_T is None or bool(torch.isfinite(column_T.sum())):
             continue
         bad_T = ~torch.isfinite(column_T)
+        if not bool(bad_T.any()):
+            continue
         first = int(bad_T.nonzero()[0])
         rollouts = Segments(batch.trained_lengths_N).index_T[bad_T].unique().tolist()
         raise DivergedError(
@@ -133,14 +130,37 @@ def _step_ends(batch: Batch) -> Tensor | None:
     return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
-def _advantage_metrics(batch: Batch, advantages_T: Tensor) -> Metrics:
-    segments = Segments(batch.trained_lengths_N)
-    silent_N = segments.sum(advantages_T.abs()) == 0
+def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput:
+    """Return the batch as estimators see it, with a KL penalty in the token rewards where there is one."""
+    columns: dict[str, Any] = {
+        "lengths_N": batch.trained_lengths_N,
+        "group_N": batch.group_N,
+        "rewards_N": batch.rewards_N,
+        "baselines_N": batch.baselines_N,
+        "step_ends_K": _step_ends(batch),
+        "step_rewards_K": batch.step_rewards_K,
+        "reward_parts_NP": batch.reward_parts_NP,
+        "values_T": batch.values_T,
+    }
+    if kl_T is None:
+        check_rewards(batch.rewards_N)
+        return OutcomeInput(**columns)
+    return AdvantageInput(token_rewards(batch.rewards_N, batch.trained_lengths_N, kl_T, kl_coef), **columns)
+
+
+def _advantage_metrics(batch: Batch) -> Metrics:
+    lengths_N = batch.trained_lengths_N
+    if batch.advantages_N is not None:
+        sums_N = batch.advantages_N.double().abs() * lengths_N
+    else:
+        assert batch.advantages_T is not None
+        sums_N = Segments(lengths_N).sum(batch.advantages_T.abs())
+    silent_N = sums_N == 0
     num_groups = batch.group_N.unique().numel()
     live_groups = batch.group_N[~silent_N].unique().numel()
     return {
         "advantage/zero_group_fraction": 1.0 - live_groups / max(1, num_groups),
-        "advantage/abs_mean": float(advantages_T.abs().mean()) if len(advantages_T) else 0.0,
+        "advantage/abs_mean": float(sums_N.double().sum()) / max(1, batch.num_trained_tokens),
     }
 
 

@@ -63,29 +63,45 @@ class Selection:
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
         """
-        return self._or_again(self._next, sample)
+        return self._or_again(lambda: self._next(sample))
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
-        return self._or_again(self._draw, sample)
+        return self._or_again(lambda: self._draw(sample))
 
-    def _or_again(self, draw: Callable[[Sample], Drawn], sample: Sample) -> Drawn:
+    def prompts(self) -> list[tuple[int, Prompt]]:
+        """Return the next batch of prompts, each with its row, for a schedule that samples ahead. Raises DataError as `next`."""
+        return self._or_again(self._prompts)
+
+    def of_batch(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> Selected:
+        """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid); nothing is drawn for them."""
+        self._record(rows, rollouts)
+        return self._without_refill(rollouts)
+
+    def _or_again(self, draw: Callable[[], Drawn]) -> Drawn:
         """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
         position = self.sampler.position()
         try:
-            return draw(sample)
+            return draw()
         except DataError:
             self.sampler.seek(position)
             raise
 
-    def _next(self, sample: Sample) -> Selected:
+    def _without_refill(self, rollouts: list[Rollout]) -> Selected:
         if not self.groups.enable:
-            rollouts = self._draw(sample)
             return Selected(with_reward(rollouts), rollouts, self._data_metrics())
+        kept, num_groups = self._with_signal(rollouts)
+        metrics = {"filter_groups/num_gen_batches": 1.0, "filter_groups/kept_fraction": len(kept) / num_groups}
+        trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
+        return Selected(trained, rollouts, metrics | self._data_metrics())
+
+    def _next(self, sample: Sample) -> Selected:
+        if not (self.groups.enable and self.groups.refill):
+            return self._without_refill(self._draw(sample))
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0
-        while num_batches == 0 or (self.groups.refill and len(kept) < self.num_wanted):
+        while len(kept) < self.num_wanted:
             if num_batches == self.groups.max_num_gen_batches:
                 raise DataError(self._too_few(len(kept), num_groups, num_batches))
             if num_batches and self.exhausted:
@@ -119,28 +135,38 @@ class Selection:
         retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
         return self.sampler.state_dict() | retired | {"data": self.data.fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none.
 
-        Raises CheckpointError for data that have changed; with data.allow_change the next epoch of the new data begins.
+        Returns whether it continues: with data.allow_change the next epoch of data that have changed begins instead. Raises
+        CheckpointError for such data otherwise.
         """
         if not resume_order(self.sampler, self.data, state, allow_change=self.allow_change):
-            return
+            return False
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
+        return True
+
+    def _prompts(self) -> list[tuple[int, Prompt]]:
+        return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
         """Return scored rollouts of the next batch of prompts; their pass rates are noted."""
-        row_of = {uid: row for row, uid in self.sampler.next_batch()}
-        rollouts = sample([self.data.prompt(row, uid) for uid, row in row_of.items()])
-        if self.pass_rates is not None or self.sampler.wants_rates:
-            for uid, group in _by_uid(with_reward(rollouts)).items():
-                values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
-                passed = sum(value >= self.retire_score for value in values)
-                self.sampler.record(row_of[uid], passed / len(values))
-                if self.pass_rates is not None:
-                    self.pass_rates.record(row_of[uid], passed, len(values))
+        drawn = self._prompts()
+        rollouts = sample([prompt for _, prompt in drawn])
+        self._record({prompt.uid: row for row, prompt in drawn}, rollouts)
         return rollouts
+
+    def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
+        """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""
+        if self.pass_rates is None and not self.sampler.wants_rates:
+            return
+        for uid, group in _by_uid(with_reward(rollouts)).items():
+            values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
+            passed = sum(value >= self.retire_score for value in values)
+            self.sampler.record(rows[uid], passed / len(values))
+            if self.pass_rates is not None:
+                self.pass_rates.record(rows[uid], passed, len(values))
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
         """Return the groups in which the metric differs, in their order, and the number of all groups.

@@ -45,8 +45,8 @@ class TrainedTokens:
     def __call__(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Return the batch of the trained tokens, with `weights_T` where they are weighed, and what to log.
 
-        The metrics `rollout_corr/*` say how far engine and trainer are apart. Without old log-probs, or with the engine's
-        own in their place, the actor measures that distance in its update. `rollout/trained_token_fraction` is there
+        The metrics `rollout_corr/*` say how far engine and trainer are apart. Where nothing is corrected, the actor
+        measures that distance in its update: its ranks have the log-probs. `rollout/trained_token_fraction` is there
         where tokens may be left out.
         """
         metrics: Metrics = {}
@@ -56,11 +56,11 @@ class TrainedTokens:
             whole_N = ~batch.truncated_N
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
         before = batch.num_trained_tokens
-        if batch.old_logprobs_T is not None and not self.correction.bypass_mode:
+        if batch.old_logprobs_T is not None and self.correction.active:
             batch = with_rollout_logprobs(batch)
         if self.mask_truncated:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
-        if batch.old_logprobs_T is not None and not self.correction.bypass_mode:
+        if batch.old_logprobs_T is not None and self.correction.active:
             assert batch.rollout_logprobs_T is not None, "these responses were sampled"
             # A response that was masked is in no mean of the correction.
             segments = Segments(batch.trained_lengths_N[whole_N])

@@ -73,7 +73,7 @@ def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) 
     folder = str(tiny_qwen3(head == "tied"))
     # Not two of the longest prompts fit into a pass.
     spec = EngineSpec(
-        model_path=folder, name=name, max_model_len=320, max_num_seqs=8, max_num_batched_tokens=400, verify_checksum=True
+        model_path=folder, name=name, max_model_len=320, max_num_seqs=8, max_num_batched_tokens=96, verify_checksum=True
     )
     engine = ENGINES.get(name)(spec)
     yield Replica(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), spec)
@@ -107,8 +107,14 @@ def test_every_request_is_answered_exactly_once_also_when_there_are_more_than_fi
 
 
 def test_prompts_with_seeds_that_do_not_fit_into_one_pass_are_sampled_like_others(replica: Replica) -> None:
+    # Each takes more than three passes, whose last token alone is kept, while others sample beside it.
+    assert len(LONG_PROMPT) > 3 * replica.spec.max_num_batched_tokens
     requests = [Request(f"pass{i}", LONG_PROMPT[i:], Sampling(4, seed=i, ignore_eos=True)) for i in range(5)]
-    assert_logprobs_match(replica, requests, replica.run(requests))
+    completions = replica.run(requests)
+    assert_logprobs_match(replica, requests, completions)
+    for request, together in zip(requests, completions, strict=True):
+        alone = replica.run([replace(request, request_id=f"alone-{request.request_id}")])[0]
+        assert np.array_equal(alone.response_ids, together.response_ids)
 
 
 def test_requests_submitted_while_others_run_are_answered_too(replica: Replica) -> None:

@@ -365,3 +365,22 @@ def test_the_mean_support_is_counted_without_a_look() -> None:
 def test_completions_whose_tokens_and_log_probs_differ_in_number_are_refused_where_they_are_packed() -> None:
     with pytest.raises(ValueError, match="completion r has 2 tokens and 1 log-probs"):
         pack([Completion("r", (1, 2), (-0.5,), "stop", ((1, 2),))])
+
+
+def test_texts_stay_in_the_block_and_are_read_where_something_asks_for_them() -> None:
+    texts = ["", "né, ok", "\U0001f600", "half a pair: \ud83d"]
+    made = [Completion(str(n), (1, 2), (-0.5, -1.0), "stop", ((1, 2),), text=text) for n, text in enumerate(texts)]
+    reports, BLOCKS["a"] = pack(made)
+    places = list(unpack(pickle.loads(pickle.dumps(reports)), Elsewhere("a")))
+    rollouts = [
+        Rollout(Prompt("p", (1,), "?", "s"), n, at.response_ids, at.logprobs, "stop", ((1, 2),), text_at=at.text)
+        for n, at in enumerate(places)
+    ]
+    assert READS == [] and "text" not in repr(reports).replace("text_bytes", "")
+    assert [rollout.text for rollout in rollouts] == texts
+    assert READS == ["a"] * 4
+    again = dataclasses.replace(rollouts[1], reward=1.0)
+    assert again.text == texts[1] and READS[-1] == "a"
+    assert pickle.loads(pickle.dumps(rollouts[3])).text == texts[3]
+    written = Rollout(Prompt("p", (1,), "?", "s"), 1, (1, 2), (-0.5, -1.0), "stop", ((1, 2),), text=texts[1])
+    assert written == rollouts[1] and written != dataclasses.replace(written, text="other")

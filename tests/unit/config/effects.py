@@ -35,6 +35,8 @@ ITERATED: dict[str, Any] = {
     "reward.reward_model.enable": True,
     "reward.reward_model.model_path": "builtin:arithmetic",
 }
+APART: dict[str, Any] = {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
+ASYNC: dict[str, Any] = {"trainer.schedule": "async"} | APART
 CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "default": ({}, CPU),
     "hf": ({f"{R}.name": "hf"}, CPU),
@@ -83,6 +85,11 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "sampled pairs": ({f"{A}.policy_loss.loss_mode": "dpo"}, CPU),
     "reward model": (SCORER, CPU),
     "iterated": (ITERATED, CPU),
+    "one step off": ({"trainer.schedule": "one_step_off"} | APART, CPU),
+    "asynchronous": (ASYNC, CPU),
+    "asynchronous, no partial rollouts": (ASYNC | {"trainer.asynchronous.partial_rollout": False}, CPU),
+    "asynchronous, without staleness": (ASYNC | {"trainer.asynchronous.max_staleness": 0}, CPU),
+    "asynchronous, decoupled": (ASYNC | {"algorithm.rollout_correction.rollout_is": "token"}, CPU),
 }
 """Configurations that one key is changed in: what is added to the smallest runnable one, and the machine."""
 
@@ -145,6 +152,7 @@ READ: dict[str, Reader] = {
     "reward.reward_model": _if(lambda c: c.reward.reward_model.enable or c.trainer.schedule == "reward_model"),
     "reward.reward_model.train": _if(lambda c: c.trainer.schedule in ("reward_model", "iterate")),
     "trainer.iterate": _if(lambda c: c.trainer.schedule == "iterate"),
+    "trainer.asynchronous": _if(lambda c: c.trainer.schedule == "async"),
     "trainer.early_stop_patience": _if(lambda c: c.data.val_files),
     "algorithm.rejection": _if(lambda c: c.data.responses == "initial_policy"),
     "data.responses": _if(lambda c: True),
@@ -187,7 +195,7 @@ READ: dict[str, Reader] = {
         f"trainer.{name}": _if(lambda c: True)
         for name in (
             "project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps", "seed",
-            "val_only", "save_freq", "resume_mode", "resume_from_path", "export_at_end", "save_rollouts", "dry_run",
+            "val_only", "save_freq", "resume_mode", "resume_from_path", "export_at_end", "save_rollouts", "rollout_data_format", "dry_run",
             "start_timeout_s", "step_timeout_s", "recover", "heartbeat_s", "collective_timeout_s", "grace_s", "on_nonfinite",
             "on_out_of_memory",
         )
@@ -221,6 +229,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Keys that may be changed without an effect, with the reason."""
 
 SPELLED_OUT: dict[str, str] = {
+    "algorithm.rollout_correction.bypass_mode": "null is false, and true where stale weights are corrected by nothing else",
     "trainer.device": "auto is the device that the machine has",
     "trainer.n_gpus_per_node": "null is all GPUs, or one process",
     f"{A}.use_dynamic_bsz": "null is true, unless ppo_micro_batch_size_per_gpu is given",

@@ -91,6 +91,7 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
         (ITERATE | {"reward.functions": []}, "whose reward labels the reward model's pairs"),
         (ITERATE | {"reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}, "the reward model's score alone"),
+        (ITERATE | VAL | {"trainer.val_only": True}, "builtin:arithmetic has no head before"),
         (ITERATE | {"trainer.critic_warmup": 3}, "trainer.critic_warmup=3: counts first steps"),
         (ITERATE | {f"{R}.n": 1}, "the best and the worst of a group"),
         (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),

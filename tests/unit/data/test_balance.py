@@ -163,6 +163,23 @@ def test_epochs_that_mix_the_groups_anew_stay_even_too():
         assert max(loads) < 1.35 * sum(loads) / 4
 
 
+@given(st.lists(st.integers(0, 40), max_size=40), ranks, st.integers(1, 3), st.booleans())
+def test_units_go_one_by_one_to_the_rank_with_the_least_work_of_their_mini_batches(lengths_N, num_ranks, num_parts, in_one):
+    # The rule as its sentence says it, rank by rank; in_one: every mini-batch is the whole batch, as epochs over it are.
+    everything = list(range(len(lengths_N)))
+    parts = [everything if in_one else everything[start::num_parts] for start in range(num_parts)]
+    loads, shares = [[0] * num_ranks for _ in parts], [[] for _ in range(num_ranks)]
+    for index in sorted(everything, key=lambda i: (-lengths_N[i], i)):
+        mine = [number for number, part in enumerate(parts) if index in part]
+        work = [sum(cost(lengths_N[i]) for i in share) for share in shares]
+        sort_by = [(sum(loads[n][rank] for n in mine), work[rank], len(shares[rank]), rank) for rank in range(num_ranks)]
+        rank = min(sort_by)[-1]
+        for number in mine:
+            loads[number][rank] += cost(lengths_N[index])
+        shares[rank].append(index)
+    assert split_over_ranks(lengths_N, num_ranks, mini_batches=parts) == shares
+
+
 # ---- prompts that are computed once for all their responses ----------------------------------------------
 
 groups_of_responses = st.lists(

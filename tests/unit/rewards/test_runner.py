@@ -185,6 +185,20 @@ def test_data_that_cannot_be_sent_is_a_failure_of_its_rollout(runner):
     assert rollouts[1].failure == "reward_error" and "object is no plain data" in rollouts[1].failure_cause
 
 
+def test_the_time_with_something_to_score_is_reported_when_all_of_it_is_done_failures_included(runner, monkeypatch):
+    seconds = []
+    monkeypatch.setattr(runner, "on_busy", seconds.append)
+    unsendable = rollout("busy-object", "score 1", thing=object())
+    kinds = ["slow 0.3", "exit", "raise", "score 1"]
+    rollouts = [rollout(f"busy-{place}", text) for place, text in enumerate(kinds)]
+    started = time.perf_counter()
+    runner.wait([*rollouts, unsendable])
+    assert 0.3 <= sum(seconds) <= time.perf_counter() - started
+    assert runner._num_pending == 0
+    runner.wait([rollout("busy-again", "score 2")])
+    assert runner._num_pending == 0 and seconds[-1] < 0.3
+
+
 def test_when_all_rewards_fail_the_run_stops_with_counts_and_causes(runner):
     greedy = rollout("b", "score 1", GREEDY)
     with pytest.raises(

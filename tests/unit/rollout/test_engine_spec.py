@@ -109,13 +109,13 @@ def test_every_field_of_a_spec_is_a_plain_value() -> None:
     assert all(isinstance(getattr(spec, field.name), plain) for field in dataclasses.fields(spec))
 
 
-def test_on_cpu_a_prompt_is_never_read_in_parts(tmp_path: Path) -> None:
+def test_a_pass_is_as_large_as_configured_and_longer_prompts_are_read_in_parts(tmp_path: Path) -> None:
     model = str(build("builtin:arithmetic", tmp_path / "model"))
     spec = dataclasses.replace(
         EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu"), model_path=model
     )
     spec = dataclasses.replace(spec, override_config={})
     arguments = engine_arguments(spec)
-    assert arguments["enable_chunked_prefill"] is False and arguments["max_num_batched_tokens"] == spec.max_model_len == 128
+    assert "enable_chunked_prefill" not in arguments and arguments["max_num_batched_tokens"] == 40
     on_gpu = engine_arguments(dataclasses.replace(spec, device="cuda"))
     assert "enable_chunked_prefill" not in on_gpu and on_gpu["max_num_batched_tokens"] == 40

@@ -12,7 +12,7 @@ LOGITS_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 
 def draw(sampling: Sampling, seed: int = 0) -> tuple[int, float]:
-    tokens_B, logprobs_B, _ = sample(LOGITS_V[None], [sampling], [torch.Generator().manual_seed(seed)])
+    tokens_B, logprobs_B, _ = sample(LOGITS_V[None], [sampling], [seed], [0])
     return int(tokens_B[0]), float(logprobs_B[0])
 
 
@@ -55,7 +55,7 @@ def test_the_tokens_left_are_told_where_the_settings_ask_and_leave_some_out() ->
         Sampling(1, keep_support=True),
         Sampling(1, temperature=0.0, top_k=2, keep_support=True),
     ]
-    _, _, left = sample(LOGITS_V.repeat(5, 1), settings, [torch.Generator().manual_seed(0)] * 5)
+    _, _, left = sample(LOGITS_V.repeat(5, 1), settings, [0] * 5, [0] * 5)
     assert [None if ids is None else ids.tolist() for ids in left] == [[0, 1], [0, 1, 2], None, None, None]
     support = support_of([left[0], left[1]])
     assert support.counts.tolist() == [2, 3] and support.token_ids.tolist() == [0, 1, 0, 1, 2]
@@ -63,11 +63,7 @@ def test_the_tokens_left_are_told_where_the_settings_ask_and_leave_some_out() ->
 
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     count = 4000
-    tokens_B, _, _ = sample(
-        LOGITS_V.repeat(count, 1),
-        [Sampling(1)] * count,
-        [torch.Generator().manual_seed(seed) for seed in range(count)],
-    )
+    tokens_B, _, _ = sample(LOGITS_V.repeat(count, 1), [Sampling(1)] * count, range(count), [0] * count)
     shares = torch.bincount(tokens_B, minlength=4) / count
     # Five standard deviations of a share of 4000 draws are at most 0.04.
     assert shares.tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
@@ -76,7 +72,6 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 def test_a_row_is_drawn_the_same_whatever_the_other_rows_are() -> None:
     alone = [draw(Sampling(1, temperature=0.9), seed) for seed in range(8)]
     settings = [Sampling(1, temperature=0.9)] * 8 + [Sampling(1, temperature=0.0, top_k=1)]
-    generators = [torch.Generator().manual_seed(seed) for seed in [*range(8), 99]]
-    tokens_B, logprobs_B, _ = sample(LOGITS_V.repeat(9, 1), settings, generators)
+    tokens_B, logprobs_B, _ = sample(LOGITS_V.repeat(9, 1), settings, [*range(8), 99], [0] * 9)
     together = list(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True))[:8]
     assert together == alone

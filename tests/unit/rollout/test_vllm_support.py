@@ -10,6 +10,7 @@ import pytest
 
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.types import Sampling
+from tests.unit.vllm_sources import digest_of
 
 OUT = -math.inf
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -45,3 +46,10 @@ def test_as_many_are_asked_for_as_can_be_left_with_room_for_ties() -> None:
     assert num_logprobs(cut, 20) == 20
     assert num_logprobs(Sampling(1, top_p=0.9, keep_support=True), 1000) == 1000
     assert num_logprobs(Sampling(1, top_k=5), 1000) == num_logprobs(Sampling(1, keep_support=True), 1000) == 0
+
+
+def test_vllm_draws_where_our_sampler_takes_its_place_and_by_seed_and_position_on_gpus() -> None:
+    # rollout/vllm/counter_sampling.py repeats the first but for its generators, and leaves GPUs to the second. Where
+    # one of them changes, read both again.
+    assert digest_of("v1/sample/ops/topk_topp_sampler.py", "forward_cpu") == "3255428a9c1d660c"
+    assert digest_of("v1/worker/gpu/sample/gumbel.py", "murmur3_hash32") == "e4a19a342c0e6e39"

@@ -2,6 +2,7 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from grpo_rl.errors import ConfigError
@@ -142,7 +143,7 @@ def test_the_page_shows_hostile_text_and_holds_no_script(run, capsys, tmp_path):
         (["--where", "__import__('os')"], 2, "write NAME, a comparison"),
         (["--where", "reward<high"], 2, "'high' is not a number"),
         (["--step", "7"], 3, "there is no step 7; there are 1, 2"),
-        (["--val"], 3, "there are no step_N.jsonl files"),
+        (["--val"], 3, "there are no files step_N.jsonl or step_N.jsonl.zst"),
     ],
 )
 def test_wrong_words_are_refused_with_what_there_is(run, capsys, words, code, message):
@@ -172,3 +173,19 @@ def test_a_component_goes_before_a_field_of_the_same_name():
     row = {"response_length": 9, "reward_parts": {"response_length": 0.25}}
     assert parse_condition("response_length==0.25").holds(row)
     assert parse_condition("response_length==9").holds(row | {"reward_parts": {}})
+
+
+def test_compressed_rollouts_are_shown_like_plain_ones(run, capsys):
+    def shown():
+        assert main([str(run), "--step", "2"]) == 0
+        return capsys.readouterr().out.replace(".jsonl.zst", ".jsonl")
+
+    plain = run / "rollouts/step_2.jsonl"
+    before = shown()
+    with pyarrow.CompressedOutputStream(str(plain) + ".zst", "zstd") as packed:
+        packed.write(plain.read_bytes())
+    plain.unlink()
+    assert shown() == before and "question" in before
+    (run / "rollouts/step_2.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd damaged")
+    assert main([str(run), "--step", "2"]) != 0
+    assert "cannot be read: ZSTD" in capsys.readouterr().err

@@ -88,31 +88,6 @@ def test_the_header_comes_first_and_again_after_twenty_five_steps() -> None:
     assert headers == [0, HEADER_EVERY + 1]
 
 
-def test_steps_that_teach_nothing_are_told_once_until_one_does() -> None:
-    pipe = Pipe()
-    console = Console(pipe)
-    for step, share in enumerate([1.0, 1.0, 0.5, 1.0, 1.0, None, 1.0, 1.0, 1.0], start=1):
-        console.step(step, 9, {} if share is None else {"advantage/zero_group_fraction": share})
-    told = [index for index, line in enumerate(pipe.lines()) if "3 steps in a row taught nothing" in line]
-    assert told == [8]  # the header, six steps and the validation before it
-
-
-def test_the_first_of_several_steps_that_train_no_token_says_so_with_the_fraction_and_the_key() -> None:
-    pipe = Pipe()
-    console = Console(pipe)
-    for step, fraction in enumerate([0.5, 0.0, 0.0, 1.0, 0.0], start=1):
-        masked = {"reward/mean": 1.0, "rollout/masked_fraction": 1.0 - fraction, "rollout/trained_token_fraction": fraction}
-        console.step(step, 9, masked | {"advantage/zero_group_fraction": 0.5})
-    told = [line for line in pipe.lines() if "no token of this step is trained, and no weight moves" in line]
-    assert len(told) == 2
-    assert "100% of the responses that were cut off: raise data.max_response_length" in told[0]
-    assert "rollout_rs" not in told[0] and "easier" not in told[0]
-    rejected = {"rollout/masked_fraction": 0.25, "rollout/trained_token_fraction": 0.0, "advantage/zero_group_fraction": 0.5}
-    other = Pipe()
-    Console(other).step(1, 9, rejected)
-    assert any("the 25% of the responses" in line and "rollout_rs rejects all other tokens" in line for line in other.lines())
-
-
 def test_the_log_file_has_every_line_that_was_printed(tmp_path: Path) -> None:
     console = Console(Pipe())
     console.log_to(tmp_path / "console.log")
@@ -202,12 +177,3 @@ def test_where_lines_come_anyway_there_are_no_others() -> None:
             time.sleep(0.1)
     assert pipe.lines() == [str(number) for number in range(10)]
     console.close()
-
-
-def test_steps_at_the_highest_reward_are_not_called_too_hard() -> None:
-    pipe = Pipe()
-    console = Console(pipe)
-    for step in range(1, 4):
-        console.step(step, 9, {"advantage/zero_group_fraction": 1.0, "reward/min": 1.0, "reward/max": 1.0})
-    assert "all responses got the same reward (1 in all of them)" in pipe.lines()[-1]
-    assert "a model that always earns the most needs harder problems" in pipe.lines()[-1]

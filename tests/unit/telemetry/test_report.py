@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import final_report
+from grpo_rl.telemetry.report import final_report, measured_pace
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
@@ -76,6 +76,20 @@ def test_the_report_is_written_and_names_only_what_exists(tmp_path: Path) -> Non
     assert run_dir.report_file.read_text() == report
     assert str(run_dir.metrics_file) in report and str(run_dir.report_file) in report
     assert str(run_dir.model) not in report and str(run_dir.rollouts) not in report
+
+
+def test_the_pace_is_that_of_the_last_steps_without_the_first(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    assert measured_pace(run_dir.path, 10) is None
+    metrics = MetricsFile(run_dir.metrics_file)
+    metrics.log(0, {"val/sums/mean@1": 0.5})
+    metrics.log(1, {"timing_s/step": 100.0})
+    assert "100 s per step, the median of 1 of" in str(measured_pace(run_dir.path, None))
+    for step in range(2, 40):
+        metrics.log(step, {"timing_s/step": 50.0 if step < 19 else 2.5})
+    pace = measured_pace(run_dir.path, 1000)
+    assert pace is not None and pace.startswith("2.5 s per step, the median of 20 of the run in ")
+    assert pace.endswith("as it was configured; 1,000 steps take 41 min 40 s")
 
 
 def test_a_run_that_measured_nothing_still_says_where_it_lies(tmp_path: Path) -> None:

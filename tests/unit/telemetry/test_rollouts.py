@@ -1,11 +1,14 @@
 import json
 import math
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.tokens import Stretch, TokenBlock
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -81,3 +84,75 @@ def test_first_and_last_go_by_number_and_not_by_name(tmp_path: Path) -> None:
     ends = first_and_last(tmp_path)
     assert ends is not None and (ends[0][0], ends[1][0]) == (9, 100)
     assert first_and_last(tmp_path / "absent") is None
+
+
+class SlowBlock:
+    """A block of another process, which comes when it may."""
+
+    def __init__(self) -> None:
+        self.may_come = threading.Event()
+
+    def read(self) -> TokenBlock:
+        assert self.may_come.wait(30.0)
+        nothing = np.empty(0, dtype=np.int32)
+        return TokenBlock(np.array([4, 5], np.int32), np.array([-0.5, -1.5], np.float32), nothing, nothing)
+
+
+def slow_rollout(block: SlowBlock) -> Rollout:
+    rollout = make_rollout()
+    rollout.rollout_logprobs = Stretch(block, "logprobs", 0, 2)
+    return rollout
+
+
+def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_path: Path) -> None:
+    log, block = RolloutLog(RunDir.create(tmp_path, "r"), beside=True), SlowBlock()
+    paths = [log.write("rollouts", step, [slow_rollout(block)]) for step in (1, 2)]
+    assert not any(path.exists() for path in paths)
+    third = threading.Thread(target=log.write, args=("rollouts", 3, [make_rollout()]))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive(), "a third step is not taken while two wait"
+    block.may_come.set()
+    third.join(30.0)
+    log.flush()
+    plain = RolloutLog(RunDir.create(tmp_path, "plain"))
+    expected = [plain.write("rollouts", step, [make_rollout()]).read_bytes() for step in (1, 2, 3)]
+    assert [(tmp_path / f"r/rollouts/step_{step}.jsonl").read_bytes() for step in (1, 2, 3)] == expected
+    log.close()
+
+
+def test_what_waits_is_written_before_the_log_is_closed(tmp_path: Path) -> None:
+    log, block = RolloutLog(RunDir.create(tmp_path, "r"), beside=True), SlowBlock()
+    path = log.write("rollouts", 1, [slow_rollout(block)])
+    threading.Timer(0.1, block.may_come.set).start()
+    log.close()
+    assert len(read_rollouts(path)) == 1
+    log.flush()
+
+
+def test_a_log_that_cannot_be_written_beside_the_step_ends_the_run_at_the_next_one(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    log = RolloutLog(run_dir, beside=True)
+    run_dir.rollouts.rmdir()
+    log.write("rollouts", 1, [make_rollout()])
+    with pytest.raises(FileNotFoundError, match="step_1"):
+        log.flush()
+    run_dir.rollouts.mkdir()
+    assert log.write("rollouts", 2, [make_rollout()]).name == "step_2.jsonl"
+    log.flush()
+    log.close()
+
+
+def test_compressed_rollouts_are_the_same_lines_in_less_room(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    rollouts = [make_rollout(sample, "a\ud800\u2028" + "word " * 200) for sample in range(20)]
+    plain = RolloutLog(run_dir).write("rollouts", 1, rollouts)
+    packed = RolloutLog(run_dir, "jsonl.zst").write("rollouts", 2, rollouts)
+    assert packed.name == "step_2.jsonl.zst" and read_rollouts(packed) == read_rollouts(plain)
+    assert packed.stat().st_size < plain.stat().st_size / 10
+    assert first_and_last(run_dir.rollouts) == ((1, plain), (2, packed))
+    RolloutLog(run_dir).truncate_after(1)
+    assert not packed.exists() and plain.exists()
+    packed.write_bytes(b"\x28\xb5\x2f\xfd damaged")
+    with pytest.raises(OSError, match="ZSTD"):
+        read_rollouts(packed)

@@ -48,6 +48,11 @@ def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
     } | {"reward": "0.00"}  # the name stands twice: the score, and the seconds, which come later
 
 
+def test_what_is_waited_for_responses_stands_where_they_are_sampled_beside_the_training() -> None:
+    own = {name: value for name, value in METRICS.items() if name != "timing_s/gen"} | {"timing_s/wait_for_rollouts": 0.25}
+    assert " 0.25 " in as_text(step_line.line(1, 2, own)) and " 0.25 " not in as_text(step_line.line(1, 2, METRICS))
+
+
 @pytest.mark.parametrize("value", [0.0, -1e12, 1e12, 1e-12, math.nan, math.inf, -math.inf])
 def test_the_width_of_a_line_never_depends_on_the_values(value: float) -> None:
     width = len(as_text(step_line.header()))

@@ -27,19 +27,19 @@ def test_group_advantages_stand_on_every_token_and_are_summed_up():
     batch = make_batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 3], [0, 0, 1, 1])
     out, metrics = Advantage(AlgorithmConfig())(batch)
     one = 0.5 / (0.5**0.5 + 1e-6)  # two rewards 1 and 0: mean 1/2, sample standard deviation sqrt(1/2)
-    assert out.advantages_T.tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0])
+    assert out.token_advantages().tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0])
     assert metrics == pytest.approx({"advantage/zero_group_fraction": 0.5, "advantage/abs_mean": 3 * one / 7})
     assert batch.advantages_T is None
 
 
 def test_the_division_by_the_standard_deviation_can_be_left_out():
     out, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(make_batch([1.0, 0.0], [1, 2], [4, 4]))
-    assert out.advantages_T.tolist() == [0.5, -0.5, -0.5]
+    assert out.token_advantages().tolist() == [0.5, -0.5, -0.5]
 
 
 def test_a_batch_of_empty_responses_has_no_signal_and_no_error():
     out, metrics = Advantage(AlgorithmConfig())(make_batch([1.0, 0.0], [0, 0], [0, 0]))
-    assert len(out.advantages_T) == 0
+    assert len(out.token_advantages()) == 0
     assert metrics == {"advantage/zero_group_fraction": 1.0, "advantage/abs_mean": 0.0}
 
 
@@ -47,7 +47,7 @@ def test_values_go_in_and_returns_come_out_by_hand():
     batch = make_batch([1.0, 0.0], [2, 1], [0, 1], values_T=torch.tensor([0.5, 0.25, 0.125]))
     out, _ = Advantage(AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5, adv_options={"whiten": False}))(batch)
     # Differences 0 + 0.5 * 0.25 - 0.5, 1 - 0.25 and 0 - 0.125; the first sums 0.25 times the second.
-    assert out.advantages_T.tolist() == [-0.1875, 0.75, -0.125]
+    assert out.token_advantages().tolist() == [-0.1875, 0.75, -0.125]
     assert out.returns_T.tolist() == [0.3125, 1.0, 0.0]
     assert Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus"))(make_batch([1.0], [2], [0]))[0].returns_T is None
 
@@ -74,7 +74,7 @@ def test_log_probs_that_are_not_finite_are_named_with_their_rollout(column, name
 def test_remax_subtracts_each_rollouts_baseline():
     batch = make_batch([1.0, 0.0, 0.5], [2, 1, 1], [0, 0, 1], baselines_N=torch.tensor([0.25, 0.25, 1.0]))
     out, _ = Advantage(AlgorithmConfig(adv_estimator="remax"))(batch)
-    assert out.advantages_T.tolist() == [0.75, 0.75, -0.25, -0.5]
+    assert out.token_advantages().tolist() == [0.75, 0.75, -0.25, -0.5]
 
 
 def test_steps_are_counted_from_their_own_responses_beginning():
@@ -83,14 +83,14 @@ def test_steps_are_counted_from_their_own_responses_beginning():
     batch = make_batch([1.0, 0.0, 0.0], [3, 2, 3], [0, 0, 0], **columns)
     out, _ = Advantage(AlgorithmConfig(adv_estimator="grpo_process"))(batch)
     # Step rewards 1, 0 and 1/2: mean 1/2, sample standard deviation 1/2.
-    assert out.advantages_T.tolist() == pytest.approx([0.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
+    assert out.token_advantages().tolist() == pytest.approx([0.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
 
 
 def test_a_batch_without_any_step_has_no_signal_and_no_error():
     empty = {"num_steps_N": torch.zeros(2, dtype=torch.long), "step_ends_K": torch.zeros(0, dtype=torch.long)}
     batch = make_batch([1.0, 0.0], [2, 1], [0, 0], **empty, step_rewards_K=torch.zeros(0))
     out, _ = Advantage(AlgorithmConfig(adv_estimator="grpo_process"))(batch)
-    assert out.advantages_T.tolist() == [0.0, 0.0, 0.0]
+    assert out.token_advantages().tolist() == [0.0, 0.0, 0.0]
 
 
 # ---- KL in the reward --------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def kl_config(**control: object) -> AlgorithmConfig:
 def test_the_kl_is_taken_off_the_reward_of_each_token():
     out, metrics = Advantage(kl_config(kl_coef=0.5))(make_batch([1.0, 0.0], [2, 1], [0, 0], **WITH_KL))
     # Scores: 1 - 0.5 * 0.6 = 0.7 and 0 + 0.5 * 0.3 = 0.15; their mean is 0.425.
-    assert out.advantages_T.tolist() == pytest.approx([0.275, 0.275, -0.275])
+    assert out.token_advantages().tolist() == pytest.approx([0.275, 0.275, -0.275])
     # Mean per response, then over responses: (0.3 - 0.3) / 2.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -151,7 +151,7 @@ def test_options_of_the_estimator_are_those_of_the_configuration():
     batch = make_batch([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1], [0, 0, 1, 1])
     out, _ = Advantage(AlgorithmConfig(adv_options={"std": "batch", "epsilon": 0.0}))(batch)
     # Deviations 1/2, -1/2, 0, 0: their sample standard deviation is sqrt(1/2 / 3).
-    assert out.advantages_T.tolist() == pytest.approx([1.5**0.5, -(1.5**0.5), 0, 0])
+    assert out.token_advantages().tolist() == pytest.approx([1.5**0.5, -(1.5**0.5), 0, 0])
 
 
 def test_rewards_are_discounted_by_gamma():
@@ -159,8 +159,8 @@ def test_rewards_are_discounted_by_gamma():
     plain, _ = Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus"))(batch)
     out, _ = Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5))(batch)
     # Rewards to go 1, 1, 0, or 1/2, 1, 0 with the discount, then whitened: the middle of 0, 1/2, 1 is 0.
-    assert plain.advantages_T[0] == plain.advantages_T[1]
-    assert out.advantages_T.tolist() == pytest.approx([0, 1, -1], abs=1e-6)
+    assert plain.token_advantages()[0] == plain.advantages_T[1]
+    assert out.token_advantages().tolist() == pytest.approx([0, 1, -1], abs=1e-6)
 
 
 def test_parts_of_the_reward_are_weighed_by_their_factors():
@@ -170,5 +170,5 @@ def test_parts_of_the_reward_are_weighed_by_their_factors():
     assert estimate.parts == ("answer", "length")
     out, _ = estimate(batch)
     # Each part by itself is ± sqrt(1/2) whatever its size: 3/4 of it remains, and is brought to unit spread.
-    assert out.advantages_T.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
+    assert out.token_advantages().tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
     assert Advantage(AlgorithmConfig(), {"answer": 1.0}).parts == ()

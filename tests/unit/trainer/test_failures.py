@@ -103,10 +103,10 @@ def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
     if "values" in needs:
         batch = batch.replace(values_T=torch.zeros(batch.num_trained_tokens))
     batch, _ = advantage(batch)
-    assert batch.advantages_T is not None and batch.num_rollouts == 8
-    assert torch.isfinite(batch.advantages_T).all()
+    assert batch.token_advantages() is not None and batch.num_rollouts == 8
+    assert torch.isfinite(batch.token_advantages()).all()
     # The best of the first group comes out above its worst ones.
-    first = batch.advantages_T[:8].reshape(4, 2).sum(1)
+    first = batch.token_advantages()[:8].reshape(4, 2).sum(1)
     assert first[0] > max(first[1], first[2])
 
 
@@ -114,8 +114,8 @@ def by_rollout(name: str, given: list[Rollout]) -> dict[tuple[str, int], list[fl
     """Advantages of the tokens of each rollout that is trained."""
     trained = with_reward(given)
     batch, _ = Advantage(AlgorithmConfig(adv_estimator=name), {"rule": 1.0})(collate(trained))
-    assert batch.advantages_T is not None
-    rows = batch.advantages_T.reshape(-1, 2).tolist()
+    assert batch.token_advantages() is not None
+    rows = batch.token_advantages().reshape(-1, 2).tolist()
     return {(r.prompt.uid, r.sample_index): row for r, row in zip(trained, rows, strict=True)}
 
 

@@ -124,8 +124,8 @@ class Saves(Policy):
         return found
 
     def update(self, batch: Batch) -> Metrics:
-        assert batch.advantages_T is not None
-        self.advantages.append([round(value, 6) for value in batch.advantages_T.tolist()])
+        assert batch.token_advantages() is not None
+        self.advantages.append([round(value, 6) for value in batch.token_advantages().tolist()])
         return super().update(batch)
 
     def committed(self, folder: Path) -> None:

@@ -80,7 +80,7 @@ class Policy:
         return batch.replace(ref_logprobs_T=batch.rollout_logprobs_T - 0.1)
 
     def update(self, batch: Batch) -> Metrics:
-        assert batch.advantages_T is not None
+        assert batch.token_advantages() is not None
         self.calls.append("update")
         self.trained.append(batch)
         self.version += 1
@@ -183,10 +183,12 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         rows: int = 6,
         critic: Critic | None = None,
         policy: Policy | None = None,
+        pool: Any = None,
     ) -> tuple[Run, Policy]:
         policy = policy or Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-        roles = Roles(actor=policy, rollout=policy, rewarder=rewarder, reference=policy if reference else None, critic=critic)
+        reference_role = policy if reference else None
+        roles = Roles(actor=policy, rollout=pool or policy, rewarder=rewarder, reference=reference_role, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
         objective = objective_of(config)
         context = Context(config, roles, train, val if with_val else None, output, total_steps, objective=objective)

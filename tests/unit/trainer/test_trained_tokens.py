@@ -54,12 +54,13 @@ def test_without_a_buffer_rewards_stay_what_they_are() -> None:
     assert (out.reward, out.reward_parts) == (1.0, {"mine": 1.0})
 
 
-def test_without_correction_only_the_distance_is_measured() -> None:
+def test_without_correction_nothing_is_weighed_and_the_distance_is_left_to_the_actor() -> None:
     out, metrics = trained(make_batch([0.1, -0.3], [1, 1]))
-    assert out.num_trained_tokens == 2 and out.weights_T is None
-    assert metrics["rollout_corr/kl"] == pytest.approx(0.1, abs=1e-6)
-    assert metrics["rollout_corr/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
+    assert out.num_trained_tokens == 2 and out.weights_T is None and metrics == {}
     assert trained(make_batch([], [1, 1], old=False))[1] == {}
+    _, measured = trained(make_batch([0.1, -0.3], [1, 1]), rollout_is="token")
+    assert measured["rollout_corr/kl"] == pytest.approx(0.1, abs=1e-6)
+    assert measured["rollout_corr/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
 
 
 def test_weights_are_ratios_cut_at_two_where_nothing_else_is_said() -> None:

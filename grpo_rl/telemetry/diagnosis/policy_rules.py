@@ -1,0 +1,143 @@
+"""Rules about the policy: entropy, the ratio, how sampler and trainer agree, how old what it learns from is."""
+
+from __future__ import annotations
+
+from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
+
+COLLAPSED = 0.1
+"""The share of its first entropy below which a policy hardly explores."""
+LITTLE = 0.02
+"""Nats per token below which a policy is as good as deterministic, whatever it began with."""
+AGREES = 0.02
+"""The mean difference of log-probs, in nats, up to which bfloat16 explains that sampler and trainer differ."""
+DISAGREES = 0.1
+MANY_CLIPPED = 0.3
+"""The share of clipped tokens above which most of a batch has no gradient."""
+
+
+def entropy_collapse(run: RunRecord) -> Finding | None:
+    """Return a finding where the policy has stopped to explore before the task is solved."""
+    points, rewards = run.entropy(), run.values("reward/mean")
+    if len(points) < 5 or not rewards:
+        return None
+    values = [value for _, value in points]
+    solved = run.solved_share >= 0.9
+    bound = max(LITTLE, COLLAPSED * first(values))
+    silent = run.values("advantage/zero_group_fraction")
+    if last(values) > bound or first(values) <= bound or solved or (silent and last(silent) < 0.5):
+        return None
+    return Finding(
+        name="entropy_collapse",
+        weight=Weight.ILL,
+        title="The policy's entropy has collapsed before the task is solved.",
+        since=since(points, lambda value: value <= bound),
+        evidence=f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {last(rewards):.3f} of {run.reward_range[1]:g}",
+        meaning="All responses to a prompt are nearly the same, so groups have no signal and nothing better is found.",
+        advice=(
+            "raise the upper clip: actor_rollout_ref.actor.clip_ratio_high=0.28",
+            "lower the learning rate, or the number of updates per batch",
+            "actor_rollout_ref.actor.entropy_coeff=0.001, or actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "go on from a checkpoint of before: entropy does not come back by itself",
+        ),
+        source="DAPO (Yu et al. 2025), section 3.1; Cui et al. 2025, section 4",
+    )
+
+
+def entropy_explosion(run: RunRecord) -> Finding | None:
+    """Return a finding where the policy becomes random while its reward falls."""
+    points, rewards = run.entropy(), run.values("reward/mean")
+    if len(points) < 5 or not rewards:
+        return None
+    values = [value for _, value in points]
+    if last(values) < 2 * first(values) or last(values) < first(values) + 0.5 or last(rewards) > first(rewards):
+        return None
+    bound = 2 * first(values)
+    return Finding(
+        name="entropy_explosion",
+        weight=Weight.ILL,
+        title="The policy becomes random: its entropy grows while the reward falls.",
+        since=since(points, lambda value: value >= bound),
+        evidence=(
+            f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {first(rewards):.3f} -> {last(rewards):.3f}"
+        ),
+        meaning="The entropy bonus outweighs the reward, or the loss pushes tokens down without a bound.",
+        advice=(
+            f"lower actor_rollout_ref.actor.entropy_coeff (now {run.setting('actor_rollout_ref.actor.entropy_coeff')})",
+            "lower the learning rate; keep the lower clip of negative advantages (clip_ratio_c)",
+        ),
+        source="Skywork-OR1 (He et al. 2025), section 4",
+    )
+
+
+def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
+    """Return a finding where the engine's log-probs of the sampled tokens differ from the trainer's."""
+    points = run.points("rollout/logprob_diff_mean")
+    if not points:
+        return None
+    values = [value for _, value in points]
+    value = last(values)
+    stale = run.values("staleness/max")
+    if value < AGREES or (stale and last(stale) > 0):
+        return None
+    step = since(points, lambda one: one >= AGREES)
+    grows = value > 3 * first(values)
+    return Finding(
+        name="sampler_trainer_disagree",
+        weight=Weight.ILL if value >= DISAGREES else Weight.WATCH,
+        title="The engine that samples and the trainer do not agree about the sampled tokens.",
+        since=step,
+        evidence=f"log-probs differ by {value:.3f} nats per token on average ({first(values):.3f} at first); float32 differs by 1e-6",
+        meaning=(
+            "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
+            if grows
+            else "Another precision, another temperature, another chat template or attention, on one of the two sides."
+        ),
+        advice=(
+            "give both sides one precision: actor_rollout_ref.rollout.dtype and actor_rollout_ref.actor.fsdp_config.dtype",
+            "correct for it: algorithm.rollout_correction.rollout_is=token",
+            "actor_rollout_ref.rollout.checkpoint_engine.verify_checksum=true shows whether the weights arrive whole",
+        ),
+        source="Yao et al. 2025, on truncated importance sampling between engine and trainer",
+    )
+
+
+def ratio_out_of_range(run: RunRecord) -> Finding | None:
+    """Return a finding where much of a batch is clipped."""
+    points = run.points("actor/pg_clipfrac")
+    if len(points) < 3:
+        return None
+    value = last([one for _, one in points])
+    if value < MANY_CLIPPED:
+        return None
+    largest = max(run.values("actor/ratio_max"), default=float("nan"))
+    return Finding(
+        name="ratio_out_of_range",
+        weight=Weight.WATCH,
+        title=f"{100 * value:.0f} % of the tokens are clipped: later updates of a batch have little to train.",
+        since=since(points, lambda one: one >= MANY_CLIPPED),
+        evidence=f"actor/pg_clipfrac {value:.2f}, the largest ratio {largest:.3g}",
+        meaning="Too many updates per batch, or steps that are too large: the policy has left the one that sampled.",
+        advice=(
+            "lower actor_rollout_ref.actor.ppo_epochs or raise ppo_mini_batch_size",
+            "lower actor_rollout_ref.actor.optim.lr",
+        ),
+        source="Schulman et al. 2017, section 3",
+    )
+
+
+def off_policy(run: RunRecord) -> Finding | None:
+    """Return a finding where what is trained on is too old: few samples count after the correction."""
+    staleness, effective = run.values("staleness/mean"), run.values("rollout_corr/rollout_is_eff_sample_size")
+    if not staleness or last(staleness) <= 0 or not effective or last(effective) > 0.3:
+        return None
+    return Finding(
+        name="off_policy",
+        weight=Weight.WATCH,
+        title="What is trained on is far from the policy: few samples carry the update.",
+        since=since(run.points("rollout_corr/rollout_is_eff_sample_size"), lambda one: one <= 0.3),
+        evidence=f"tokens are {last(staleness):.2f} versions old on average; the effective sample size is {last(effective):.2f}",
+        meaning="The weights of the correction differ widely, so that the gradient is as noisy as from a smaller batch.",
+        advice=("lower trainer.asynchronous.max_staleness", "lower the learning rate"),
+        source="AReaL (Fu et al. 2025), section 5",
+    )

@@ -1,0 +1,168 @@
+"""The parts of a run that the doctor reads: its configuration, its metrics by step, and its rollouts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_rl.errors import DataError
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+
+Point = tuple[int, float]
+ENTROPY = ("actor/entropy", "rollout/entropy")
+"""The metrics of entropy in nats per token: the exact one, which is measured on demand, and the estimate from sampled tokens."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder shows it, finished or not. Nothing here starts a process or loads torch."""
+
+    config: Mapping[str, Any]
+    """The resolved configuration, nested as in config.yaml."""
+    records: Sequence[Mapping[str, float]]
+    """The metrics of each step, ascending, as `read_metrics` returns them."""
+    rollout_files: Sequence[tuple[int, Path]] = ()
+    """(step, file) of the training rollouts that were logged, ascending."""
+    val_files: Sequence[tuple[int, Path]] = ()
+    """(step, file) of the validation rollouts that were logged, ascending."""
+    _read: dict[Path, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> RunRecord:
+        """Return the record of the run in `folder`. Raises DataError where there is no run, or one without any step."""
+        records = read_metrics(folder / "metrics.jsonl")
+        if not records:
+            raise DataError(f"{folder}: there is no metrics.jsonl with a step in it; give the folder of a run")
+        config: Any = {}
+        with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        files = {kind: step_files(folder / kind) for kind in ("rollouts", "val")}
+        return cls(config if isinstance(config, dict) else {}, records, files["rollouts"], files["val"])
+
+    @cached_property
+    def training(self) -> Sequence[Mapping[str, float]]:
+        """The records of training steps: without the validation before training."""
+        return [record for record in self.records if record.get("step", 0) > 0]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of training steps that were logged."""
+        return len(self.training)
+
+    @property
+    def is_sampled(self) -> bool:
+        """True where responses were sampled and rewarded, and not only read from rows."""
+        return any("reward/mean" in record for record in self.training)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key of the configuration, `default` where it is not there."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def points(self, key: str) -> list[Point]:
+        """Return (step, value) of the training steps at which the metric was measured and is a finite number."""
+        found = [(int(record["step"]), float(record[key])) for record in self.training if key in record]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    def values(self, key: str) -> list[float]:
+        """Return the finite values of a metric, in order of steps."""
+        return [value for _, value in self.points(key)]
+
+    def validation(self, key: str) -> list[Point]:
+        """Return (step, value) of a metric of validation, the one before training included."""
+        found = [(int(record["step"]), float(record[key])) for record in self.records if key in record]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    @cached_property
+    def validation_keys(self) -> list[str]:
+        """The metrics `val/<source>/reward` and `val/<source>/mean@n` of the run, those of the rule first."""
+        keys = dict.fromkeys(key for record in self.records for key in record)
+        return [key for key in keys if key.startswith("val/") and key.count("/") == 2 and "/mean@" in key]
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """The lowest and the highest reward that any response got; (0, 0) where none was logged."""
+        return min(self.values("reward/min"), default=0.0), max(self.values("reward/max"), default=0.0)
+
+    @property
+    def solved_share(self) -> float:
+        """The place of the present reward between the lowest and the highest that any response got, from 0 to 1."""
+        (low, high), rewards = self.reward_range, self.values("reward/mean")
+        return (last(rewards) - low) / (high - low) if rewards and high > low else 0.0
+
+    def entropy(self) -> list[Point]:
+        """Return the entropy in nats per token by step: measured, estimated by the ranks, or from the logged rollouts.
+
+        Minus the log-probability of a sampled token is an unbiased estimate of the entropy of the distribution that it
+        was sampled from.
+        """
+        for key in ENTROPY:
+            if points := self.points(key):
+                return points
+        estimates = ((step, _surprise(self.rollouts(step))) for step, _ in self.rollout_files)
+        return [(step, value) for step, value in estimates if value is not None]
+
+    def rollouts(self, step: int, *, val: bool = False) -> list[dict[str, Any]]:
+        """Return the logged rollouts of one step, none where there is no file that can be read."""
+        for there, path in self.val_files if val else self.rollout_files:
+            if there == step:
+                if path not in self._read:
+                    self._read[path] = []
+                    with suppress(OSError, ValueError):
+                        self._read[path] = read_rollouts(path)
+                return self._read[path]
+        return []
+
+    def last_rollouts(self) -> list[dict[str, Any]]:
+        """Return the rollouts of the last logged step."""
+        return self.rollouts(self.rollout_files[-1][0]) if self.rollout_files else []
+
+    def first_rollouts(self) -> list[dict[str, Any]]:
+        """Return the rollouts of the first logged step."""
+        return self.rollouts(self.rollout_files[0][0]) if self.rollout_files else []
+
+
+def _surprise(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return minus the mean log-probability of the sampled tokens; None without a token."""
+    pairs = [(one.get("rollout_logprob_mean"), one.get("response_length")) for one in rollouts]
+    known = [(-float(mean), int(length)) for mean, length in pairs if mean is not None and length]
+    total = sum(length for _, length in known)
+    return sum(value * length for value, length in known) / total if total else None
+
+
+def window(values: Sequence[Any]) -> int:
+    """Return how many values at either end of a series are averaged: a fifth of them, at least 1, at most 10."""
+    return max(1, min(10, len(values) // 5))
+
+
+def first(values: Sequence[float]) -> float:
+    """Return the mean of the values at the beginning."""
+    return statistics.fmean(values[: window(values)])
+
+
+def last(values: Sequence[float]) -> float:
+    """Return the mean of the values at the end."""
+    return statistics.fmean(values[-window(values) :])
+
+
+def since(points: Sequence[Point], holds: Callable[[float], bool]) -> int:
+    """Return the step from which on the condition has held without a break until now."""
+    step = points[-1][0]
+    for at, value in reversed(points):
+        if not holds(value):
+            break
+        step = at
+    return step

@@ -1,0 +1,347 @@
+"""Rules about rewards and the signal in them: none, all equal, failing, not true."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
+from grpo_rl.telemetry.step_line import FAILURES
+
+FEW_STEPS = 3
+"""Steps after which a reward that never varies is no accident."""
+MANY_FAILURES = 0.05
+"""The share of rewards that fail from which on they change what is learnt."""
+HACKED = "The policy has found responses that the reward model likes and that are wrong."
+
+
+def reward_failures(run: RunRecord) -> Finding | None:
+    """Return a finding where rewards cannot be computed."""
+    kinds = {kind: run.points(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
+    totals = {kind: sum(value for _, value in points) for kind, points in kinds.items()}
+    failed = totals["timeouts"] + totals["errors"] + totals["invalid"]
+    per_step = _rollouts_per_step(run)
+    sampled = per_step * run.num_steps
+    if not failed or failed < MANY_FAILURES * sampled:
+        return None
+    worst = max(("timeouts", "errors", "invalid"), key=lambda kind: totals[kind])
+    step = next(step for step, value in kinds[worst] if value > 0)
+    cause = next((str(one["failure_cause"]) for one in run.last_rollouts() if one.get("failure_cause")), "")
+    return Finding(
+        name="reward_failures",
+        weight=Weight.ILL,
+        title=f"{failed:.0f} of {sampled:.0f} rewards could not be computed; most of them {FAILURES[worst]}.",
+        since=step,
+        evidence=", ".join(f"{value:.0f} {FAILURES[kind]}" for kind, value in totals.items() if value)
+        + (f"; the last cause: {cause.splitlines()[0][:160]}" if cause else ""),
+        meaning="The reward function fails on what this policy writes, or is too slow for its deadline.",
+        advice=(
+            "try it alone: python -m grpo_rl check-reward with the rows of this run",
+            "raise reward.timeout_s where it is slow" if worst == "timeouts" else "mend the function: docs/rewards.md",
+        ),
+        source="docs/rewards_runtime.md",
+    )
+
+
+def reward_never_seen(run: RunRecord) -> Finding | None:
+    """Return a finding where no response has ever got more than the lowest reward."""
+    constant = _constant_reward(run)
+    if constant is None or constant > 0:
+        return None
+    cut = run.values("response_length/clip_ratio")
+    all_cut = bool(cut) and min(cut) > 0.95
+    per_step = _rollouts_per_step(run)
+    return Finding(
+        name="reward_never_seen",
+        weight=Weight.ILL,
+        title="No response was ever rewarded: there is nothing to learn from.",
+        since=run.points("reward/min")[0][0],
+        evidence=(
+            f"the reward of all {per_step * run.num_steps:.0f} responses of {run.num_steps} steps is {constant:g}"
+            + (f"; {100 * statistics.fmean(cut):.0f} % of them reached data.max_response_length" if all_cut else "")
+            + _example(run)
+        ),
+        meaning=(
+            "All responses are cut off before an answer."
+            if all_cut
+            else "The task is beyond the model, the reward wants another form of answer, or it cannot be met at all."
+        ),
+        advice=(
+            ("raise data.max_response_length",)
+            if all_cut
+            else (
+                "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
+                "read some responses: python -m grpo_rl browse RUN",
+                "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
+            )
+        ),
+        source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
+    )
+
+
+def reward_constant(run: RunRecord) -> Finding | None:
+    """Return a finding where all responses always get the same reward, above 0."""
+    constant = _constant_reward(run)
+    if constant is None or constant <= 0:
+        return None
+    return Finding(
+        name="reward_constant",
+        weight=Weight.ILL,
+        title="Every response gets the same reward: there is nothing to compare.",
+        since=run.points("reward/min")[0][0],
+        evidence=f"reward/min and reward/max are {constant:g} in all {run.num_steps} steps" + _example(run),
+        meaning="The reward does not read the response, or every prompt is solved by every response.",
+        advice=(
+            "check what the reward function compares: python -m grpo_rl check-reward",
+            "train on harder prompts, where validation says that all of these are solved",
+        ),
+        source="DAPO (Yu et al. 2025), section 3.2",
+    )
+
+
+def groups_without_signal(run: RunRecord) -> Finding | None:
+    """Return a finding where most groups have equal rewards, and say whether they are too easy or too hard, by source."""
+    points = run.points("advantage/zero_group_fraction")
+    rewards = run.values("reward/mean")
+    if len(points) < FEW_STEPS or not rewards or _constant_reward(run) is not None:
+        return None
+    values = [value for _, value in points]
+    share = last(values)
+    if share < 0.7:
+        return None
+    solved = run.solved_share >= 0.8
+    if solved and last(rewards) > first(rewards):
+        return None  # a run that has learnt its task has groups without signal
+    step = since(points, lambda value: value >= 0.7)
+    return Finding(
+        name="groups_too_easy" if solved else "groups_too_hard",
+        weight=Weight.ILL if share > 0.9 else Weight.WATCH,
+        title=f"In {100 * share:.0f} % of the groups all responses get the same reward: most prompts are too {'easy' if solved else 'hard'}.",
+        since=step,
+        evidence=f"advantage/zero_group_fraction {first(values):.2f} at first, {share:.2f} now; reward {last(rewards):.3f}"
+        + _by_source(run.last_rollouts()),
+        meaning="Groups of equal rewards have advantage 0. The rest of the batch carries the whole gradient, with more noise.",
+        advice=(
+            "algorithm.filter_groups.enable=true samples until the batch is full of groups with a signal",
+            "data.retire_above=0.95 leaves solved prompts out"
+            if solved
+            else "train on easier prompts first, or warm-start by SFT",
+            "raise actor_rollout_ref.rollout.n",
+        ),
+        source="DAPO (Yu et al. 2025), section 3.2",
+    )
+
+
+def validation_falls(run: RunRecord) -> Finding | None:
+    """Return a finding where the training reward rises while validation falls."""
+    rewards = run.values("reward/mean")
+    for key in run.validation_keys:
+        points = run.validation(key)
+        if len(points) < 3 or len(rewards) < 6:
+            continue
+        values = [value for _, value in points]
+        best = max(values)
+        at = points[values.index(best)][0]
+        after = [value for step, value in run.points("reward/mean") if step > at]
+        before = [value for step, value in run.points("reward/mean") if step <= at] or rewards[:1]
+        margin = 2 * _standard_error(run, points[-1][0], values[-1])
+        if at == points[-1][0] or best - values[-1] <= max(0.05, margin) or len(after) < 3 or last(after) < last(before) + 0.02:
+            continue
+        models = [name for name in _parts(run) if "reward_model" in name or "judge" in name]
+        hacked = bool(models)
+        return Finding(
+            name="reward_model_hacked" if hacked else "validation_falls",
+            weight=Weight.ILL,
+            title="The reward model's opinion rises while the rules' falls."
+            if hacked
+            else "The reward rises while validation falls.",
+            since=at,
+            evidence=(
+                f"{key} was {best:.3f} at step {at} and is {values[-1]:.3f} now; the training reward went from {last(before):.3f} "
+                f"to {last(after):.3f}"
+            ),
+            meaning=HACKED if hacked else "The policy learns what the reward pays and not what validation measures.",
+            advice=(
+                f"take the checkpoint of step {at}",
+                *(
+                    _against_hacking(run)
+                    if hacked
+                    else (
+                        "read what is rewarded: python -m grpo_rl browse RUN --sort -reward",
+                        "raise actor_rollout_ref.actor.kl_loss_coef",
+                    )
+                ),
+            ),
+            source="Gao et al. 2022, section 3: the reward model is optimised past its use",
+        )
+    return None
+
+
+def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
+    """Return a finding where the reward model agrees less and less with the rule that is logged beside it."""
+    points = run.points("iterate/agreement")
+    values = [value for _, value in points]
+    if len(values) < 5 or last(values) >= 0.6 or last(values) > first(values) - 0.1:
+        return None
+    return Finding(
+        name="reward_model_hacked",
+        weight=Weight.ILL,
+        title="The reward model's opinion and the rules' part: the policy learns to please the model.",
+        since=since(points, lambda value: value < 0.6),
+        evidence=f"pairs on which both agree: {first(values):.2f} at first, {last(values):.2f} now",
+        meaning=HACKED,
+        advice=_against_hacking(run),
+        source="DeepSeekMath, section 4.1.4; Gao et al. 2022, section 3",
+    )
+
+
+def format_without_answer(run: RunRecord) -> Finding | None:
+    """Return a finding where the form of the answer is learnt and the answer is not."""
+    parts = _parts(run)
+    forms = [name for name in parts if "format" in name.lower()]
+    answers = [name for name in parts if name not in forms and "/" not in name and name not in ("acc", "overlong")]
+    for form in forms:
+        shape, others = run.values(f"reward/{form}"), [run.values(f"reward/{name}") for name in answers]
+        others = [values for values in others if len(values) >= FEW_STEPS]
+        if len(shape) < 5 or not others or last(shape) < 0.8 or last(shape) < first(shape) + 0.1:
+            continue
+        if all(last(values) < 0.1 and last(values) <= first(values) + 0.02 for values in others):
+            return Finding(
+                name="format_without_answer",
+                weight=Weight.ILL,
+                title="The form of the answer is learnt, the answer is not.",
+                since=since(run.points(f"reward/{form}"), lambda value: value >= 0.8),
+                evidence=f"{form} {first(shape):.2f} -> {last(shape):.2f}, "
+                + ", ".join(f"{name} {last(run.values(f'reward/{name}')):.3f}" for name in answers),
+                meaning="Form is easier to come by than truth, and pays enough.",
+                advice=(
+                    f"lower the factor of {form} in reward.functions, or pay it only together with a right answer",
+                    "begin with easier prompts, or a warm start on worked answers",
+                ),
+                source="DeepSeek-R1 (2025), section 2.2.2, on rewards of format and accuracy",
+            )
+    return None
+
+
+def memorised(run: RunRecord) -> Finding | None:
+    """Return a finding where prompts are solved after several passes over them, and new ones are not."""
+    epochs, rewards = run.values("trainer/epoch"), run.values("reward/mean")
+    if not epochs or epochs[-1] < 2 or len(rewards) < 5:
+        return None
+    for key in run.validation_keys:
+        points = run.validation(key)
+        solved = run.solved_share
+        if points and solved > 0.9 and points[-1][1] < solved - 0.25:
+            return Finding(
+                name="memorised",
+                weight=Weight.ILL,
+                title="The training prompts are known by heart: they are solved, and new ones are not.",
+                since=points[-1][0],
+                evidence=f"reward {last(rewards):.3f} in epoch {epochs[-1]:.0f}, {key} {points[-1][1]:.3f}",
+                meaning="The same prompts came too often, or are too few.",
+                advice=("add prompts", "stop earlier: take the checkpoint with the best validation", "raise kl_loss_coef"),
+                source="Zhang et al. 2017, on fitting and generalising",
+            )
+    return None
+
+
+def validation_noise(run: RunRecord) -> Finding | None:
+    """Return a note where validation has changed by less than its own noise, with the number of prompts it would take."""
+    for key in run.validation_keys:
+        points = run.validation(key)
+        if len(points) < 2:
+            continue
+        change = points[-1][1] - points[0][1]
+        mean = (points[0][1] + points[-1][1]) / 2
+        prompts = len({one.get("prompt") for one in run.rollouts(points[-1][0], val=True)})
+        if not prompts or not 0 < mean < 1 or run.num_steps < 5:
+            continue
+        error = math.sqrt(2 * mean * (1 - mean) / prompts)
+        if abs(change) > 2 * error:
+            continue
+        wanted = 8 * mean * (1 - mean) / max(change, 0.01) ** 2 if change > 0 else 8 * mean * (1 - mean) / 0.02**2
+        size = change if change >= 0.01 else 0.01 if change > 0 else 0.02
+        return Finding(
+            name="validation_noise",
+            weight=Weight.NOTE,
+            title="Validation has changed by less than its noise.",
+            since=points[-1][0],
+            evidence=f"{key} {points[0][1]:.3f} -> {points[-1][1]:.3f} on {prompts} prompts; two standard errors are {2 * error:.3f}",
+            meaning="Whether the policy has become better cannot be seen yet.",
+            advice=(f"validate on about {wanted:.0f} prompts to see a change of {size:.2f}",),
+            source="The standard error of a difference of two shares, sqrt(2 p (1 - p) / N)",
+        )
+    return None
+
+
+def _against_hacking(run: RunRecord) -> tuple[str, ...]:
+    """Return what keeps a policy from using the errors of its reward model."""
+    iterated = run.setting("trainer.schedule") == "iterate"
+    return (
+        "lower trainer.iterate.steps_per_iteration, so that the reward model is refreshed more often"
+        if iterated
+        else "trainer.schedule=iterate refreshes the reward model from the policy's own samples",
+        "train the reward model on more pairs" + (": raise trainer.iterate.reward_model_steps" if iterated else ""),
+        "raise actor_rollout_ref.actor.kl_loss_coef",
+    )
+
+
+def _constant_reward(run: RunRecord) -> float | None:
+    """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
+    low, high = run.values("reward/min"), run.values("reward/max")
+    if len(low) < FEW_STEPS or not high or max(high) != min(low):
+        return None
+    return low[0]
+
+
+def _parts(run: RunRecord) -> list[str]:
+    keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("reward/"))
+    own = {f"reward/{name}" for name in ("mean", "max", "min", "std", "greedy_baseline_mean", *FAILURES)}
+    return [key.removeprefix("reward/") for key in keys if key not in own and not key.endswith("/std")]
+
+
+def _rollouts_per_step(run: RunRecord) -> float:
+    if rollouts := run.last_rollouts():
+        return float(len(rollouts))
+    size, n = run.setting("data.train_batch_size", 0), run.setting("actor_rollout_ref.rollout.n", 1)
+    return float((size or 0) * (n or 1))
+
+
+def _standard_error(run: RunRecord, step: int, share: float) -> float:
+    """Return the standard error of a share over the prompts of one validation; 0 where their number is not known."""
+    prompts = len({one.get("prompt") for one in run.rollouts(step, val=True)})
+    return math.sqrt(max(0.0, share * (1 - share)) / prompts) if prompts else 0.0
+
+
+def _example(run: RunRecord) -> str:
+    one = next((one for one in run.last_rollouts() if one.get("response")), None)
+    if one is None:
+        return ""
+    return f"; for instance {_short(one['response'])!r} where {_short(str(one.get('ground_truth')))!r} is right"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _by_source(rollouts: Sequence[Mapping[str, Any]]) -> str:
+    """Return, for each source of prompts, the share of groups with equal rewards and their mean reward."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in rollouts:
+        if one.get("reward") is not None:
+            groups[(str(one.get("data_source")), str(one.get("uid")))].append(float(one["reward"]))
+    sources: dict[str, list[list[float]]] = defaultdict(list)
+    for (source, _), rewards in groups.items():
+        sources[source].append(rewards)
+    if len(sources) < 2:
+        return ""
+    lines = []
+    for source, of_source in sorted(sources.items()):
+        equal = [rewards for rewards in of_source if min(rewards) == max(rewards)]
+        mean = statistics.fmean(statistics.fmean(rewards) for rewards in of_source)
+        lines.append(f"{source} {len(equal)} of {len(of_source)} groups equal, reward {mean:.2f}")
+    return "; by source: " + ", ".join(lines)

@@ -1,0 +1,175 @@
+"""timeline.jsonl: which role was busy when, one interval per line, for the picture of a run and for benchmarks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from grpo_rl.telemetry.metrics.metrics_file import dump_line, read_records
+
+Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "controller", "wait", "step"]
+"""The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
+step, which marks its bounds."""
+MOST_WAITING = 100_000
+"""Intervals that are kept in memory while the file cannot be written; more are dropped."""
+CLOSED_GAP_S = 0.02
+"""Intervals of one role that do the same in the same step become one where the gap between them is shorter: rewards end by
+the thousand."""
+CLOSE_S = 10.0
+"""Seconds that the end of a run waits for the last lines."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Interval(NamedTuple):
+    """A stretch of time in which a role did one thing, in seconds since the run's first start."""
+
+    step: int
+    role: str
+    what: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """Records intervals from any thread, and appends them to a file beside the training. Without a path it drops them.
+
+    The seconds count from the first start of a run; a resumed run goes on at the end of its last kept interval, so the
+    pause between the two is not in it. A file that cannot be written costs its lines and one warning, never a step.
+    """
+
+    def __init__(self, path: Path | None = None, warn: Callable[[str], None] = _logger.warning) -> None:
+        self.path = path
+        self.step = 0
+        """The step to which intervals without a number of their own belong; the run sets it."""
+        self._warn = warn
+        self._origin = time.perf_counter()
+        self._waiting: list[Interval] = []
+        self._newest: dict[tuple[int, str, str], int] = {}
+        """The place among the waiting ones of the newest interval of each step, role and activity."""
+        self._lock = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._has_failed = False
+
+    def now(self) -> float:
+        """Return the seconds since the run's first start: the scale of `record`."""
+        return time.perf_counter() - self._origin
+
+    def record(self, role: Role, what: str, start: float, end: float, step: int | None = None) -> None:
+        """Keep one interval between two values of `now`; without `step` it belongs to the one that is going on."""
+        if self.path is None:
+            return
+        interval = Interval(self.step if step is None else step, role, what, start, max(start, end))
+        with self._lock:
+            place = self._newest.get(interval[:3], -1)
+            before = self._waiting[place] if place >= 0 else None
+            if before is not None and before.start <= start <= before.end + CLOSED_GAP_S:
+                self._waiting[place] = before._replace(end=max(before.end, interval.end))
+            elif len(self._waiting) < MOST_WAITING:
+                self._newest[interval[:3]] = len(self._waiting)
+                self._waiting.append(interval)
+
+    def ended(self, role: Role, what: str, seconds: float) -> None:
+        """Keep an interval that ends now and took so long."""
+        end = self.now()
+        self.record(role, what, end - seconds, end)
+
+    @contextmanager
+    def span(self, role: Role, what: str, step: int | None = None) -> Iterator[None]:
+        """Record the time that the body takes, also where it raises."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.record(role, what, start, self.now(), step)
+
+    def write(self) -> None:
+        """Begin to append what was recorded, in a thread; while an earlier one is at work, it stays for the next call."""
+        if self.path is None or not self._waiting or (self._writer is not None and self._writer.is_alive()):
+            return
+        # A daemon: a disk that hangs must not hold the end of the process.
+        self._writer = threading.Thread(target=self._append, name="timeline", daemon=True)
+        self._writer.start()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the intervals of later steps, and go on where the last kept one ended. To be called before any is recorded."""
+        if self.path is None:
+            return
+        kept = [interval for interval in read_timeline(self.path) if interval.step <= step]
+        self._origin = time.perf_counter() - max((interval.end for interval in kept), default=0.0)
+        try:
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        """Write what is left, and wait some seconds for it."""
+        for _ in range(2):  # what a thread is writing now, and what was recorded since
+            if self._writer is not None:
+                self._writer.join(CLOSE_S)
+            self.write()
+        if self._writer is not None:
+            self._writer.join(CLOSE_S)
+
+    def _append(self) -> None:
+        assert self.path is not None
+        with self._lock:
+            intervals, self._waiting, self._newest = self._waiting, [], {}
+        try:
+            with self.path.open("a+b") as file:
+                # A write that failed, or a process that was killed, may have left half a line.
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
+                file.write("".join(map(_line, intervals)).encode())
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._warn(f"{self.path} cannot be written: {error.strerror or error}; intervals are lost, training goes on")
+        self._has_failed = True
+
+
+def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
+    """Return the intervals of a timeline.jsonl by their start, those of the last steps only where asked; broken lines are left out.
+
+    An absent file is an empty list.
+    """
+    found = []
+    for record in read_records(path):
+        try:
+            found.append(
+                Interval(record["step"], str(record["role"]), str(record["what"]), float(record["start"]), float(record["end"]))
+            )
+        except (KeyError, TypeError, ValueError):
+            continue
+    if last_steps is not None and found:
+        first = max(interval.step for interval in found) - last_steps
+        found = [interval for interval in found if interval.step > first]
+    return sorted(found, key=lambda interval: interval.start)
+
+
+def busy_seconds(intervals: Sequence[Interval], start: float, end: float) -> float:
+    """Return how long between `start` and `end` at least one of the intervals was going on."""
+    total, reached = 0.0, start
+    for interval in sorted(intervals, key=lambda interval: interval.start):
+        first, last = max(interval.start, reached), min(interval.end, end)
+        if last > first:
+            total += last - first
+            reached = last
+    return total
+
+
+def _line(interval: Interval) -> str:
+    rounded = {"start": round(interval.start, 6), "end": round(interval.end, 6)}
+    return dump_line(interval._asdict() | rounded)

@@ -1,0 +1,73 @@
+"""The asynchronous schedule: responses are sampled all the time, and a step trains on a batch of groups that are complete."""
+
+from __future__ import annotations
+
+from grpo_rl.trainer.overlap.batch_choice import choose, is_enough, room, urgent
+from grpo_rl.trainer.overlap.groups import Group
+from grpo_rl.trainer.overlap.overlapping import OverlappingSchedule
+from grpo_rl.trainer.schedule import Context
+from grpo_rl.types import Metrics
+
+
+class AsyncSchedule(OverlappingSchedule):
+    """Sampling and training side by side, with weights that are updated under unfinished responses.
+
+    No trained token is more than `trainer.asynchronous.max_staleness` versions older than the weights that it trains
+    (`batch_choice.py` says how). Every prompt is trained exactly once, however long its responses take; with
+    max_staleness=0 the weights are those of the synchronous schedule, bit for bit. The ways of AReaL (arXiv 2505.24298,
+    section 5) and of PipelineRL (arXiv 2509.19128, section 4), with a hard bound.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.settings = self.config.trainer.asynchronous
+        self._has_sent = False
+        """True once the engines have had weights in this start of the run."""
+
+    def step(self) -> Metrics:
+        """Send the weights, ask for as much as the bound allows, wait for a batch, and train on it."""
+        timer = self.context.progress.timer()
+        if not self._has_sent or self.actor.version - self.rollout.version >= self.settings.sync_every:
+            with timer("sync_weights"):
+                self.rollout.sync_weights(self.actor)
+            self._has_sent = True
+        self._ask()
+        with timer("wait_for_rollouts"):
+            batch, num_dropped = self._next_batch()
+        metrics = self.train_beside(self.selected(batch, timer), timer)
+        return metrics | {"rollouts/dropped_stale": float(num_dropped)}
+
+    def _ask(self) -> None:
+        """Draw prompts and ask for their responses, as many as the bound allows."""
+        most = room(self.settings.max_staleness, self.batch_size, self.actor.version - self.rollout.version)
+        while len(self.groups) + self.batch_size <= most and self.may_draw():
+            self.draw()
+        self.groups.ask(max(most, self.batch_size))
+
+    def _next_batch(self) -> tuple[list[Group], int]:
+        """Return the groups to train on, as they were drawn, and how many rollouts were too old and are asked for again."""
+        num_dropped = 0
+        while True:
+            batch = self._complete_batch()
+            oldest = self.actor.version - self.settings.max_staleness
+            stale = [group for group in batch if group.oldest_version is not None and group.oldest_version < oldest]
+            if not stale:
+                return batch, num_dropped
+            num_dropped += sum(len(group.rollouts) for group in stale)
+            self.groups.ask_again(stale)
+
+    def _complete_batch(self) -> list[Group]:
+        """Wait until a batch can be made of complete groups that keeps the bound for all others, and return it."""
+        groups, staleness = self.groups, self.settings.max_staleness
+        size = min(self.batch_size, sum(groups.asked.values()))
+        needed = urgent(_later(groups.asked, staleness), self.actor.version, size)
+        on_end = self.context.progress.counting(self.rewarder.submit, groups.unfinished)
+        groups.wait(lambda: is_enough(_later(groups.complete, staleness), needed, size), on_end)
+        deadlines = [group.asked_at + staleness for group in groups.finished if group.asked_at is not None]
+        chosen = {id(groups.finished[place]) for place in choose(deadlines, needed, size)}
+        return [group for group in groups.waiting if id(group) in chosen]
+
+
+def _later(counts: dict[int, int], staleness: int) -> dict[int, int]:
+    """Return counts by deadline, of counts by the version at which groups were asked for."""
+    return {version + staleness: number for version, number in counts.items()}

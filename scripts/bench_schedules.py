@@ -1,0 +1,307 @@
+"""A benchmark of the schedules on the same separate pools: one core samples, the other one trains.
+
+    python scripts/bench_schedules.py --calibrate                     # how many requests at once make sampling last as long
+    python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares, the timeline picture
+    python scripts/bench_schedules.py --learning --schedules sync     # accuracy on `arithmetic` over the seeds, a schedule each
+    python scripts/bench_schedules.py --table                         # of all runs that are there
+
+Every run is the program's own command with the embedded model, in a folder of its own below --out; a run that is there is
+not done again, so parts can be measured one after the other and the table covers them all. Speed: responses of equal
+length, schedules in turns, medians over the rounds of ratios within a round. The bars: one_step_off and async have at least
+1.5 x the rollouts per second of sync, and the mean accuracy of their seeds is not below that of sync's lowest seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
+from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
+from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares  # noqa: E402
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACCURACY = "val/arithmetic/mean@1"
+SCHEDULES = ("sync", "one_step_off", "async")
+BATCH, SAMPLES = 32, 8
+BAR_SPEED = 1.5
+WARM_UP, ENDING = 2, 2
+"""Steps at both ends of a run that do not count: pipelines fill, and at last nothing more is to be sampled."""
+DRAWN_STEPS = 4
+TRIED = (256, 128, 64, 32)
+"""The numbers of requests at once that the calibration tries."""
+
+POOLS = (
+    "recipe=arithmetic/grpo",
+    f"{R}.nnodes=1",
+    f"{R}.n_gpus_per_node=1",
+    "trainer.n_gpus_per_node=1",
+    "trainer.logger=[console]",
+    "trainer.export_at_end=false",
+    f"{A}.use_kl_loss=false",
+    f"data.train_batch_size={BATCH}",
+    f"{A}.ppo_mini_batch_size={BATCH}",
+    f"{R}.n={SAMPLES}",
+)
+SPEED = (
+    f"{R}.ignore_eos=true",
+    "data.max_response_length=32",
+    "data.val_files=task:arithmetic?split=val&num_rows=8",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+)
+LEARNING = (
+    "data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=256",
+    "trainer.test_freq=-1",
+    "trainer.save_rollouts=false",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of a run of the speed part, without its first and last steps."""
+
+    seconds: float
+    """Seconds per step."""
+    rollouts_s: float
+    sampling_s: float
+    """Seconds per step in which requests were under way; `training_s` those of the trained roles."""
+    training_s: float
+    staleness: tuple[float, float]
+    idle: dict[str, float]
+
+
+def run(out: Path, name: str, words: Sequence[str]) -> Path:
+    """Return the folder of a run of this name, which is made unless it is there. Raises RuntimeError where it fails."""
+    folder = out / name
+    if (folder / "report.txt").exists():
+        return folder
+    out.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_rl.main",
+        *words,
+        f"trainer.default_local_dir={out}",
+        f"trainer.experiment_name={name}",
+    ]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    started = time.perf_counter()
+    print(f"{name} ... ", end="", flush=True)
+    with (out / f"{name}.log").open("w", encoding="utf-8") as log:
+        environment = os.environ | {"PYTHONPATH": path}
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    print(f"{time.perf_counter() - started:.0f} s", flush=True)
+    if code != 0:
+        raise RuntimeError(f"{name} ended with exit code {code}: {out / f'{name}.log'}")
+    return folder
+
+
+def schedule_words(schedule: str, staleness: int) -> list[str]:
+    """Return the words of the command that choose a schedule."""
+    more = [f"trainer.asynchronous.max_staleness={staleness}"] if schedule == "async" else []
+    return [f"trainer.schedule={schedule}", *more]
+
+
+def counted(folder: Path) -> list[Interval]:
+    """Return the intervals of a run between its warm-up and its ending."""
+    intervals = read_timeline(folder / "timeline.jsonl")
+    steps = sorted((one for one in intervals if one.role == "step"), key=lambda one: one.step)
+    if len(steps) <= WARM_UP + ENDING:
+        raise RuntimeError(f"{folder} has {len(steps)} steps, and more than {WARM_UP + ENDING} are needed")
+    first, end = steps[WARM_UP].start, steps[-ENDING].start
+    marks = [one._replace(end=after.start) for one, after in itertools.pairwise(steps)]
+    marks = [one for one in marks if first <= one.start < end]
+    parts = [
+        one._replace(start=max(one.start, first), end=min(one.end, end))
+        for one in intervals
+        if one.role != "step" and one.end > first and one.start < end
+    ]
+    return sorted([*marks, *parts], key=lambda one: one.start)
+
+
+def measured(folder: Path) -> Measured:
+    """Return the figures of a run."""
+    intervals = counted(folder)
+    marks = [one for one in intervals if one.role == "step"]
+    whole = marks[-1].end - marks[0].start
+    numbers = {one.step for one in marks}
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] in numbers]
+    idle = idle_shares(intervals)
+    return Measured(
+        whole / len(marks),
+        BATCH * SAMPLES * len(marks) / whole,
+        (1 - idle["rollout"]) * whole / len(marks),
+        (1 - idle["actor"]) * whole / len(marks),
+        (
+            statistics.fmean(record.get("staleness/mean", 0.0) for record in records),
+            max(record.get("staleness/max", 0.0) for record in records),
+        ),
+        idle,
+    )
+
+
+# ---- the parts -----------------------------------------------------------------------------------------------
+
+
+def calibrate(out: Path) -> int:
+    """Return how many requests at once make sampling last about as long as training; it is kept in calibration.json."""
+    kept = out / "calibration.json"
+    if kept.exists():
+        return int(json.loads(kept.read_text())["max_num_seqs"])
+    ratios: dict[int, float] = {}
+    print(f"{'at once':>8} {'sampling':>9} {'training':>9} {'ratio':>6}")
+    for number in TRIED:
+        words = [*POOLS, *SPEED, f"{R}.max_num_seqs={number}", "trainer.total_training_steps=8"]
+        found = measured(run(out, f"calibration-{number}", [*words, "trainer.schedule=sync"]))
+        ratios[number] = found.sampling_s / found.training_s
+        print(f"{number:>8} {found.sampling_s:>7.2f} s {found.training_s:>7.2f} s {ratios[number]:>6.2f}", flush=True)
+        if ratios[number] > 1.0:
+            break
+    best = min(ratios, key=lambda number: abs(ratios[number] - 1.0))
+    kept.write_text(json.dumps({"max_num_seqs": best, "sampling_to_training": ratios}) + "\n")
+    print(f"chosen: {best} requests at once")
+    return best
+
+
+def speed(out: Path, schedules: Sequence[str], steps: int, rounds: int, staleness: int, at_once: int | None) -> None:
+    """Run the schedules in turns, and draw the last steps of the first round below each other."""
+    number = at_once or calibrate(out)
+    total = steps + WARM_UP + ENDING
+    for place in range(1, rounds + 1):
+        for schedule in schedules:
+            words = [*POOLS, *SPEED, f"{R}.max_num_seqs={number}", f"trainer.total_training_steps={total}"]
+            run(out, f"speed-{schedule}-{place}", [*words, *schedule_words(schedule, staleness)])
+
+
+def learning(out: Path, schedules: Sequence[str], steps: int, seeds: int, staleness: int) -> None:
+    """Train each schedule on the task, once per seed, for the same number of rollouts."""
+    for seed in range(1, seeds + 1):
+        for schedule in schedules:
+            chosen = [f"{key}={seed}" for key in ("trainer.seed", "data.seed", f"{R}.seed")]
+            words = [*POOLS, *LEARNING, *chosen, f"trainer.total_training_steps={steps}"]
+            run(out, f"learning-{schedule}-{seed}", [*words, *schedule_words(schedule, staleness)])
+
+
+def finished(out: Path, part: str, schedule: str) -> dict[int, Path]:
+    """Return the folders of the runs that are there, by round or seed."""
+    found = [path.parent for path in out.glob(f"{part}-{schedule}-*/report.txt")]
+    return {int(path.name.rpartition("-")[2]): path for path in sorted(found)}
+
+
+def speed_table(out: Path) -> bool:
+    """Print the figures of all rounds, and draw the picture; return whether the bar is met."""
+    rounds = {schedule: {n: measured(path) for n, path in finished(out, "speed", schedule).items()} for schedule in SCHEDULES}
+    if not any(rounds.values()):
+        return True
+    print("\n| schedule | rounds | s per step | rollouts/s | to sync | staleness mean / max | idle: rollout | actor | reward |")
+    print("|---" * 9 + "|")
+    met = True
+    for schedule, found in rounds.items():
+        if not found:
+            continue
+        both = [n for n in found if n in rounds["sync"]]
+        ratio = statistics.median(found[n].rollouts_s / rounds["sync"][n].rollouts_s for n in both) if both else None
+        if schedule != "sync" and ratio is not None:
+            met &= ratio >= BAR_SPEED
+
+        def median(values: Sequence[float]) -> float:
+            return statistics.median(values)
+
+        shown = list(found.values())
+        idle = [f"{median([one.idle.get(role, 1.0) for one in shown]):.0%}" for role in ("rollout", "actor", "reward")]
+        print(
+            f"| {schedule} | {len(shown)} | {median([one.seconds for one in shown]):.2f} | "
+            f"{median([one.rollouts_s for one in shown]):.1f} | {'' if ratio is None else f'{ratio:.2f}'} | "
+            f"{median([one.staleness[0] for one in shown]):.2f} / {max(one.staleness[1] for one in shown):.0f} | "
+            f"{' | '.join(idle)} |"
+        )
+    for one in list(rounds["sync"].values())[:1]:
+        print(
+            f"\nsync: sampling {one.sampling_s:.2f} s, training {one.training_s:.2f} s: {one.sampling_s / one.training_s:.2f} x"
+        )
+    timelines = {}
+    for schedule in rounds:
+        for folder in list(finished(out, "speed", schedule).values())[:1]:
+            drawn = counted(folder)
+            first = sorted({one.step for one in drawn if one.role == "step"})[:DRAWN_STEPS]
+            end = max(one.end for one in drawn if one.role == "step" and one.step in first)
+            timelines[schedule] = [one._replace(end=min(one.end, end)) for one in drawn if one.start < end]
+    print(f"picture: {draw_timelines(out / 'timelines.png', timelines)}")
+    if rounds["sync"] and sum(map(bool, rounds.values())) > 1:
+        print(f"bar, {BAR_SPEED} x the rollouts per second of sync: {'met' if met else 'missed'}")
+    return met
+
+
+def learning_table(out: Path) -> bool:
+    """Print the accuracy of each schedule over the seeds; return whether none falls below the spread of sync."""
+    scores = {schedule: [accuracy(path) for path in finished(out, "learning", schedule).values()] for schedule in SCHEDULES}
+    if not any(scores.values()):
+        return True
+    print(f"\n| schedule | seeds | accuracy before | after, mean | lowest | highest |\n{'|---' * 6}|")
+    met = True
+    for schedule, found in scores.items():
+        if not found:
+            continue
+        after = [one[1] for one in found]
+        print(
+            f"| {schedule} | {len(found)} | {statistics.fmean(one[0] for one in found):.1%} | {statistics.fmean(after):.1%} | "
+            f"{min(after):.1%} | {max(after):.1%} |"
+        )
+        if scores["sync"]:
+            met &= statistics.fmean(after) >= min(one[1] for one in scores["sync"])
+    if scores["sync"] and sum(map(bool, scores.values())) > 1:
+        print(f"bar, a mean that is not below the lowest seed of sync: {'met' if met else 'missed'}")
+    return met
+
+
+def accuracy(folder: Path) -> tuple[float, float]:
+    """Return the accuracy on held-out sums before the first and after the last step."""
+    values = [record[ACCURACY] for record in read_metrics(folder / "metrics.jsonl") if ACCURACY in record]
+    return values[0], values[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for part in ("calibrate", "speed", "learning", "table"):
+        parser.add_argument(f"--{part}", action="store_true", help="this part; several can be asked for")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "schedules", help="the folder of all runs")
+    parser.add_argument("--steps", type=int, default=16, help="speed: steps that count in each run")
+    parser.add_argument("--rounds", type=int, default=2, help="speed: how often the schedules take turns")
+    parser.add_argument("--max-num-seqs", type=int, help="speed: requests at once, instead of a calibration")
+    parser.add_argument("--seeds", type=int, default=3, help="learning: the seeds are 1 to so many")
+    parser.add_argument("--learning-steps", type=int, default=60, help="learning: steps of 256 rollouts")
+    parser.add_argument("--staleness", type=int, default=1, help="trainer.asynchronous.max_staleness of async")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if not (arguments.calibrate or arguments.speed or arguments.learning or arguments.table):
+        parser.error("give one of --calibrate, --speed, --learning, --table")
+    try:
+        if arguments.calibrate:
+            calibrate(out)
+        if arguments.speed:
+            speed(out, arguments.schedules, arguments.steps, arguments.rounds, arguments.staleness, arguments.max_num_seqs)
+        if arguments.learning:
+            learning(out, arguments.schedules, arguments.learning_steps, arguments.seeds, arguments.staleness)
+        met = [speed_table(out), learning_table(out)]
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The cluster model against runs of this program: rates from a part of their steps, and step times of the others predicted."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from cluster_model import ClusterRates, EngineRates, TrainerRates, Work, replayed, simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from grpo_rl.telemetry.metrics.timeline import Interval, busy_seconds, read_timeline  # noqa: E402
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files  # noqa: E402
+
+WARM_UP_STEPS = 2
+"""The first steps of a run, in which caches and pipelines are cold."""
+TRAINING = ("actor", "reference", "critic")
+BAR = 0.10
+PREDICTED_STEPS = 200
+"""Steps of a prediction, whose mean is compared; the measured lengths are used again and again."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step, in seconds."""
+
+    number: int
+    whole_s: float
+    rollout_s: float
+    """Seconds in which requests were under way; `trainer_s` and `transfer_s` are those of the other roles."""
+    trainer_s: float
+    transfer_s: float
+    rest_s: float
+    """Seconds between the other parts: rewards that are waited for, collating, logs. Of a schedule that overlaps, those in
+    which the trainer neither works, nor gets rid of its weights, nor waits for responses."""
+    lengths: np.ndarray
+    """The response lengths of what the step logged."""
+    prompts: int
+    """Tokens of all its prompts, each counted once per response."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum()) + self.prompts
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's steps after the warm-up, and the settings that the model reads."""
+
+    folder: Path
+    schedule: str
+    num_groups: int
+    group_size: int
+    replicas: int
+    slots: int
+    max_staleness: int
+    steps: list[Step]
+
+    @property
+    def step_s(self) -> float:
+        return statistics.fmean(step.whole_s for step in self.steps)
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """Return what a run left. Raises ValueError where it has no timeline, too few steps, or no log of rollouts."""
+    intervals = read_timeline(folder / "timeline.jsonl")
+    files = dict(step_files(folder / "rollouts"))
+    marks = {one.step: one for one in intervals if one.role == "step"}
+    numbers = [number for number in sorted(marks) if number in files][WARM_UP_STEPS:]
+    if len(numbers) < 4:
+        raise ValueError(f"{folder}: {len(numbers)} steps after the warm-up with a timeline and rollouts, and 4 are needed")
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    rollout, trainer = config["actor_rollout_ref"]["rollout"], config["trainer"]
+    shared = not rollout["nnodes"]
+    devices = (
+        (trainer["nnodes"] * (trainer["n_gpus_per_node"] or 1))
+        if shared
+        else rollout["nnodes"] * (rollout["n_gpus_per_node"] or 1)
+    )
+    schedule = "colocated" if shared and trainer["schedule"] == "sync" else trainer["schedule"]
+    return MeasuredRun(
+        folder,
+        schedule,
+        config["data"]["train_batch_size"],
+        rollout["n"],
+        max(1, devices // rollout["tensor_model_parallel_size"]),
+        rollout["max_num_seqs"],
+        (trainer.get("asynchronous") or {}).get("max_staleness", 1),
+        [_step(marks[number], intervals, files[number]) for number in numbers],
+    )
+
+
+def _step(mark: Interval, intervals: Sequence[Interval], log: Path) -> Step:
+    """Return the step of this mark; other roles' work counts where it lies between the mark's ends."""
+
+    def busy(*roles: str) -> float:
+        return busy_seconds([one for one in intervals if one.role in roles], mark.start, mark.end)
+
+    records = read_rollouts(log)
+    path = (*TRAINING, "weights", "wait" if any(one.role == "wait" for one in intervals) else "rollout")
+    return Step(
+        mark.step,
+        mark.end - mark.start,
+        busy("rollout"),
+        busy(*TRAINING),
+        busy("weights"),
+        mark.end - mark.start - busy(*path),
+        np.asarray([record["response_length"] for record in records], dtype=np.int64),
+        sum(record["prompt_length"] for record in records),
+    )
+
+
+def lengths_of(folder: Path) -> tuple[int, list[int]]:
+    """Return the mean prompt length and all response lengths of a run's log of rollouts."""
+    records: list[dict[str, Any]] = [record for _, path in step_files(folder / "rollouts") for record in read_rollouts(path)]
+    if not records:
+        raise ValueError(f"{folder} has no log of rollouts")
+    prompt = round(statistics.fmean(record["prompt_length"] for record in records))
+    return prompt, [record["response_length"] for record in records]
+
+
+def decode_steps(lengths: np.ndarray, slots: int) -> int:
+    """Return how many decode steps one replica needs for these responses, each slot taking the next one when it is free."""
+    ends = np.zeros(min(slots, len(lengths)), dtype=np.int64)
+    for length in lengths:
+        ends[ends.argmin()] += length
+    return int(ends.max())
+
+
+def fitted(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return the factors, none below 0, with the least squares of `columns @ factors - seconds`; of two columns at most.
+
+    Columns that differ by a factor only, as with equal lengths, leave the division between them open: then the last one
+    counts alone.
+    """
+    scaled = columns / columns.mean(axis=0)
+    if columns.shape[1] > 1 and np.linalg.matrix_rank(scaled, tol=1e-3 * len(seconds) ** 0.5) > 1:
+        factors = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+        if (factors >= 0).all():
+            return factors
+    alone = []
+    for place in range(columns.shape[1]):
+        column = columns[:, place]
+        factor = float(column @ seconds / (column @ column))
+        error = float(((column * factor - seconds) ** 2).sum())
+        alone.append((error, -place, factor))
+    _, place, factor = min(alone)
+    factors = np.zeros(columns.shape[1])
+    factors[-place] = factor
+    return factors
+
+
+def rates_of(run: MeasuredRun, steps: Sequence[Step]) -> ClusterRates:
+    """Return the rates that these steps show."""
+    sampled = np.array(
+        [[decode_steps(step.lengths, run.slots * run.replicas), step.lengths.sum() / run.replicas] for step in steps]
+    )
+    sampling_s, training_s = (np.array([getattr(step, name) for step in steps]) for name in ("rollout_s", "trainer_s"))
+    overhead_s, sequence_s = fitted(sampled.astype(float), sampling_s)
+    trained = np.array([[1.0, step.tokens] for step in steps])
+    fixed_s, token_s = fitted(trained, training_s)
+    return ClusterRates(
+        EngineRates(overhead_s, sequence_s, max_sequences=run.slots),
+        TrainerRates(fixed_s, token_s),
+        run.replicas,
+        statistics.fmean(step.transfer_s for step in steps),
+        controller_step_s=max(0.0, statistics.fmean(step.rest_s for step in steps)),
+        engine_factors=tuple((sampling_s / (sampled @ [overhead_s, sequence_s])).tolist()),
+        trainer_factors=tuple((training_s / (trained @ [fixed_s, token_s])).tolist()),
+    )
+
+
+def predicted(rates: ClusterRates, run: MeasuredRun, steps: Sequence[Step]) -> float:
+    """Return the seconds of a step that the model expects of this run in these steps, with the lengths that they had."""
+    lengths = replayed(np.concatenate([step.lengths for step in steps]).tolist())
+    prompt = round(sum(step.prompts for step in steps) / sum(len(step.lengths) for step in steps))
+    num_steps = PREDICTED_STEPS
+    group_size = len(steps[0].lengths) // run.num_groups or run.group_size
+    work = Work(run.num_groups, group_size, prompt, lengths, num_steps, run.max_staleness)
+    result = simulate(rates, work, run.schedule)
+    return result.step_s(skip=run.max_staleness + 2)
+
+
+def validate(folders: Sequence[Path]) -> int:
+    """Print predicted and measured step times, and return 1 where one is off by more than the bar.
+
+    The rates are those of every second step of the first run; they predict its other steps, and every other run. A run that
+    is not the first is predicted once more by the rates of every second step of its own, which contain how fast its roles
+    are while they share the machine. Every second one, and not the first half: a machine that gets slower meanwhile is no
+    error of the model.
+    """
+    try:
+        runs = [read_run(folder) for folder in folders]
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    base = runs[0]
+    rates = rates_of(base, base.steps[::2])
+    print(
+        f"rates of {base.folder.name}, every second of {len(base.steps)} steps: decode step {1e3 * rates.engine.overhead_s:.3f} ms + "
+        f"{1e6 * rates.engine.sequence_s:.2f} us a request, training {rates.trainer.fixed_s:.3f} s + "
+        f"{1e6 * rates.trainer.token_s:.2f} us a token, weights {rates.transfer_s:.3f} s, rest {rates.controller_step_s:.3f} s\n"
+    )
+    print(f"| run | schedule | rates of | measured s per step | predicted | error |\n{'|---' * 6}|")
+    worst = 0.0
+    for run in runs:
+        later = run.steps[1::2]
+        own = rates if run is base else rates_of(run, run.steps[::2])
+        lines = [(f"every 2nd step of {run.folder.name}", own, later)]
+        if run is not base:
+            lines.insert(0, (base.folder.name, rates, run.steps))
+        for source, used, steps in lines:
+            measured, expected = statistics.fmean(step.whole_s for step in steps), predicted(used, run, steps)
+            error = expected / measured - 1
+            worst = max(worst, abs(error))
+            print(f"| {run.folder.name} | {run.schedule} | {source} | {measured:.3f} | {expected:.3f} | {error:+.1%} |")
+    print(f"\nworst error {worst:.1%}, bar {BAR:.0%}: {'met' if worst <= BAR else 'missed'}")
+    return 0 if worst <= BAR else 1

@@ -1,0 +1,70 @@
+"""Trainings that sample while they train, broken on purpose: every prompt is trained exactly once, and no token is too old."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import oracles
+import pytest
+from tiny_run import BATCH_SIZE, SAMPLES, STEPS
+
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+
+END_S = 300.0
+STEPS_OF_STORY = 6
+pytestmark = pytest.mark.timeout(1200)
+
+REPLICA = "rollout.step:kill9@step=2,worker=rollout1,n=3,once"
+ACTOR = "actor.update.mid_backward:kill9@step=2,once"
+IN_TRAINING = "driver.phase:kill9@step=3,phase=update_actor,once"
+IN_WAITING = "driver.phase:kill9@step=5,phase=wait_for_rollouts,once"
+SLOWLY = "driver.phase:delay=20@step=6,phase=update_actor,once"
+
+
+def words_of(run_words: list[str], schedule: str, *more: str) -> list[str]:
+    """The tiny run's words for this schedule, on one core for each role whatever the machine has."""
+    gone = ("trainer.total_training_steps=", "trainer.recover")
+    kept = [word for word in run_words if not word.startswith(gone)]
+    return [*kept, f"trainer.schedule={schedule}", f"trainer.total_training_steps={STEPS_OF_STORY}", *more]
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("async", 2), ("one_step_off", 1)])
+def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
+    training: Any, run_words: list[str], schedule: str, staleness: int
+) -> None:
+    own = ["trainer.asynchronous.max_staleness=2"] if schedule == "async" else []
+    faults = ";".join([REPLICA, ACTOR, IN_TRAINING, IN_WAITING, SLOWLY])
+    run = training("broken", words_of(run_words, schedule, *own), faults)
+    assert run.start().wait(END_S) == -signal.SIGKILL, run.describe()
+    assert run.start().wait(END_S) == -signal.SIGKILL, run.describe()
+    run.start().until(lambda _: SLOWLY in [fault["fault"] for fault in run.fired()], END_S)
+    assert run.process is not None
+    run.process.send_signal(signal.SIGTERM)
+    # The weights were changing: the step is finished, and it was the last one.
+    assert run.wait(END_S) in (0, 75), run.describe()
+    assert [fault["fault"] for fault in run.fired()] == [REPLICA, ACTOR, IN_TRAINING, IN_WAITING, SLOWLY]
+    oracles.assert_each_sample_once(run.path, STEPS_OF_STORY, BATCH_SIZE, SAMPLES, staleness)
+    rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl") if "staleness/max" in row}
+    assert sorted(rows) == list(range(1, STEPS_OF_STORY + 1))
+    assert max(row["staleness/max"] for row in rows.values()) <= staleness
+    assert max(row["staleness/max"] for row in rows.values()) > 0
+
+
+def test_async_without_staleness_has_the_bits_of_sync(training: Any, run_words: list[str]) -> None:
+    # With one processor every role has one thread in both: sums depend on the number of threads.
+    words = [*run_words, "ray_kwargs.ray_init.num_cpus=1", "trainer.save_rollouts=true"]
+    sync = training("sync", words)
+    asynchronous = training("async", [*words, "trainer.schedule=async", "trainer.asynchronous.max_staleness=0"])
+    for run in (sync, asynchronous):
+        assert run.start().wait(END_S) == 0, run.describe()
+    hashes = [oracles.state_hash(run.path, STEPS) for run in (sync, asynchronous)]
+    assert hashes[0] == hashes[1]
+    learnt = [
+        [
+            {k: v for k, v in row.items() if k.startswith(("actor/", "reward/"))}
+            for row in read_metrics(run.path / "metrics.jsonl")
+        ]
+        for run in (sync, asynchronous)
+    ]
+    assert learnt[0] == learnt[1] and len(learnt[0]) == STEPS

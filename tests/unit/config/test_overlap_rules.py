@@ -1,0 +1,113 @@
+"""What schedules that sample while they train refuse, what they settle for, and what their plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_tools import CPU, EIGHT_GPUS, A, R, config_of
+
+from grpo_rl.config.checks.all_rules import check
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine, max_staleness, settled
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.decisions import decide
+from grpo_rl.plan.make import make_plan
+
+APART = {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
+ASYNC = {"trainer.schedule": "async"} | APART
+CORRECTION = "algorithm.rollout_correction"
+OWN = "trainer.asynchronous"
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_engines_need_devices_of_their_own(schedule: str) -> None:
+    [problem] = check(config_of({"trainer.schedule": schedule}), CPU)
+    assert problem.startswith(f"trainer.schedule={schedule}: samples while it trains")
+    assert f"{R}.nnodes=1 {R}.n_gpus_per_node" in problem
+    assert check(config_of({"trainer.schedule": schedule} | APART), CPU) == []
+    apart = {"trainer.schedule": schedule, "trainer.device": "cuda", "trainer.n_gpus_per_node": 4, f"{R}.nnodes": 1}
+    assert check(config_of(apart), EIGHT_GPUS) == []
+
+
+def test_engines_and_ranks_share_the_cores_that_sync_lets_them_take_in_turn() -> None:
+    threads = {}
+    for schedule in ("sync", "one_step_off", "async"):
+        plan = decide(config_of({"trainer.schedule": schedule} | APART), CPU)
+        threads[schedule] = [role.threads for role in plan.roles]
+        assert plan.overlaps == (schedule != "sync") and not plan.colocated
+    assert threads == {"sync": [2, 2, 2], "one_step_off": [1, 1, 1], "async": [1, 1, 1]}
+    many = decide(config_of(ASYNC | {f"{R}.n_gpus_per_node": 3}), Machine(0, 16, "cpu"))
+    assert [role.threads for role in many.roles] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "old"),
+    [
+        ({}, "engine"),
+        ({f"{OWN}.max_staleness": 0}, "none"),
+        ({f"{CORRECTION}.rollout_is": "token"}, "actor"),
+        ({f"{CORRECTION}.bypass_mode": True}, "engine"),
+        ({f"{CORRECTION}.bypass_mode": False, f"{CORRECTION}.rollout_is": "sequence"}, "actor"),
+        ({f"{A}.policy_loss.loss_mode": "dpo"}, "none"),
+    ],
+)
+def test_the_ratio_is_never_taken_against_another_policy_than_the_one_that_sampled(given: dict[str, Any], old: str) -> None:
+    config = config_of(ASYNC | given)
+    assert check(config, CPU) == [] and decide(config, CPU).passes.old_logprobs == old
+
+
+def test_a_ratio_against_the_wrong_policy_is_refused() -> None:
+    given = {f"{CORRECTION}.bypass_mode": False}
+    [problem] = check(config_of(ASYNC | given), CPU)
+    assert problem.startswith(f"{CORRECTION}.bypass_mode=false: ") and "rollout_is=token" in problem
+    assert check(config_of(ASYNC | given | {f"{OWN}.max_staleness": 0}), CPU) == []
+    words = ["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=builtin:arithmetic", "data.train_batch_size=4"]
+    words += [f"{A}.ppo_mini_batch_size=4", f"{A}.policy_loss.loss_mode=gpg", *(f"{k}={v}" for k, v in ASYNC.items())]
+    with pytest.raises(ConfigError, match=r"rollout_correction.rollout_is=null: .* has no ratio that corrects for that"):
+        make_plan(compose(words), CPU)
+    plan = make_plan(compose([*words, f"{CORRECTION}.rollout_is=token"]), CPU)
+    assert plan.recomputes_old_logprobs
+    said = " ".join(plan.render().split())
+    assert "async: 2 batches of prompts in flight, no token more than 1 version old" in said
+    assert "the policy of at most 1 training step before" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({f"{OWN}.sync_every": 3}, f"{OWN}.sync_every=3: the weights would be older than max_staleness=1"),
+        ({f"{OWN}.partial_rollout": False, f"{OWN}.keep_cache": True}, f"{OWN}.keep_cache"),
+        ({f"{OWN}.max_staleness": 0, f"{OWN}.keep_cache": True}, f"{OWN}.keep_cache"),
+        ({"algorithm.filter_groups.enable": True}, "algorithm.filter_groups.refill=true"),
+        ({"trainer.schedule": "one_step_off", f"{OWN}.max_staleness": 2}, f"{OWN}.max_staleness=2"),
+        ({"trainer.schedule": "sync", f"{OWN}.max_staleness": 2}, f"{OWN}.max_staleness=2"),
+    ],
+)
+def test_what_would_have_no_effect_or_break_the_bound_is_refused(given: dict[str, Any], said: str) -> None:
+    [problem] = check(config_of(ASYNC | given), CPU)
+    assert problem.startswith(said)
+
+
+def test_the_engines_log_probs_are_the_old_ones_only_where_weights_may_be_stale() -> None:
+    assert settled(config_of({})).algorithm.rollout_correction.bypass_mode is None
+    assert settled(config_of(ASYNC)).algorithm.rollout_correction.bypass_mode is True
+    staleness = [max_staleness(config_of(given)) for given in ({}, {"trainer.schedule": "one_step_off"}, ASYNC)]
+    assert staleness == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("async_training.staleness_threshold=0.5", "trainer.asynchronous.max_staleness"),
+        ("async_training.trigger_parameter_sync_step=4", "trainer.asynchronous.sync_every"),
+        ("async_training.require_batches=1", "data.train_batch_size"),
+        ("async_training.partial_rollout=true", "trainer.asynchronous.partial_rollout"),
+        ("rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes"),
+        ("rollout.n_gpus_per_node=4", "actor_rollout_ref.rollout.n_gpus_per_node"),
+        ("rollout.total_rollout_steps=100", "trainer.total_training_steps"),
+    ],
+)
+def test_verls_commands_for_its_asynchronous_recipes_are_answered_with_the_keys_to_use(word: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        compose(["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=builtin:arithmetic", word])

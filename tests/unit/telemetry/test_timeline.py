@@ -1,0 +1,139 @@
+"""timeline.jsonl: intervals from any thread, written beside the step, cut on a resume; and the picture of them."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, busy_seconds, read_timeline
+from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares, plot_timeline
+from grpo_rl.telemetry.rundir import RunDir
+
+TWO_STEPS = [
+    Interval(1, "step", "step", 0.0, 10.0),
+    Interval(1, "weights", "sync_weights", 0.0, 1.0),
+    Interval(1, "rollout", "gen", 1.0, 6.0),
+    Interval(1, "actor", "update_actor", 6.0, 10.0),
+    Interval(2, "step", "step", 12.0, 20.0),
+    Interval(2, "rollout", "gen", 12.0, 16.0),
+    Interval(2, "rollout", "testing", 15.0, 17.0),
+    Interval(2, "actor", "update_actor", 17.0, 20.0),
+    Interval(2, "wait", "trainer", 12.0, 17.0),
+]
+
+
+def write(timeline: Timeline, intervals: list[Interval]) -> None:
+    for one in intervals:
+        timeline.record(one.role, one.what, one.start, one.end, one.step)  # type: ignore[arg-type]
+    timeline.close()
+
+
+def test_intervals_of_several_threads_are_all_in_the_file_and_in_order(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+
+    def work(number: int) -> None:
+        for place in range(200):
+            with timeline.span("actor", f"{number}, {place}", number):
+                pass
+            timeline.write()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    timeline.close()
+    read = read_timeline(tmp_path / "timeline.jsonl")
+    assert len(read) == 800
+    assert [sum(one.step == number for one in read) for number in range(4)] == [200] * 4
+    assert read == sorted(read, key=lambda one: one.start)
+    assert all(0 <= one.start <= one.end for one in read)
+
+
+def test_intervals_that_follow_at_once_become_one_and_others_do_not(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    for start, end in ((1.0, 2.0), (2.01, 2.5), (2.2, 2.3), (2.6, 3.0)):
+        timeline.record("reward", "scoring", start, end, 1)
+    timeline.record("reward", "scoring", 3.0, 4.0, 2)
+    timeline.record("actor", "update_actor", 2.5, 2.6, 1)
+    timeline.close()
+    spans = [(one.step, one.role, one.start, one.end) for one in read_timeline(tmp_path / "timeline.jsonl")]
+    assert spans == [(1, "reward", 1.0, 2.5), (1, "actor", 2.5, 2.6), (1, "reward", 2.6, 3.0), (2, "reward", 3.0, 4.0)]
+
+
+def test_a_span_belongs_to_the_step_that_is_going_on_and_is_kept_where_its_body_fails(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    timeline.step = 7
+    with pytest.raises(ZeroDivisionError), timeline.span("rollout", "gen"):
+        time.sleep(0.02)
+        1 / 0  # noqa: B018
+    timeline.close()
+    [one] = read_timeline(tmp_path / "timeline.jsonl")
+    assert (one.step, one.role, one.what) == (7, "rollout", "gen") and one.end - one.start >= 0.019
+
+
+def test_a_resumed_run_loses_later_steps_and_goes_on_where_the_last_kept_one_ended(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    write(Timeline(path), TWO_STEPS)
+    resumed = Timeline(path)
+    resumed.truncate_after(1)
+    assert {one.step for one in read_timeline(path)} == {1}
+    with resumed.span("actor", "again", 2):
+        pass
+    resumed.close()
+    last = read_timeline(path)[-1]
+    assert last.step == 2 and 10.0 <= last.start < 11.0, "the pause between the two starts is not in it"
+
+
+def test_half_a_line_of_a_killed_process_costs_that_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    write(Timeline(path), TWO_STEPS[:2])
+    with path.open("a") as file:
+        file.write('{"step": 1, "role": "act')
+    write(Timeline(path), TWO_STEPS[2:3])
+    assert read_timeline(path) == TWO_STEPS[:3]
+
+
+def test_a_file_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    timeline = Timeline(tmp_path / "absent" / "timeline.jsonl", warnings.append)
+    write(timeline, TWO_STEPS)
+    write(timeline, TWO_STEPS)
+    [warning] = warnings
+    assert "timeline.jsonl cannot be written: No such file or directory" in warning
+    (tmp_path / "absent").mkdir()
+    write(timeline, TWO_STEPS)
+    assert len(read_timeline(tmp_path / "absent" / "timeline.jsonl")) == len(TWO_STEPS)
+
+
+def test_without_a_path_nothing_is_kept() -> None:
+    timeline = Timeline()
+    with timeline.span("actor", "update_actor"):
+        pass
+    timeline.write()
+    timeline.truncate_after(0)
+    timeline.close()
+    assert not timeline._waiting
+
+
+def test_overlapping_intervals_count_once() -> None:
+    assert busy_seconds([one for one in TWO_STEPS if one.role == "rollout"], 0.0, 20.0) == 10.0
+    assert busy_seconds(TWO_STEPS, 5.0, 13.0) == 6.0
+    assert busy_seconds([], 0.0, 1.0) == 0.0
+
+
+def test_idle_shares_are_those_of_the_time_from_the_first_step_to_the_last() -> None:
+    assert idle_shares(TWO_STEPS) == pytest.approx({"rollout": 0.5, "weights": 0.95, "actor": 0.65})
+
+
+def test_the_picture_covers_the_last_steps(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "run $with$ a name")
+    assert plot_timeline(run_dir) is None and not list(run_dir.plots.iterdir())
+    write(Timeline(run_dir.timeline_file), TWO_STEPS)
+    assert {one.step for one in read_timeline(run_dir.timeline_file, last_steps=1)} == {2}
+    picture = plot_timeline(run_dir)
+    assert picture is not None and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert draw_timelines(tmp_path / "both.png", {"a": TWO_STEPS, "b": TWO_STEPS[:3]}).stat().st_size > 10_000
+    assert json.loads(run_dir.timeline_file.read_text().splitlines()[0])["role"] == "step"

@@ -1,0 +1,318 @@
+"""Schedules that sample while they train: what is trained, how old it is, in which thread, and what a run that stops keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import signal
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool_in_ticks import Actor, Pool
+from test_preemption import listening, steps_saved  # noqa: F401
+from test_sync_trainer import make, make_config  # noqa: F401
+
+from grpo_rl.config.schema.algorithm import FilterGroupsConfig
+from grpo_rl.config.schema.trainer import AsynchronousConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config
+from grpo_rl.errors import ClusterError, DivergedError, Preempted
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.schedule import training_sampling
+from grpo_rl.types import Rollout
+
+BATCH, N = 2, 4
+
+
+def config_of(
+    schedule: str, *, algorithm: AlgorithmConfig | None = None, data: dict[str, Any] | None = None, **own: Any
+) -> Config:
+    trainer = {name: own.pop(name) for name in ("save_freq", "test_freq", "val_before_train") if name in own}
+    config = make_config(algorithm, schedule=schedule, asynchronous=AsynchronousConfig(**own), **trainer)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **(data or {})))
+
+
+def long_tailed(seed: int) -> Callable[[str, int], int]:
+    """Lengths of which a few are many times longer than the others, the same for a response whenever it is sampled."""
+    return lambda uid, sample: 1 + int(random.Random(f"{seed}/{uid}/{sample}").paretovariate(1.1)) % 40
+
+
+def ledger(run: Run) -> dict[int, list[tuple[str, int]]]:
+    """Uid and length of each trained rollout, by step."""
+    found = {}
+    for path in sorted(run.output.run_dir.rollouts.glob("step_*.jsonl")):
+        records = read_rollouts(path)
+        found[int(path.stem.partition("_")[2])] = [
+            (record["uid"], record["response_length"]) for record in records if record["advantage"] is not None
+        ]
+    return found
+
+
+def rows_of(run: Run) -> list[dict[str, float]]:
+    return [row for row in read_metrics(run.output.run_dir.metrics_file) if "timing_s/step" in row]
+
+
+def assert_each_prompt_is_trained_once(run: Run, steps: int) -> None:
+    """Whole groups, each in one step, as many as the steps train."""
+    by_step = {step: Counter(uid for uid, _ in rollouts) for step, rollouts in ledger(run).items()}
+    assert sorted(by_step) == list(range(1, steps + 1))
+    assert all(len(groups) == BATCH and set(groups.values()) == {N} for groups in by_step.values())
+    assert len({uid for groups in by_step.values() for uid in groups}) == steps * BATCH
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_staleness, seed):  # noqa: F811
+    pool, steps = Pool(long_tailed(seed), slots=6), 12
+    actor = Actor(pool, ticks=4)
+    run, _ = make(config_of("async", max_staleness=max_staleness), steps, with_val=False, rows=30, policy=actor, pool=pool)
+    run.fit()
+    assert_each_prompt_is_trained_once(run, steps)
+    rows = rows_of(run)
+    assert max(row["staleness/max"] for row in rows) <= max_staleness
+    assert all(row["rollouts/dropped_stale"] == 0 for row in rows)
+    assert any(row["staleness/stale_token_fraction"] > 0 for row in rows), "it samples while it trains"
+    assert not pool.is_used_by_another_thread and actor.threads == {"training"}
+    # No more is asked for than the last steps train.
+    assert len(pool.asked) == steps * BATCH and not len(run.schedule.groups)
+    # At most max_staleness + 1 batches are asked for before anything is trained.
+    assert sum(version == 0 for _, version in pool.asked) == (max_staleness + 1) * BATCH
+
+
+def test_responses_live_through_weight_updates_and_each_token_is_labelled(make):  # noqa: F811
+    pool = Pool(lambda uid, sample: 12, slots=4)
+    actor = Actor(pool, ticks=5)
+    run, _ = make(config_of("async", max_staleness=3), 6, with_val=False, rows=12, policy=actor, pool=pool)
+    seen: list[Rollout] = []
+    train = run.schedule.train
+    run.schedule.train = lambda selected, timer: seen.extend(selected.trained) or train(selected, timer)
+    run.fit()
+    assert any(len(rollout.versions) > 1 for rollout in seen)
+    assert all(sum(number for _, number in rollout.versions) == 12 for rollout in seen)
+
+
+def test_async_without_staleness_is_the_synchronous_schedule(make):  # noqa: F811
+    trained, samplings = [], []
+    for schedule in ("sync", "async"):
+        pool = Pool(long_tailed(3), slots=3)
+        actor = Actor(pool)
+        config = config_of(schedule, max_staleness=0 if schedule == "async" else 1)
+        run, _ = make(config, 5, with_val=False, rows=12, policy=actor, pool=pool, reference=True)
+        run.fit()
+        trained.append(actor.trained)
+        samplings.append(pool.samplings)
+        if schedule == "async":
+            assert all(row["staleness/max"] == 0 for row in rows_of(run))
+    assert samplings[0] == samplings[1] and len(trained[0]) == 5
+    for ours, theirs in zip(*trained, strict=True):
+        columns = [field.name for field in dataclasses.fields(ours) if isinstance(getattr(ours, field.name), torch.Tensor)]
+        assert "token_ids_S" in columns and any(name.startswith("advantages_") for name in columns)
+        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in columns)
+
+
+def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_it(make):  # noqa: F811
+    pool = Pool(long_tailed(0), slots=6)
+    actor = Actor(pool, ticks=1000)
+    config = config_of("one_step_off", test_freq=2)
+    run, _ = make(config, 5, rows=30, policy=actor, pool=pool)
+    run.fit()
+    assert_each_prompt_is_trained_once(run, 5)
+    rows = rows_of(run)
+    assert [row["staleness/min"] for row in rows] == [0, 1, 1, 1, 1] == [row["staleness/max"] for row in rows]
+    own = [sampling for sampling in pool.samplings if sampling.temperature > 0]
+    assert own == [training_sampling(config, batch) for batch in range(1, 6)], "a batch is seeded by its own number"
+    without = [call for call in pool.calls if call not in ("generate", "submit 3x1")]
+    # The second batch is asked for before the first one is trained, with the same weights.
+    assert without[:4] == ["sync 0", "sync 0", "submit 2x4", "sync 0"]
+    assert not pool.is_used_by_another_thread
+
+
+def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not_change_in_it(make):  # noqa: F811
+    versions: dict[str, set[int]] = {}
+    for schedule in ("one_step_off", "async"):
+        pool = Pool(lambda uid, sample: 9, slots=8)
+        run, _ = make(config_of(schedule, test_freq=1, max_staleness=2), 4, rows=12, policy=Actor(pool, ticks=2), pool=pool)
+        trained: list[Rollout] = []
+        train = run.schedule.train
+        run.schedule.train = lambda selected, timer, t=trained, f=train: t.extend(selected.trained) or f(selected, timer)
+        run.fit()
+        versions[schedule] = {len(rollout.versions) for rollout in trained}
+    assert versions == {"one_step_off": {1}, "async": {1, 2}}
+
+
+def test_long_responses_are_not_starved(make):  # noqa: F811
+    lengths = {}
+    for schedule, staleness in (("sync", 1), ("async", 4)):
+        pool = Pool(long_tailed(7), slots=6)
+        config = config_of(schedule, max_staleness=staleness)
+        run, _ = make(config, 15, with_val=False, rows=30, policy=Actor(pool, ticks=4), pool=pool)
+        run.fit()
+        by_step = ledger(run)
+        lengths[schedule] = [statistics.mean(length for _, length in by_step[step]) for step in sorted(by_step)]
+        everything = sorted(rollout for rollouts in by_step.values() for rollout in rollouts)
+        lengths[schedule + " all"] = everything
+    assert lengths["sync all"] == lengths["async all"], "the same responses, so the same mean length"
+    # What ends first is trained first, and no more than the bound ahead: over each half of the run the means are alike.
+    assert lengths["sync"] != lengths["async"]
+
+
+def test_a_rollout_that_broke_the_bound_is_dropped_with_its_group_and_asked_for_again(make):  # noqa: F811
+    class Late(Pool):
+        """Hands over one response with a token of much older weights than it can have."""
+
+        lies = 1
+
+        def _rollout(self, one):  # type: ignore[no-untyped-def]
+            rollout = super()._rollout(one)
+            if self.lies and self.version == 3 and rollout.prompt.uid == self.asked[-1][0]:
+                self.lies -= 1
+                rollout.versions = ((1, 1), (self.version, len(rollout.response_ids) - 1))
+            return rollout
+
+    pool = Late(lambda uid, sample: 2, slots=16)
+    run, _ = make(config_of("async", max_staleness=1), 6, with_val=False, rows=14, policy=Actor(pool, ticks=2), pool=pool)
+    run.fit()
+    rows = rows_of(run)
+    assert [row["rollouts/dropped_stale"] for row in rows].count(N) == 1 and max(row["staleness/max"] for row in rows) <= 1
+    assert_each_prompt_is_trained_once(run, 6)
+    assert max(Counter(uid for uid, _ in pool.asked).values()) == 2 and len(pool.asked) == 6 * BATCH + 1
+
+
+def test_weights_are_sent_as_rarely_as_is_asked(make):  # noqa: F811
+    pool = Pool(slots=4)
+    config = config_of("async", max_staleness=3, sync_every=2)
+    run, _ = make(config, 7, with_val=False, rows=20, policy=Actor(pool), pool=pool)
+    run.fit()
+    assert [call for call in pool.calls if call.startswith("sync")] == ["sync 0", "sync 2", "sync 4", "sync 6"]
+    assert max(row["staleness/max"] for row in rows_of(run)) <= 3
+    assert_each_prompt_is_trained_once(run, 7)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+@pytest.mark.parametrize(
+    ("call", "count", "saved"),
+    [
+        ("submit", 5, None),  # prompts were drawn for the step, and nothing is trained
+        ("tick", 13, None),
+        ("keep_weights", 3, 3),  # the training is about to begin: nothing leaves it any more
+        ("update", 3, 3),  # in the other thread: a step whose weights have changed is finished
+    ],
+)
+def test_a_stopped_run_loses_no_prompt(make, listening, monkeypatch, schedule, call, count, saved):  # noqa: F811
+    steps = 7
+    config = config_of(schedule, save_freq=-1, **({"max_staleness": 2} if schedule == "async" else {}))
+    pool = Pool(long_tailed(1), slots=6)
+    actor = Actor(pool)
+    run, _ = make(config, steps, with_val=False, rows=16, policy=actor, pool=pool)
+    listening(run)
+    seen = 0
+    target = actor if call == "update" else pool
+    original = getattr(target, call)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        result = original(*arguments, **options)
+        if seen == count:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(target, call, interrupted)
+    with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
+        run.fit()
+    [at] = steps_saved(run)
+    assert at == (saved or at) and 0 < at < steps
+    waiting = run.state_dict()["groups"]["waiting"]
+    assert 0 < len(waiting) <= 2 * BATCH
+
+    pool = Pool(long_tailed(1), slots=6)
+    resumed, _ = make(config, steps, with_val=False, rows=16, policy=Actor(pool), pool=pool)
+    resumed.resume(run.store.folder / f"step_{at}")
+    resumed.fit()
+    assert_each_prompt_is_trained_once(resumed, steps)
+    assert {uid for _, _, uid in waiting} <= {uid for uid, _ in pool.asked}, "they are asked for again"
+
+
+def test_an_error_of_the_training_thread_ends_the_run_with_itself(make, monkeypatch):  # noqa: F811
+    pool = Pool(slots=4)
+    actor = Actor(pool)
+
+    def broken(batch: Any) -> Any:
+        raise DivergedError("the log-probs are not finite")
+
+    monkeypatch.setattr(actor, "old_logprobs", broken)
+    run, _ = make(config_of("async"), 3, with_val=False, policy=actor, pool=pool)
+    with pytest.raises(DivergedError, match="not finite"):
+        run.fit()
+
+
+def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make, monkeypatch):  # noqa: F811
+    pool = Pool(lambda uid, sample: 50, slots=4)
+    actor = Actor(pool, ticks=3)
+    run, _ = make(config_of("one_step_off"), 3, with_val=False, policy=actor, pool=pool)
+    tick = pool.tick
+
+    def failing() -> None:
+        if pool.keeps_weights and pool.ticks_left == 0:
+            pool.is_done.set()
+            raise ClusterError("rollout0 is gone")
+        tick()
+
+    monkeypatch.setattr(pool, "tick", failing)
+    with pytest.raises(ClusterError, match="rollout0 is gone"):
+        run.fit()
+    assert actor.version == 1 and not pool.keeps_weights
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_groups_without_a_signal_are_left_out_and_learnt_prompts_retire(make, schedule):  # noqa: F811
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, refill=False))
+    config = config_of(schedule, algorithm=algorithm, data={"retire_above": 0.9})
+    pool = Pool(slots=8)
+    plain = pool._rollout
+
+    def knows_some(one: Any) -> Rollout:
+        rollout = plain(one)
+        if one.prompt.uid.endswith(("-r0", "-r1")):
+            rollout.text = str(one.prompt.ground_truth)
+        return rollout
+
+    pool._rollout = knows_some
+    run, _ = make(config, 9, with_val=False, rows=6, policy=Actor(pool), pool=pool)
+    run.fit()
+    rows = rows_of(run)
+    assert len(rows) == 9 and rows[-1]["data/retired_fraction"] == pytest.approx(1 / 3)
+    trained = {uid.partition("-")[2] for rollouts in ledger(run).values() for uid, _ in rollouts}
+    assert trained == {"r2", "r3", "r4", "r5"}
+    assert min(row["filter_groups/kept_fraction"] for row in rows) < 1
+
+
+def test_a_greedy_baseline_belongs_to_its_group(make):  # noqa: F811
+    pool = Pool(long_tailed(2), slots=5)
+    config = config_of("async", algorithm=AlgorithmConfig(adv_estimator="remax"), max_staleness=2)
+    actor = Actor(pool)
+    run, _ = make(config, 4, with_val=False, rows=8, policy=actor, pool=pool)
+    run.fit()
+    assert_each_prompt_is_trained_once(run, 4)
+    assert all(batch.num_rollouts == BATCH * N for batch in actor.trained)
+    assert all(row["reward/greedy_baseline_mean"] == 0 for row in rows_of(run))
+
+
+def test_other_data_begin_without_the_prompts_of_the_old_ones(make):  # noqa: F811
+    pool = Pool()
+    config = config_of("async", save_freq=2, data={"allow_change": True})
+    run, _ = make(config, 4, with_val=False, rows=12, policy=Actor(pool), pool=pool)
+    run.fit()
+    state = run.state_dict()
+    state["groups"]["waiting"] = [[5, 3, "e0-r3"], [5, 4, "e0-r4"]]
+    other, _ = make(config, 4, with_val=False, rows=8, policy=Actor(pool), pool=pool)
+    other.load_state_dict(state)
+    assert len(other.schedule.groups) == 0
+    same, _ = make(config, 4, with_val=False, rows=12, policy=Actor(pool), pool=pool)
+    same.load_state_dict(state)
+    assert [group.prompt.uid for group in same.schedule.groups.waiting] == ["e0-r3", "e0-r4"]
