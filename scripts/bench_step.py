@@ -1,12 +1,15 @@
 """A benchmark of a whole training step against its bare parts, measured in one run on the same tokens.
 
     .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
-    .venv/bin/python scripts/bench_step.py --steps 7 --no-ragged --model 1m
+    .venv/bin/python scripts/bench_step.py --cases shared                        # prompts of 128 tokens instead of 8
+    .venv/bin/python scripts/bench_step.py --steps 7 --cases equal --model 1m
+    .venv/bin/python scripts/bench_step.py --cases equal --trl trl/bin/python    # in turns with bench_trl.py
+    .venv/bin/python scripts/bench_step.py --dtype bfloat16                      # the update alone, against float32
 
 (a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
 the bare parts: one vLLM engine that generates the same responses, and one plain PyTorch loop that does
 the same forward and backward passes (reference and policy) with padded batches and whole logits. (a) and
-(b) take turns step by step, so that a slow moment of the machine hits both. The bar: (a) <= 1.15 x (b).
+(b) take turns step by step, so that a slow moment of the machine hits both. The bars are in `CASES`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ from typing import Any
 
 import numpy as np
 
+CASES = {
+    "equal": (False, 8, 1.05),
+    "shared": (False, 128, 0.85),
+    "ragged": (True, 8, 0.75),
+}
+"""Whether responses end at a stop token, the tokens of a prompt, and the bar: the most that (a) may take of (b)."""
 NUM_EOS = 64
 VOCABULARY = 2048
 
@@ -74,8 +83,8 @@ def make_model(folder: Path, size: str) -> Path:
     return folder
 
 
-def make_data(folder: Path, num_prompts: int) -> Path:
-    """Prompts of 8 tokens each."""
+def make_data(folder: Path, num_prompts: int, prompt_tokens: int) -> Path:
+    """Prompts of so many tokens each."""
     import json
     import random
 
@@ -83,7 +92,7 @@ def make_data(folder: Path, num_prompts: int) -> Path:
     path = folder / "prompts.jsonl"
     rows = [
         {
-            "prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(8)),
+            "prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(prompt_tokens)),
             "data_source": "bench",
             "reward_model": {"ground_truth": ""},
         }
@@ -155,7 +164,7 @@ class BareLoop:
             mask = torch.zeros(len(chunk), longest)
             advantages = torch.tensor([advantage for _, _, advantage in chunk])
             for i, (prompt, response, _) in enumerate(chunk):
-                ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+                ids[i, : len(prompt) + len(response)] = torch.from_numpy(np.concatenate([prompt, response]))
                 mask[i, len(prompt) : len(prompt) + len(response)] = 1
             with torch.no_grad():
                 ref = self._logprobs(self.reference, ids)
@@ -177,8 +186,8 @@ class BareLoop:
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
-def bench(folder: Path, *, ragged: bool, steps: int) -> None:
-    """One run: program and bare parts in turns, and the table."""
+def bench(folder: Path, case: str, *, steps: int) -> float:
+    """One run: program and bare parts in turns, and the table; returns the median seconds of the program's step."""
     from grpo_rl.cluster.session.ray_session import ray_session
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
@@ -195,13 +204,14 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
     from grpo_rl.trainer.schedule import Context, Output, Roles
     from grpo_rl.trainer.sync import SyncSchedule
 
-    model, data = folder / "model", folder / "prompts.jsonl"
+    ragged, prompt_tokens, _ = CASES[case]
+    model, data = folder / "model", make_data(folder, 16 * (steps + 2), prompt_tokens)
     composed = compose(
         [
             *(
                 f"data.train_files={data}",
                 "data.train_batch_size=16",
-                "data.max_prompt_length=16",
+                f"data.max_prompt_length={max(16, prompt_tokens)}",
                 "data.max_response_length=128",
             ),
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
@@ -258,8 +268,8 @@ def bench(folder: Path, *, ragged: bool, steps: int) -> None:
             metrics["bare_train"] = bare_loop.call("step", batch)[0]
             if step > 0:  # the first one warms everything up
                 rows.append(metrics)
-        report(rows, ragged)
         sinks.close()
+        return report(rows, case)
 
 
 def capture(rollout: Any) -> list[Any]:
@@ -275,15 +285,17 @@ def capture(rollout: Any) -> list[Any]:
     return captured
 
 
-def report(rows: list[dict[str, float]], ragged: bool) -> None:
-    """Medians over the steps."""
+def report(rows: list[dict[str, float]], case: str) -> float:
+    """Print medians over the steps; return that of the whole step."""
 
     def median(key: str) -> float:
         return statistics.median(row[key] for row in rows)
 
     bare = statistics.median(row["bare_gen"] + row["bare_train"] for row in rows)
     ratio = statistics.median(row["whole"] / (row["bare_gen"] + row["bare_train"]) for row in rows)
+    ragged, prompt_tokens, bar = CASES[case]
     kind = "ragged lengths (geometric, mean 32 of at most 128)" if ragged else "equal lengths (128)"
+    kind += f", prompts of {prompt_tokens} tokens"
     print(f"\n{kind}: medians of {len(rows)} steps, seconds; {median('perf/total_num_tokens'):.0f} tokens a step")
     print(f"  whole step of the program          {median('whole'):8.3f}")
     for phase in ("gen", "reward", "ref", "old_logprobs", "adv", "update_actor", "sync_weights"):
@@ -291,21 +303,135 @@ def report(rows: list[dict[str, float]], ragged: bool) -> None:
     print(f"  bare parts together                {bare:8.3f}")
     print(f"    one vLLM engine                  {median('bare_gen'):8.3f}")
     print(f"    one plain PyTorch loop           {median('bare_train'):8.3f}")
-    print(f"  whole / bare, step by step         {ratio:8.3f}   (bar for equal lengths: <= 1.15)")
+    print(f"  whole / bare, step by step         {ratio:8.3f}   (bar: <= {bar})")
     print(f"  tokens per second                  {median('perf/total_num_tokens') / median('whole'):8.0f}")
+    return median("whole")
+
+
+# ---- one precision against another ---------------------------------------------------------------------
+
+
+def serve_updates(pipe: Any, path: str, dtype: str, port: int, threads: int) -> None:
+    """An actor rank without Ray that updates on what the pipe sends, and answers with seconds and log-probs."""
+    import torch
+
+    from grpo_rl.algos.objective import Objective
+    from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
+    from grpo_rl.workers.actor import ActorWorker
+    from grpo_rl.workers.specs import ActorSpec, OptimizerStep, PolicySpec, Rank, Update
+
+    torch.set_num_threads(threads)
+    policy = PolicySpec(ModelConfig(path=path, enable_gradient_checkpointing=False), 1.0, dtype, train=True)
+    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-6), total_optimizer_steps=1000, seed=1)
+    actor = ActorWorker(spec, Rank(0, 1, "127.0.0.1", port, "cpu", 300.0))
+    while (batch := pipe.recv()) is not None:
+        rows = tuple(tuple(range(start, start + 32)) for start in range(0, batch.num_rollouts, 32))
+        logprobs_T = actor.logprobs(batch, rows)
+        started = time.perf_counter()
+        actor.update(batch, Update({}, None, (OptimizerStep(batch.counts(), rows),)))
+        pipe.send((time.perf_counter() - started, logprobs_T))
+
+
+def random_batch(seed: int, prompt_tokens: int) -> Any:
+    """16 groups of 8 random responses of 128 tokens, with advantages."""
+    import torch
+
+    from grpo_rl.types import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(NUM_EOS, VOCABULARY, (16, prompt_tokens), generator=generator).repeat_interleave(8, 0)
+    responses = torch.randint(NUM_EOS, VOCABULARY, (128, 128), generator=generator)
+    return Batch(
+        prompt_lengths_N=torch.full((128,), prompt_tokens),
+        response_lengths_N=torch.full((128,), 128),
+        group_N=torch.arange(16).repeat_interleave(8),
+        token_ids_S=torch.cat([prompts, responses], 1).reshape(-1),
+        rewards_N=torch.zeros(128),
+        advantages_T=torch.randn(128, generator=generator).repeat_interleave(128),
+    )
+
+
+def bench_precision(folder: Path, dtype: str, *, steps: int, threads: int) -> None:
+    """The actor's update in float32 and in `dtype`, in turns on the same batches."""
+    import multiprocessing
+    import socket
+
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for name in ("float32", dtype):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ours, theirs = context.Pipe()
+        arguments = (theirs, str(folder / "model"), name, port, threads)
+        processes.append(context.Process(target=serve_updates, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    seconds: list[list[float]] = []
+    differences = []
+    for step in range(steps + 1):
+        answers = []
+        for pipe in pipes:
+            pipe.send(random_batch(step, 8))
+            answers.append(pipe.recv())
+        if step > 0:  # the first one warms everything up
+            seconds.append([taken for taken, _ in answers])
+            differences.append(float((answers[0][1] - answers[1][1]).abs().mean()))
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join(30)
+    exact, other = (statistics.median(column) for column in zip(*seconds, strict=True))
+    ratio = statistics.median(row[0] / row[1] for row in seconds)
+    print(f"\nthe actor's update of 16 x 8 x 136 tokens: medians of {steps} steps, seconds")
+    print(f"  float32                            {exact:8.3f}")
+    print(f"  {dtype:<35}{other:8.3f}")
+    print(f"  float32 / {dtype}, step by step{ratio:8.2f}   (bar: >= 2.5)")
+    print(f"  mean difference of their log-probs {statistics.median(differences):8.4f}")
+
+
+def bench_trl(folder: Path, case: str, python: str, model: str, *, steps: int, rounds: int) -> None:
+    """The program and TRL's step in turns; TRL runs in an environment of its own."""
+    import re
+    import subprocess
+
+    script = Path(__file__).with_name("bench_trl.py")
+    words = [python, str(script), "--model", model, "--steps", str(steps), *(["--ragged"] if CASES[case][0] else [])]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ratios = []
+    for _ in range(rounds):
+        own = bench(folder, case, steps=steps)
+        printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=1800, env=environment).stdout
+        print(printed)
+        found = re.search(r"whole step +([0-9.]+)", printed)
+        assert found, printed
+        ratios.append(float(found[1]) / own)
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    bar = 2.5 if CASES[case][0] else 1.2 if model == "10m" else 1.0
+    print(f"TRL / program, {case}, {model}: {statistics.median(ratios):.2f} (rounds: {shown}; bar: >= {bar})")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
-    parser.add_argument("--no-ragged", action="store_true", help="equal lengths only")
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES), help="which lengths and prompts")
     parser.add_argument("--model", choices=sorted(SIZES), default="10m", help="how many parameters")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="other: the update alone")
+    threads = os.cpu_count() or 1
+    parser.add_argument("--threads", type=int, default=threads, help="threads of the two updates that --dtype compares")
+    parser.add_argument("--trl", metavar="PYTHON", help="the Python of TRL's environment: run in turns with it")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of program and TRL")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model", arguments.model)
-        make_data(Path(folder), 16 * (arguments.steps + 2))
-        for ragged in (False,) if arguments.no_ragged else (False, True):
-            bench(Path(folder), ragged=ragged, steps=arguments.steps)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", arguments.model)
+        if arguments.dtype != "float32":
+            bench_precision(folder, arguments.dtype, steps=arguments.steps, threads=arguments.threads)
+            return 0
+        for case in arguments.cases:
+            if arguments.trl:
+                bench_trl(folder, case, arguments.trl, arguments.model, steps=arguments.steps, rounds=arguments.rounds)
+            else:
+                bench(folder, case, steps=arguments.steps)
     return 0
 
 

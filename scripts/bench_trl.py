@@ -4,9 +4,9 @@ TRL needs an environment of its own; this script runs there and needs nothing of
 
     python3 -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.19.0
     trl/bin/python scripts/bench_trl.py --model 10m --steps 4
-    .venv/bin/python scripts/bench_step.py --model 10m --steps 4 --no-ragged
+    .venv/bin/python scripts/bench_step.py --model 10m --steps 4 --cases equal ragged --trl trl/bin/python
 
-A shared machine changes its speed within minutes: run the two in turns and compare neighbours.
+A shared machine changes its speed within minutes: the last command runs the two in turns and compares neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench_step import NUM_EOS, VOCABULARY, make_model
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 16, 8, 128
 
 
-def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int) -> None:
+def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, ragged: bool) -> None:
     """Train for `steps` steps after one for warming up; print medians."""
     import random
 
@@ -54,8 +54,9 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int) 
         gradient_accumulation_steps=NUM_PROMPTS * NUM_SAMPLES // micro_batch,
         num_generations=NUM_SAMPLES,
         max_completion_length=MAX_TOKENS,
-        # The lengths are forced; masking the end of a response does not change the time.
-        generation_kwargs={"min_new_tokens": MAX_TOKENS},
+        # Ragged: any of the model's stop tokens ends a response. Else the lengths are forced; masking the end of a response
+        # does not change the time.
+        generation_kwargs={"eos_token_id": list(range(NUM_EOS))} if ragged else {"min_new_tokens": MAX_TOKENS},
         beta=beta,
         learning_rate=1e-6,
         max_steps=steps + 1,
@@ -80,13 +81,14 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int) 
         result = generate(*arguments, **keywords)
         sampling_seconds.append(time.perf_counter() - started)
         tokens = int(result["completion_mask"].sum())
-        assert tokens == NUM_PROMPTS * NUM_SAMPLES * MAX_TOKENS, f"{tokens} tokens were sampled"
+        most = NUM_PROMPTS * NUM_SAMPLES * MAX_TOKENS
+        assert most // 8 < tokens < most // 2 if ragged else tokens == most, f"{tokens} tokens were sampled"
         return result
 
     trainer._generate_and_score_completions = timed
     trainer.train()
     whole, sampling = statistics.median(step_seconds[1:]), statistics.median(sampling_seconds[1:])
-    print(f"TRL, beta {beta:g}: medians of {steps} steps, seconds")
+    print(f"TRL, {'ragged' if ragged else 'equal'} lengths, beta {beta:g}: medians of {steps} steps, seconds")
     print(f"  whole step                         {whole:8.3f}")
     print(f"    sampling and reference           {sampling:8.3f}")
     print(f"    update                           {whole - sampling:8.3f}")
@@ -98,11 +100,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after one for warming up")
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the KL term; 0 runs without a reference")
     parser.add_argument("--micro-batch", type=int, default=32, help="rows of one forward and backward pass")
+    parser.add_argument("--ragged", action="store_true", help="responses end at a stop token: geometric lengths with mean 32")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", arguments.model)
-        bench(model, Path(folder) / "out", steps=arguments.steps, beta=arguments.beta, micro_batch=arguments.micro_batch)
+        options = {"beta": arguments.beta, "micro_batch": arguments.micro_batch, "ragged": arguments.ragged}
+        bench(model, Path(folder) / "out", steps=arguments.steps, **options)
     return 0
 
 

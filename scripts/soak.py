@@ -143,7 +143,9 @@ class Soak:
         if code == 0:
             return True
         if code == 75 and self._asked == THE_END:
-            self.steps = max(soak_faults.intact(self.training.path / "checkpoints"))
+            committed = soak_faults.intact(self.training.path / "checkpoints")
+            assert committed, "no step was committed in this time: more --minutes, a larger --rate, or a quieter machine"
+            self.steps = max(committed)
             return True
         self._died = time.monotonic()
         if code != (75 if self._asked == "SIGTERM driver" else -9) or self._asked is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
+from grpo_rl.algos.trial import silent_without_advantage
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
@@ -114,6 +116,16 @@ class Objective:
         """Return whether the rollouts have to come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
         return "pairs" in self._loss_needs
 
+    def silent_N(self, advantages_T: Tensor, trained_lengths_N: Tensor) -> Tensor:
+        """Return which rollouts add nothing to the gradient: their advantages are all 0, and no other term reads them."""
+        if self.kl_loss_type is not None or self._has_entropy:
+            return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
+        if not _is_silent(self.loss_mode, self.loss_options):
+            return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
+        before = torch.cat([torch.zeros(1, dtype=torch.long), (advantages_T != 0).cumsum(0)])
+        ends_N = trained_lengths_N.cumsum(0)
+        return before[ends_N] == before[ends_N - trained_lengths_N]
+
     @property
     def _has_entropy(self) -> bool:
         return self.entropy_coeff != 0.0 or self.adaptive_entropy
@@ -202,6 +214,11 @@ class Objective:
         average = shown(AGGREGATIONS.get(self.loss_agg_mode), self.agg_options)
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])
+
+
+@functools.cache
+def _is_silent(loss_mode: str, options: Options) -> bool:
+    return silent_without_advantage(POLICY_LOSSES.get(loss_mode), dict(options))
 
 
 def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -216,6 +216,35 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
+def silent_without_advantage(function: Callable[..., Any], options: Options) -> bool:
+    """Return whether responses of advantage 0 get no gradient from this loss, whatever their ratios.
+
+    Found out on the small batch, in which two of seven responses have advantage 0: with ratios of 1, as they are there,
+    and far beyond every clip range, and with all tokens chosen or none. A loss that reads the policy's entropy, or pairs,
+    is taken to be none of these.
+    """
+    if needs_of(function) & {"entropy", "pairs"}:
+        return False
+    plain = loss_input()
+    silent_T = torch.isin(torch.arange(len(LENGTHS_N)), torch.tensor([1, 4])).repeat_interleave(LENGTHS_N)
+    for factor in (0.0, 1.0, 12.0):
+        for chosen in (False, True):
+            policy_T = plain.policy_logprobs_T.detach().clone().requires_grad_()
+            inputs = replace(
+                plain,
+                policy_logprobs_T=policy_T,
+                advantages_T=plain.advantages_T.masked_fill(silent_T, 0.0),
+                old_logprobs_T=policy_T.detach() + factor * (plain.old_T() - plain.policy_logprobs_T).detach(),
+                selected_T=torch.full_like(silent_T, chosen),
+            )
+            loss_T = function(inputs, **own_options(function, options))[0]
+            weighted = (loss_T * torch.linspace(0.5, 2.0, len(loss_T), dtype=torch.float64)).sum()
+            (gradient_T,) = torch.autograd.grad(weighted, policy_T, allow_unused=True)
+            if gradient_T is not None and bool((gradient_T[silent_T] != 0).any()):
+                return False
+    return True
+
+
 @unheard()
 def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the average of the small batch's log-probs."""

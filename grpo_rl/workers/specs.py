@@ -80,6 +80,8 @@ class OptimizerStep:
 
     counts: Counts
     micro_batches: tuple[Rows, ...]
+    silent: tuple[Rows, ...] = ()
+    """Micro-batches of rollouts that add nothing to the gradient: forward passes for the statistics only."""
     entropy_coeff: float | None = None
     """Weight of the entropy bonus, where it is steered from step to step."""
     selected_T: Tensor | None = None

@@ -107,6 +107,18 @@ class TrainedRank(ABC, Generic[S, M]):
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
         stats: defaultdict[str, float] = defaultdict(float)
         total_loss = 0.0
+
+        def add(micro_stats: dict[str, Tensor]) -> None:
+            for key, value in micro_stats.items():
+                part = float(value)
+                stats[key] = max(stats.get(key, -math.inf), part) if key.startswith("max/") else stats[key] + part
+
+        # These passes come first: the last one of the step is the one that reduces gradients.
+        for rows in step.silent:
+            with torch.no_grad():
+                loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
+            total_loss += float(loss)
+            add(micro_stats)
         for number, rows in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
@@ -120,9 +132,7 @@ class TrainedRank(ABC, Generic[S, M]):
             loss.backward()
             total_loss += float(loss.detach())
             self._passes("mid_backward", micro_batch=number)
-            for key, value in micro_stats.items():
-                part = float(value)
-                stats[key] = max(stats.get(key, -math.inf), part) if key.startswith("max/") else stats[key] + part
+            add(micro_stats)
         grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])

@@ -94,10 +94,12 @@ class RecordingActor(Recording, ActorWorker):
         return sum(rows)
 
     def update_counting_tokens(self, *args: Any) -> int:
-        """Make an update; return how many tokens ran through the body, recomputed layers not counted."""
+        """Make an update; return how many tokens ran through the body with a gradient, recomputed layers not counted."""
         tokens: list[int] = []
         embedding = self.model.lm.get_input_embeddings()
-        hook = embedding.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].numel()))
+        hook = embedding.register_forward_hook(
+            lambda _, inputs, __: tokens.append(inputs[0].numel() if torch.is_grad_enabled() else 0)
+        )
         try:
             self.update(*args)
         finally:

@@ -290,32 +290,78 @@ def test_shared_prompts_of_old_logprobs_and_several_epochs_train_as_unshared_one
     assert_same(one, two)
 
 
+def trained_tokens_of(ranks, monkeypatch, path, layout: Layout, objective: Objective, batch: Batch) -> int:
+    """The tokens that run through the body with a gradient in an update of this batch, on all ranks."""
+    processes = ranks[layout.ranks]
+    processes.build(spec_for(path, layout, objective, 1e6))
+    actor = actor_group(processes, ActorConfig(), replace(layout.rule, shares_prompts=layout.share), objective)
+    tokens: list[int] = []
+
+    def call_each(method: str, arguments: object) -> list[list[dict[str, float]]]:
+        assert method == "update"
+        tokens.extend(type(processes).call_each(processes, "update_counting_tokens", arguments))
+        return [[{}]] * len(processes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "call_each", call_each)
+        actor.update(batch)
+    return sum(tokens)
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, MicroBatchRule(60, None))], ids=["1 rank", "2 ranks"])
 def test_a_shared_prompt_runs_through_the_body_once_per_micro_batch(ranks, models, layout, monkeypatch):
     batch = make_batch(4, one_prompt=True)
-    counted = {}
-    for share in (False, True):
-        laid_out = replace(layout, share=share)
-        processes = ranks[layout.ranks]
-        processes.build(spec_for(models[True], laid_out, grpo("token-mean"), 1e6))
-        rule = replace(layout.rule, shares_prompts=share)
-        actor = actor_group(processes, ActorConfig(), rule, grpo("token-mean"))
-        tokens: list[int] = []
-
-        def call_each(method: str, arguments: object, processes=processes, tokens=tokens) -> list[list[dict[str, float]]]:
-            assert method == "update"
-            tokens.extend(type(processes).call_each(processes, "update_counting_tokens", arguments))
-            return [[{}]] * len(processes)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(processes, "call_each", call_each)
-            actor.update(batch)
-        counted[share] = sum(tokens)
+    alone, shared = (
+        trained_tokens_of(ranks, monkeypatch, models[True], replace(layout, share=share), grpo("token-mean"), batch)
+        for share in (False, True)
+    )
     alive_N = batch.response_lengths_N > 0
     # A response's last token predicts nothing and is not computed.
     responses = int((batch.response_lengths_N[alive_N] - 1).sum())
-    assert counted[False] == int(batch.sequence_lengths_N[alive_N].sum())
+    assert alone == int(batch.sequence_lengths_N[alive_N].sum())
     once = sum(int(batch.prompt_lengths_N[alive_N & (batch.group_N == group)][0]) for group in range(4))
     if layout.ranks == 1:
-        assert counted[True] == once + responses
-    assert once + responses <= counted[True] < 0.9 * counted[False]
+        assert shared == once + responses
+    assert once + responses <= shared < 0.9 * alone
+
+
+# ---- rollouts that add nothing to the gradient -----------------------------------------------------------
+
+
+def without_signal(batch: Batch, groups: list[int]) -> Batch:
+    """The batch in which all rollouts of these groups have the advantage 0."""
+    silent_N = torch.isin(batch.group_N, torch.tensor(groups))
+    silent_T = silent_N.repeat_interleave(batch.trained_lengths_N)
+    return batch.replace(advantages_T=batch.advantages_T.masked_fill(silent_T, 0.0))
+
+
+@pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, by tokens, recomputed, in chunks"])
+@pytest.mark.parametrize("groups", [[1], [0, 2, 3], [0, 1, 2, 3]], ids=["one", "three", "all"])
+def test_rollouts_without_advantage_need_no_backward_pass(ranks, models, layout, groups, monkeypatch):
+    """The same gradients, parameters and statistics, and tokens with a gradient only where there is a signal."""
+    objective, laid_out = Objective(loss_agg_mode="seq-mean-token-mean"), LAYOUTS[layout]
+    batches = [without_signal(make_batch(1), groups), make_batch(2)]
+    skipping = train(ranks, models[True], laid_out, objective, batches)
+    with monkeypatch.context() as patched:
+        patched.setattr(Objective, "silent_N", lambda self, _, lengths_N: torch.zeros(len(lengths_N), dtype=torch.bool))
+        whole = train(ranks, models[True], laid_out, objective, batches)
+    largest = max(float(gradient.abs().max()) for gradient in whole.gradients[1].values())
+    for ours, theirs in zip(skipping.gradients, whole.gradients, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, atol=1e-6 * largest, rtol=0, msg=name)
+    for name, parameter in whole.parameters.items():
+        torch.testing.assert_close(skipping.parameters[name], parameter, atol=1e-6, rtol=0, msg=name)
+    for ours, theirs in zip(skipping.metrics, whole.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    counted = trained_tokens_of(ranks, monkeypatch, models[True], laid_out, objective, batches[0])
+    signal_N = (batches[0].trained_lengths_N > 0) & ~torch.isin(batches[0].group_N, torch.tensor(groups))
+    dummies = counted - int(batches[0].sequence_lengths_N[signal_N].sum())
+    # Ranks without work run two tokens.
+    assert 0 <= dummies <= 8 and dummies % 2 == 0
+
+
+def test_with_a_kl_term_every_rollout_counts(ranks, models, monkeypatch):
+    batch = without_signal(make_batch(1), [0, 1])
+    counted = trained_tokens_of(ranks, monkeypatch, models[True], ALONE, grpo("token-mean"), batch)
+    assert counted == int(batch.sequence_lengths_N[batch.trained_lengths_N > 0].sum())

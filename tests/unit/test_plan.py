@@ -117,22 +117,22 @@ def test_ranks_replicas_and_the_way_of_the_weights(
 @pytest.mark.parametrize(
     ("words", "update", "ref"),
     [
-        ([], MicroBatchRule(16384, None), MicroBatchRule(16384, None)),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], MicroBatchRule(None, 4), MicroBatchRule(None, 4)),
+        ([], MicroBatchRule(16384, None, True), MicroBatchRule(16384, None, True)),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], MicroBatchRule(None, 4, True), MicroBatchRule(None, 4, True)),
         (
             ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"],
-            MicroBatchRule(16384, None),
-            MicroBatchRule(None, 2),
+            MicroBatchRule(16384, None, True),
+            MicroBatchRule(None, 2, True),
         ),
         (
             [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000"],
-            MicroBatchRule(None, 4),
-            MicroBatchRule(5000, None),
+            MicroBatchRule(None, 4, True),
+            MicroBatchRule(5000, None, True),
         ),
         (
             [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"],
-            MicroBatchRule(None, 4),
-            MicroBatchRule(16384, None),
+            MicroBatchRule(None, 4, True),
+            MicroBatchRule(16384, None, True),
         ),
     ],
 )

@@ -118,10 +118,10 @@ def test_every_pass_has_its_own_rule_for_micro_batches() -> None:
     words += ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000"]
     passes = plan_of(*words).passes
     assert (passes.update, passes.old, passes.reference, passes.critic) == (
-        MicroBatchRule(None, 4),
-        MicroBatchRule(None, 2),
-        MicroBatchRule(5000, None),
-        MicroBatchRule(None, 4),
+        MicroBatchRule(None, 4, True),
+        MicroBatchRule(None, 2, True),
+        MicroBatchRule(5000, None, True),
+        MicroBatchRule(None, 4, True),
     )
 
 

@@ -112,7 +112,11 @@ class ActorRole:
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
         names = [name for name in _READ if name != "old_logprobs_T" or self.old_from != "engine"]
-        call = update_call(dealt, batch, chosen, names, entropy_coeff=coefficient, selected=self._selected(batch, chosen))
+        silent_N = None
+        if batch.advantages_T is not None:
+            silent_N = self.objective.silent_N(batch.advantages_T, batch.trained_lengths_N)
+        selected = self._selected(batch, chosen)
+        call = update_call(dealt, batch, chosen, names, entropy_coeff=coefficient, selected=selected, silent_N=silent_N)
         results = self.train_cut.call("update", call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None

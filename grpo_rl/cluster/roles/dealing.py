@@ -190,12 +190,15 @@ def update_call(
     *,
     entropy_coeff: float | None = None,
     selected: Sequence[Tensor] | None = None,
+    silent_N: Tensor | None = None,
 ) -> UpdateCall:
     """Return the call by which all ranks take one optimizer step per mini-batch.
 
     `names` are the columns that the update reads beside those of the share. `selected` has, for each mini-batch, a bool
-    for every trained token of the batch.
+    for every trained token of the batch. `silent_N` are the rollouts that add nothing to the gradient: they get micro-batches
+    of their own, without a backward pass. All ranks have equally many of either kind, because FSDP's collectives differ.
     """
+    silent = [False] * batch.num_rollouts if silent_N is None else silent_N.tolist()
     alive_N = (batch.trained_lengths_N > 0).tolist()
     # A rollout without a trained token has no gradient: its pass is saved.
     trained = [[index for index in indices if alive_N[index]] for indices in mini_batches]
@@ -204,10 +207,12 @@ def update_call(
     def arguments(rule: MicroBatchRule) -> list[tuple[Any, Update]]:
         steps: list[list[OptimizerStep]] = [[] for _ in dealt.shares]
         for number, indices in enumerate(trained):
-            planned = dealt.micro_batches(indices, rule)
-            for own, share, rows in zip(steps, dealt.shares, planned, strict=True):
+            planned = dealt.micro_batches([index for index in indices if not silent[index]], rule)
+            quiet = [index for index in indices if silent[index]]
+            forward_only = dealt.micro_batches(quiet, rule) if quiet else [[] for _ in steps]
+            for own, share, rows, still in zip(steps, dealt.shares, planned, forward_only, strict=True):
                 chosen_T = None if selected is None else selected[number][batch.token_index(share)]
-                own.append(OptimizerStep(counts[number], tuple(rows), entropy_coeff, chosen_T))
+                own.append(OptimizerStep(counts[number], tuple(rows), tuple(still), entropy_coeff, chosen_T))
         return list(zip(dealt.stored, dealt.updates(batch, names, steps), strict=True))
 
     return UpdateCall([dealt.lengths(indices) for indices in trained if indices], arguments, counts)
