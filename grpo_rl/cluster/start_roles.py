@@ -272,7 +272,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             dtype=actor.fsdp_config.dtype,
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
-            share_prompts=actor.use_prefix_grouper,
+            share_prompts=actor.use_prefix_grouper is not False,
         ),
         objective=plan.objective,
         optim=actor.optim,

@@ -193,8 +193,8 @@ def update_rule(config: Config) -> MicroBatchRule:
     actor = config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
     if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
-        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None, actor.use_prefix_grouper)
-    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, actor.use_prefix_grouper)
+        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None, actor.use_prefix_grouper is not False)
+    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, actor.use_prefix_grouper is not False)
 
 
 def critic_rule(config: Config) -> MicroBatchRule:

@@ -37,9 +37,10 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     # Importing these takes torch, a second: what is refused above is refused without it.
     from grpo_rl.plan.decisions import decide
     from grpo_rl.plan.memory import memory_by_role
-    from grpo_rl.plan.model_folder import model_size
+    from grpo_rl.plan.model_folder import model_size, policy_settings, with_shared_prompts
     from grpo_rl.plan.text import describe
 
+    given = with_shared_prompts(given, policy_settings(config))
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     size = model_size(config.actor_rollout_ref.model.path)
     plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))

@@ -154,7 +154,7 @@ def _is_pointer(file: Path) -> bool:
 
 def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for dropout beside shared prompts: each response's prompt would have drawn what is dropped for itself."""
-    drops = {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
+    drops = _dropouts(settings)
     if drops and config.actor_rollout_ref.actor.use_prefix_grouper and not config.trainer.val_only:
         shown = ", ".join(f"{name}={value:g}" for name, value in drops.items())
         yield (
@@ -162,6 +162,20 @@ def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
             "their prompt's states cannot do each for itself; set actor_rollout_ref.actor.use_prefix_grouper=false, or these to "
             "0 in actor_rollout_ref.model.override_config"
         )
+
+
+def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
+
+
+def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Config:
+    """Return the configuration with `use_prefix_grouper` decided: true, unless a model with these settings drops at random."""
+    parts = config.actor_rollout_ref
+    if parts.actor.use_prefix_grouper is not None:
+        return config
+    shares = not _dropouts(settings or {})
+    actor = replace(parts.actor, use_prefix_grouper=shares)
+    return replace(config, actor_rollout_ref=replace(parts, actor=actor))
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:

@@ -236,7 +236,8 @@ def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path
         f"{correction}.rollout_rs=[seq_max_k2]",
         f"{correction}.rollout_rs_threshold=[1]",
     ]
-    words += ["algorithm.mask_truncated=true", "trainer.total_training_steps=2"]
+    # Long enough for some responses of a random model to end: those that are cut off are not trained.
+    words += ["algorithm.mask_truncated=true", "data.max_response_length=40", "trainer.total_training_steps=2"]
     run = train(tmp_path, "parts", *arithmetic(model), *words)
     assert_trains_like_its_engine(run, last=2)
     for row in run.steps.values():

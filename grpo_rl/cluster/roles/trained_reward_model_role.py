@@ -84,7 +84,9 @@ def make_trained_reward_model(plan: Plan, worker_set: SupervisedSet, tokenizer: 
     own = plan.config.reward.reward_model
     return TrainedRewardModelRole(
         worker_set,
-        rule=MicroBatchRule(own.max_token_len_per_gpu, None, plan.config.actor_rollout_ref.actor.use_prefix_grouper),
+        rule=MicroBatchRule(
+            own.max_token_len_per_gpu, None, plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False
+        ),
         pairs=own.train.loss == "bradley_terry",
         splits=plan.passes.splits,
         tokenizer=tokenizer,
@@ -99,7 +101,7 @@ def trained_reward_model_spec(plan: Plan, path: str) -> TrainedRewardModelSpec:
         own.train,
         plan.sizes.reward_model_updates,
         plan.config.trainer.seed,
-        plan.config.actor_rollout_ref.actor.use_prefix_grouper,
+        plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False,
     )
 
 

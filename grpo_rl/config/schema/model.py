@@ -154,9 +154,10 @@ class ActorConfig:
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
     ppo_max_token_len_per_gpu: Tokens = 16384
     """Most tokens, prompts included, in one micro-batch of one rank."""
-    use_prefix_grouper: bool = True
+    use_prefix_grouper: bool | None = None
     """Compute a prompt once for all its responses in a micro-batch, in every pass of actor, reference and critic. Changes
-    memory and speed, never the gradient; the tokens of a shared prompt count once in ppo_max_token_len_per_gpu."""
+    memory and speed, never the gradient; the tokens of a shared prompt count once in ppo_max_token_len_per_gpu. null: yes,
+    unless the model drops at random in training, which each response would have to do for itself."""
     ppo_epochs: Count = 1
     """Passes over the rollouts of one training step."""
     shuffle: bool = False
