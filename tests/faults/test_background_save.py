@@ -25,7 +25,7 @@ def make_saving(scene: Scene, folder: Path) -> tuple[Saving, Lines, list[Any]]:
     status = SimpleNamespace(update=lambda last_commit: commits.append(last_commit))
     roles = Roles(actor=scene.role)
     run_dir = SimpleNamespace(checkpoints=folder)
-    output: Any = SimpleNamespace(run_dir=run_dir, console=lines, sinks=nothing, status=status, stop=nothing)
+    output: Any = SimpleNamespace(run_dir=run_dir, console=lines, sinks=nothing, rollouts=nothing, status=status, stop=nothing)
     assert config.trainer.on_save_error == "stop" and config.actor_rollout_ref.actor.checkpoint.async_save
     return Saving(config, roles, output), lines, commits
 
