@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code_of(error)
     finally:
         gc.enable()
+        # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
+        gc.unfreeze()
 
 
 def _is_question(words: list[str]) -> bool:
