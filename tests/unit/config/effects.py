@@ -233,6 +233,7 @@ SPELLED_OUT: dict[str, str] = {
     "trainer.device": "auto is the device that the machine has",
     "trainer.n_gpus_per_node": "null is all GPUs, or one process",
     f"{A}.use_dynamic_bsz": "null is true, unless ppo_micro_batch_size_per_gpu is given",
+    f"{A}.use_prefix_grouper": "null is true, unless the model drops at random in training",
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "null is as the actor",
     f"{R}.log_prob_use_dynamic_bsz": "null is as the actor",
     "critic.use_dynamic_bsz": "null is as the actor",
