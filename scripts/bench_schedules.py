@@ -2,12 +2,14 @@
 
     python scripts/bench_schedules.py --calibrate                     # how many requests at once make sampling last as long
     python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares, the timeline picture
+    python scripts/bench_schedules.py --speed --model embedded        # short steps, in which what is fixed per step weighs more
     python scripts/bench_schedules.py --learning --schedules sync     # accuracy on `arithmetic` over the seeds, a schedule each
     python scripts/bench_schedules.py --table                         # of all runs that are there
 
-Every run is the program's own command with the embedded model, in a folder of its own below --out; a run that is there is
-not done again, so parts can be measured one after the other and the table covers them all. Speed: responses of equal
-length, schedules in turns, medians over the rounds of ratios within a round. The bars: one_step_off and async have at least
+Every run is the program's own command, in a folder of its own below --out; a run that is there is not done again, so parts
+can be measured one after the other and the table covers them all. Speed: responses of 128 tokens of a random Qwen3 (1.1 M
+parameters; steps of several seconds), schedules in turns, medians over the rounds of ratios within a round. Learning: the
+embedded model. The bars: one_step_off and async have at least
 1.5 x the rollouts per second of sync, and the mean accuracy of their seeds is not below that of sync's lowest seed.
 """
 
@@ -27,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench_step import SIZES, make_data, make_model  # noqa: E402
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
 from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
@@ -55,13 +59,13 @@ POOLS = (
     f"{A}.ppo_mini_batch_size={BATCH}",
     f"{R}.n={SAMPLES}",
 )
-SPEED = (
-    f"{R}.ignore_eos=true",
+SPEED = (f"{R}.ignore_eos=true", "trainer.test_freq=-1")
+EMBEDDED = (
     "data.max_response_length=32",
     "data.val_files=task:arithmetic?split=val&num_rows=8",
     "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
 )
+PROMPT_TOKENS, RESPONSE_TOKENS, NUM_PROMPTS = 16, 128, 512
 LEARNING = (
     "data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=256",
     "trainer.test_freq=-1",
@@ -107,6 +111,25 @@ def run(out: Path, name: str, words: Sequence[str]) -> Path:
     if code != 0:
         raise RuntimeError(f"{name} ended with exit code {code}: {out / f'{name}.log'}")
     return folder
+
+
+def speed_words(out: Path, model: str) -> list[str]:
+    """Return the words of the command that choose the model of the speed part, and its data, which are made unless they are there."""
+    if model == "embedded":
+        return [*POOLS, *SPEED, *EMBEDDED]
+    folder = out / f"model-{model}"
+    if not (folder / "reward.py").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_model(folder, model)
+        make_data(folder, NUM_PROMPTS, PROMPT_TOKENS)
+    own = [
+        f"actor_rollout_ref.model.path={folder}",
+        f"data.train_files={folder / 'prompts.jsonl'}",
+        "data.val_files=[]",
+        f"data.max_response_length={RESPONSE_TOKENS}",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+    ]
+    return [*POOLS, *SPEED, *own]
 
 
 def schedule_words(schedule: str, staleness: int) -> list[str]:
@@ -156,7 +179,7 @@ def measured(folder: Path) -> Measured:
 # ---- the parts -----------------------------------------------------------------------------------------------
 
 
-def calibrate(out: Path) -> int:
+def calibrate(out: Path, model: str) -> int:
     """Return how many requests at once make sampling last about as long as training; it is kept in calibration.json."""
     kept = out / "calibration.json"
     if kept.exists():
@@ -164,7 +187,7 @@ def calibrate(out: Path) -> int:
     ratios: dict[int, float] = {}
     print(f"{'at once':>8} {'sampling':>9} {'training':>9} {'ratio':>6}")
     for number in TRIED:
-        words = [*POOLS, *SPEED, f"{R}.max_num_seqs={number}", "trainer.total_training_steps=8"]
+        words = [*speed_words(out, model), f"{R}.max_num_seqs={number}", "trainer.total_training_steps=8"]
         found = measured(run(out, f"calibration-{number}", [*words, "trainer.schedule=sync"]))
         ratios[number] = found.sampling_s / found.training_s
         print(f"{number:>8} {found.sampling_s:>7.2f} s {found.training_s:>7.2f} s {ratios[number]:>6.2f}", flush=True)
@@ -176,13 +199,15 @@ def calibrate(out: Path) -> int:
     return best
 
 
-def speed(out: Path, schedules: Sequence[str], steps: int, rounds: int, staleness: int, at_once: int | None) -> None:
+def speed(
+    out: Path, schedules: Sequence[str], model: str, steps: int, rounds: int, staleness: int, at_once: int | None
+) -> None:
     """Run the schedules in turns, and draw the last steps of the first round below each other."""
-    number = at_once or calibrate(out)
-    total = steps + WARM_UP + ENDING
+    number = at_once or calibrate(out, model)
+    total, chosen = steps + WARM_UP + ENDING, speed_words(out, model)
     for place in range(1, rounds + 1):
         for schedule in schedules:
-            words = [*POOLS, *SPEED, f"{R}.max_num_seqs={number}", f"trainer.total_training_steps={total}"]
+            words = [*chosen, f"{R}.max_num_seqs={number}", f"trainer.total_training_steps={total}"]
             run(out, f"speed-{schedule}-{place}", [*words, *schedule_words(schedule, staleness)])
 
 
@@ -279,6 +304,9 @@ def main() -> int:
         parser.add_argument(f"--{part}", action="store_true", help="this part; several can be asked for")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "schedules", help="the folder of all runs")
+    parser.add_argument(
+        "--model", choices=["embedded", *SIZES], default="1m", help="speed: the model; 10m and 1m as in bench_step.py"
+    )
     parser.add_argument("--steps", type=int, default=16, help="speed: steps that count in each run")
     parser.add_argument("--rounds", type=int, default=2, help="speed: how often the schedules take turns")
     parser.add_argument("--max-num-seqs", type=int, help="speed: requests at once, instead of a calibration")
@@ -291,9 +319,10 @@ def main() -> int:
         parser.error("give one of --calibrate, --speed, --learning, --table")
     try:
         if arguments.calibrate:
-            calibrate(out)
+            calibrate(out, arguments.model)
         if arguments.speed:
-            speed(out, arguments.schedules, arguments.steps, arguments.rounds, arguments.staleness, arguments.max_num_seqs)
+            counts = arguments.steps, arguments.rounds, arguments.staleness, arguments.max_num_seqs
+            speed(out, arguments.schedules, arguments.model, *counts)
         if arguments.learning:
             learning(out, arguments.schedules, arguments.learning_steps, arguments.seeds, arguments.staleness)
         met = [speed_table(out), learning_table(out)]

@@ -285,8 +285,9 @@ def _roles(
     rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
-        # Roles take turns on the cores; the processes of one role do not, nor do engines beside a training.
-        beside = _num_replicas(config, machine) + ranks if derived.overlaps(config) else processes
+        # Roles of one pool take turns on the cores; the processes of one role do not, and a pool of its own has its own cores.
+        apart = trains and not derived.is_colocated(config)
+        beside = _num_replicas(config, machine) + ranks if apart or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // beside)
 
     roles = []
