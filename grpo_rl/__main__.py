@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, GrpoRlError
-from grpo_rl.telemetry.text import encodable
+from grpo_rl.telemetry.terminal.text import encodable
 
 Command = Callable[[Sequence[str]], int]
 

@@ -15,7 +15,7 @@ import grpo_rl
 from grpo_rl import faults
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, details, exit_code_of, headline
-from grpo_rl.telemetry.standard_streams import make_lasting
+from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
 if TYPE_CHECKING:
     from grpo_rl.config.compose import Composed

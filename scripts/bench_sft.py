@@ -92,10 +92,10 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.plan.make import make_plan
-    from grpo_rl.telemetry.console import Console
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
+    from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.rows.offline import OfflineSchedule
     from grpo_rl.trainer.schedule import Context, Output, Roles
 

@@ -33,10 +33,10 @@ from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder, RolloutPool
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.progress import advancing
 from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.schedule import training_sampling

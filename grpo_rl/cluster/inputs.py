@@ -24,8 +24,8 @@ from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
 
 T = TypeVar("T", PromptDataset, RowSet[Any])
 

@@ -24,12 +24,12 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.standard_streams import write_now
 from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.telemetry.terminal.standard_streams import write_now
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray

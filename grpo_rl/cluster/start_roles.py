@@ -35,7 +35,7 @@ from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Metrics
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
-from grpo_rl.telemetry.text import encodable
+from grpo_rl.telemetry.terminal.text import encodable
 
 
 def main(argv: Sequence[str]) -> int:

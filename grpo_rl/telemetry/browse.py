@@ -15,7 +15,7 @@ from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.telemetry.rollouts.filters import FIELDS, Condition, Record, check_names, field, parse_condition
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rollouts.rollout_pages import as_html, as_text
-from grpo_rl.telemetry.text import encodable
+from grpo_rl.telemetry.terminal.text import encodable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.step_line import FAILURES, component_keys, validation_keys
-from grpo_rl.telemetry.text import duration, number, safe_text
+from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys, validation_keys
+from grpo_rl.telemetry.terminal.text import duration, number, safe_text
 
 _WIDTH = 100
 LOSSES = {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from grpo_rl.faults import fault_point
-from grpo_rl.telemetry.bars import Bar
 from grpo_rl.telemetry.metrics.timeline import Role, Timeline
+from grpo_rl.telemetry.terminal.bars import Bar
 from grpo_rl.types import Metrics, Rollout
 
 PHASES = {

@@ -27,8 +27,8 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws: TensorBoard, rich.
-    from grpo_rl.telemetry.console import Console
     from grpo_rl.telemetry.metrics.sinks import Sinks
+    from grpo_rl.telemetry.terminal.console import Console
 
 Role = TypeVar("Role")
 VALIDATION = -1

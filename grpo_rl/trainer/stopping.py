@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.standard_streams import write_now
+from grpo_rl.telemetry.terminal.standard_streams import write_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """The signals of a batch system, of Ctrl-C, of a closed terminal, and a scheduler's early warning."""

@@ -22,7 +22,7 @@ from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 
 HEARTBEAT_S = 1.0
 COPIED = (*MODULES, "transformers.models.qwen3.modeling_qwen3", "armed_ranks", "tiny_roles")

@@ -18,7 +18,7 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
 from grpo_rl.data.training_rows.training_set import RowReport, TrainingRows
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure
 from grpo_rl.types import Batch, Metrics

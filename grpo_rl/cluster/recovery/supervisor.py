@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from grpo_rl.cluster.recovery.health import Monitor
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.types import Metrics
 
 

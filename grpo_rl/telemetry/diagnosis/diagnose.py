@@ -7,7 +7,7 @@ import textwrap
 from grpo_rl.telemetry.diagnosis import optimizer_rules, policy_rules, response_rules, running_rules, signal_rules
 from grpo_rl.telemetry.diagnosis.findings import Diagnosis, Finding, Rule, Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
-from grpo_rl.telemetry.text import safe_text
+from grpo_rl.telemetry.terminal.text import safe_text
 
 RULES: tuple[Rule, ...] = (
     optimizer_rules.nonfinite,

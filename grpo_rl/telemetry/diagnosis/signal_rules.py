@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
-from grpo_rl.telemetry.step_line import FAILURES
+from grpo_rl.telemetry.terminal.step_line import FAILURES
 
 FEW_STEPS = 3
 """Steps after which a reward that never varies is no accident."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.step_line import validation_keys
-from grpo_rl.telemetry.text import safe_text
+from grpo_rl.telemetry.terminal.step_line import validation_keys
+from grpo_rl.telemetry.terminal.text import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

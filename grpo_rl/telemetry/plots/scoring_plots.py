@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_rl.telemetry.plots.curves import style
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.text import safe_text
+from grpo_rl.telemetry.terminal.text import safe_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grpo_rl.telemetry.metrics.timeline import Interval, busy_seconds, read_timeline
 from grpo_rl.telemetry.plots.curves import style
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.text import safe_text
+from grpo_rl.telemetry.terminal.text import safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

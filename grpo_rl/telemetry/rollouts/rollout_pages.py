@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_rl.telemetry.rollouts.filters import Record, field
-from grpo_rl.telemetry.text import safe_text
+from grpo_rl.telemetry.terminal.text import safe_text
 
 WIDTH = 110
 SHORTENED = 1200

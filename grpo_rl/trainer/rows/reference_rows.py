@@ -27,7 +27,7 @@ from grpo_rl.types import Batch
 
 if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws.
-    from grpo_rl.telemetry.console import Console
+    from grpo_rl.telemetry.terminal.console import Console
 
 COMPARED = 1024
 """Rows of each part whose tokens are compared with the file's before it is used; of the others each is when it is drawn."""

@@ -22,7 +22,7 @@ from grpo_rl.config.schema.tree import (
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.types import Metrics, Prompt, Rollout, Sampling
 
 N = 3

@@ -15,9 +15,9 @@ from grpo_rl.cluster import launch
 from grpo_rl.cluster.launch import reported
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.terminal.console import Console
 
 
 def raised_in_c(cause: BaseException) -> SystemError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.console import HEADER_EVERY, Console
+from grpo_rl.telemetry.terminal.console import HEADER_EVERY, Console
 
 
 class Pipe(io.TextIOWrapper):
@@ -103,7 +103,7 @@ def test_the_log_file_has_every_line_that_was_printed(tmp_path: Path) -> None:
 
 TERMINAL_PROGRAM = """
 import sys, time
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 console = Console()
 assert console.interactive
 with console.progress("outer", total=2) as outer, console.progress("inner", total=None, keep=False) as inner:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from grpo_rl.telemetry import step_line
+from grpo_rl.telemetry.terminal import step_line
 
 METRICS = {
     "reward/mean": 0.5,

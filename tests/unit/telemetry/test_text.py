@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.telemetry.text import duration, encodable, number, safe_text
+from grpo_rl.telemetry.terminal.text import duration, encodable, number, safe_text
 
 
 @pytest.mark.parametrize(

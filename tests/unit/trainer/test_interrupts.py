@@ -20,7 +20,7 @@ from terminal import Screen, Terminal
 from test_sync_trainer import Policy, make, make_config  # noqa: F401
 
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.stopping import Stop
 
 
@@ -130,7 +130,7 @@ def test_an_interrupt_in_any_phase_saves_the_run_and_leaves_a_clean_screen(make,
 
 TWICE = """
 import os, time
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.stopping import Stop
 console = Console()
 stop = Stop(60.0, notice=console.notice, give_back_terminal=console.give_back_terminal)
@@ -210,8 +210,8 @@ def test_the_standard_output_of_a_process_outlives_its_reader(tmp_path: Path) ->
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from grpo_rl.telemetry.console import Console\n"
-        "from grpo_rl.telemetry.standard_streams import make_lasting\n"
+        "from grpo_rl.telemetry.terminal.console import Console\n"
+        "from grpo_rl.telemetry.terminal.standard_streams import make_lasting\n"
         "make_lasting(); console = Console(); console.log_to(Path('console.log'))\n"
         "console.info('first'); sys.stdin.readline()\n"
         "with console.progress('work', 2) as bar:\n"

@@ -19,11 +19,11 @@ from grpo_rl.config.derived import iteration_of, policy_steps
 from grpo_rl.config.schema.trainer import IterateConfig
 from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore, by_rule
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.iterate.iterations import Position
 from grpo_rl.trainer.iterate.opinions import Opinion, opinions
 from grpo_rl.trainer.iterate.replay import FILE

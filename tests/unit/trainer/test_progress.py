@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_rl.telemetry.bars import Bar
+from grpo_rl.telemetry.terminal.bars import Bar
 from grpo_rl.trainer.metrics import Timer
 from grpo_rl.trainer.progress import StepProgress
 

@@ -15,7 +15,7 @@ from grpo_rl.data.training_rows.pairs import PairSet, load_pairs
 from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.rows import reference_rows
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.types import Batch

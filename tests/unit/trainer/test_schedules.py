@@ -14,11 +14,11 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, ConfigError, DivergedError, FunctionError
 from grpo_rl.main import main
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.telemetry.console import Console
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import SCHEDULES, schedule_of

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.console import Console
+from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.stopping import Stop
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.telemetry.text import duration, safe_text
+from grpo_rl.telemetry.terminal.text import duration, safe_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

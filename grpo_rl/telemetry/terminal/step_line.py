@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from grpo_rl.telemetry.text import number, safe_text
+from grpo_rl.telemetry.terminal.text import number, safe_text
 
 PHASES = {
     "gen": "timing_s/gen",

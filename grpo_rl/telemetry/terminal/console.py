@@ -26,9 +26,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.telemetry import step_line
-from grpo_rl.telemetry.bars import Bar
-from grpo_rl.telemetry.text import duration, encodable, safe_text
+from grpo_rl.telemetry.terminal import step_line
+from grpo_rl.telemetry.terminal.bars import Bar
+from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
 QUIET_S = 30.0
