@@ -122,7 +122,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
     temporary = path.with_suffix(".tmp")
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
-            line = hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index])))
+            line = hide_known(dump_line(record_of(rollout, None if advantages is None else advantages[index])))
             file.write(line.encode("ascii"))
     os.replace(temporary, path)
     return path
@@ -141,7 +141,8 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
             yield packed
 
 
-def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
+    """Return one rollout as a line of the log has it."""
     logprobs = np.asarray(rollout.rollout_logprobs)
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
