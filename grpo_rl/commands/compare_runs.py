@@ -72,7 +72,7 @@ def _results(groups: Sequence[RunGroup], console: Console) -> list[tuple[str, Co
         return found
     header = ["metric", "sides", "at", "first", "second", "change", "95 % interval", "p", "tested over"]
     rows = [
-        [one.metric, _place(one), f"{one.first:.3f}", f"{one.second:.3f}", *_difference(sides, one)] for sides, one in found
+        [_metric(one), sides, _place(one), f"{one.first:.3f}", f"{one.second:.3f}", *_difference(one)] for sides, one in found
     ]
     console.info("")
     console.table("results at equal steps, tokens and seconds", rows, header)
@@ -144,7 +144,7 @@ def _letter(number: int) -> str:
 
 
 def _value(value: object) -> str:
-    return safe_text(str(value), limit=_SHORT)
+    return safe_text("null" if value is None else str(value), limit=_SHORT)
 
 
 def _parser() -> Arguments:

@@ -204,7 +204,7 @@ def _of_source(source: str, models: Sequence[Values], pass_at: float, seed: int)
 def _line(record: Record) -> _Line:
     parts = {str(key): float(value) for key, value in (record.get("reward_parts") or {}).items() if _is_number(value)}
     reward = record.get("reward")
-    return _Line(float(reward) if _is_number(reward) else 0.0, parts, record.get("failure"))
+    return _Line(float(reward) if isinstance(reward, int | float) else 0.0, parts, record.get("failure"))
 
 
 def _is_number(value: Any) -> bool:
