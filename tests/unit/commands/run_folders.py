@@ -14,7 +14,8 @@ from grpo_rl.types import Prompt, Rollout
 
 
 def rollout(row: int, reward: float, *, sample: int = 0, text: str = "3", kind: str = "val") -> Rollout:
-    prompt = Prompt(f"{kind}-{row}", [1, 2], f"{row}+1=", "arithmetic", ground_truth=str(row + 1))
+    prompt_text = f"{row}+1="  # a token for each character, as the embedded tokenizer has it
+    prompt = Prompt(f"{kind}-{row}", [1] * len(prompt_text), prompt_text, "arithmetic", ground_truth=str(row + 1))
     return Rollout(
         prompt, sample, [3, 4], [-0.1, -0.2], "stop", ((1, 2),), text=text, reward=reward, reward_parts={"acc": reward}
     )
