@@ -73,6 +73,8 @@ class Passes:
     critic: MicroBatchRule
     splits: bool
     """True where a pass that runs out of memory is cut smaller and repeated."""
+    leaves_logprobs: bool
+    """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +381,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
+        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
     )
 
 
