@@ -287,8 +287,9 @@ def _roles(
     rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
-        # Roles of one pool take turns on the cores; the processes of one role do not, and a pool of its own has its own cores.
-        apart = trains and not derived.is_colocated(config)
+        # Roles of one pool take turns on the cores; the processes of one role do not. On a CPU the cores are what a pool of its
+        # own has.
+        apart = trains and machine.device == "cpu" and not derived.is_colocated(config)
         beside = _num_replicas(config, machine) + ranks if apart or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // beside)
 
