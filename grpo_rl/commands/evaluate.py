@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.commands import verl_words
 from grpo_rl.commands.arguments import Arguments
+from grpo_rl.commands.response_files import is_response_file
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,
     add_sampling_options,
@@ -24,6 +25,7 @@ from grpo_rl.commands.sampling_plan import (
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError
+from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
 from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.run_lock import RunLock
@@ -32,7 +34,7 @@ from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.sampling import Sampler, SamplingSession
-    from grpo_rl.evaluation.evaluation_results import SourceResult
+    from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
 
 FOLDER = Path("evaluations")
 
@@ -62,6 +64,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Console, stack: ExitStack) -> None:
+    files = [text for text in options.targets if is_response_file(text)]
+    if files:
+        _evaluate_files(options, words, console)
+        return
     targets = [find_target(text) for text in options.targets]
     if len({target.label for target in targets}) < len(targets):
         raise ConfigError("the same model is named twice")
@@ -80,8 +86,32 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
         console.info(f"data columns, templates, lengths and reward are those of {run}")
     models = list(_models(targets, keys, words, EvaluationFolder(folder), console))
     _answer_missing(models, run_dir, console)
-    n = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
-    _report(models, n, folder, console, options)
+    values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
+    groups = [model.file.groups(values.n) for model in models]
+    how = f"Sampled at temperature {values.temperature:g}."
+    _report([model.target.label for model in models], groups, folder, console, options, how)
+    console.info(f"responses: {', '.join(str(model.file.path) for model in models)}")
+
+
+def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: Console) -> None:
+    """Show the results of responses that are there already; those without a reward are scored first."""
+    from grpo_rl.commands.response_files import read_groups, side_by_side
+    from grpo_rl.config.compose import compose
+
+    others = [text for text in options.targets if not is_response_file(text)]
+    if others:
+        raise ConfigError(f"{others[0]} is no file of responses: models and files are not measured in one go")
+    if len(set(options.targets)) < len(options.targets):
+        raise ConfigError("the same file is named twice")
+    folder = Path(options.output) if options.output else FOLDER / _digested("files", [options.targets, list(words)])
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    console.log_to(folder / "logs" / "console.log")
+    config = compose(words).config
+    paths = [Path(text).expanduser() for text in options.targets]
+    groups, left_out = side_by_side([read_groups(path, config, folder / "logs", console) for path in paths])
+    if left_out:
+        console.warn(f"{left_out} prompts are not in all of the files, and are left out")
+    _report(options.targets, groups, folder, console, options, "Responses as they are in the files.")
 
 
 def _models(
@@ -138,14 +168,26 @@ def _answer(model: _Model, sampler: Sampler, session: SamplingSession, console: 
     model.file.complete(len(data))
 
 
-def _report(models: Sequence[_Model], n: int, folder: Path, console: Console, options: argparse.Namespace) -> None:
+def _report(
+    labels: Sequence[str],
+    groups: Sequence[Groups],
+    folder: Path,
+    console: Console,
+    options: argparse.Namespace,
+    sampled: str,
+) -> None:
     """Print the tables, and write them as summary.json and summary.md."""
     from grpo_rl.evaluation import evaluation_results as results
 
-    groups = [model.file.groups(n) for model in models]
+    n = len(next(iter(groups[0].values())))
     found = results.results_of(groups, pass_at=options.pass_at, seed=0)
-    labels = [model.target.label for model in models]
-    pages = [f"# Evaluation of {', '.join(labels)}", "", _how(models[0], n, options)]
+    how = (
+        f"Means over prompts with 95 % intervals: bootstrap over prompts, {RESAMPLES:,} resamples. pass@k: unbiased (Chen et al. "
+        f"2021), a response passes with a value of at least {options.pass_at:g}. {sampled}"
+    )
+    if len(labels) > 1:
+        how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
+    pages = [f"# Evaluation of {', '.join(labels)}", "", how]
     for one in found:
         header, rows = results.table(one, labels)
         title = f"{one.source}: {one.num_prompts} prompts, {n} responses each"
@@ -156,29 +198,19 @@ def _report(models: Sequence[_Model], n: int, folder: Path, console: Console, op
             console.info(line)
             pages += ["", line]
     console.info("")
-    console.info(_how(models[0], n, options))
+    console.info(how)
     summary = {
-        "models": {model.target.label: model.planned.plan.config.actor_rollout_ref.model.path for model in models},
+        "models": list(labels),
         "n": n,
         "pass_at": options.pass_at,
-        "level": 0.95,
-        "interval": "percentile bootstrap over prompts, 10,000 resamples",
+        "level": LEVEL,
+        "interval": f"percentile bootstrap over prompts, {RESAMPLES} resamples",
         "test": "two-sided sign-flip permutation test over prompts",
         "results": results.as_json(found, labels),
     }
     write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
     write_whole(folder / "summary.md", "\n".join(pages))
-    responses = ", ".join(str(model.file.path) for model in models)
-    console.info(f"written: {folder / 'summary.json'}, {folder / 'summary.md'}, {responses}")
-
-
-def _how(model: _Model, n: int, options: argparse.Namespace) -> str:
-    values = model.planned.plan.config.actor_rollout_ref.rollout.val_kwargs
-    text = (
-        f"Means over prompts with 95 % intervals: bootstrap over prompts, 10,000 resamples. pass@k: unbiased (Chen et al. "
-        f"2021), a response passes with a value of at least {options.pass_at:g}. Sampled at temperature {values.temperature:g}."
-    )
-    return text + " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
+    console.info(f"written: {folder / 'summary.json'}, {folder / 'summary.md'}")
 
 
 def _notes(result: SourceResult, labels: Sequence[str]) -> Iterator[str]:
@@ -214,10 +246,15 @@ def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
 
 def _name(target: Target, data: Sequence[str], keys: dict[str, Any], words: Sequence[str]) -> str:
     """Return a folder name that is the same for the same settings, so that the same command goes on."""
-    digest = hashlib.sha256(json.dumps([sorted(keys.items()), sorted(words)], default=str).encode()).hexdigest()[:8]
     first = Path(data[0].partition("?")[0].removeprefix("task:")).stem
     run = target.run.name if target.run is not None else target.label
-    plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{run}-{first}")
+    return _digested(f"{run}-{first}", [sorted(keys.items()), sorted(words)])
+
+
+def _digested(name: str, content: Any) -> str:
+    """Return a plain name with a digest of what it stands for."""
+    digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:8]
+    plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
     return f"{plain}-{digest}"
 
 
@@ -231,7 +268,8 @@ def _parser() -> Arguments:
         "Answer prompts with one or several models, score the responses, and show mean@n, pass@k (unbiased) and maj@n with\n"
         "95 % intervals for each data source, and paired tests of the differences. The same command goes on where it stopped.",
         "grpo-rl eval runs/grpo_rl/my_run@start runs/grpo_rl/my_run --data task:arithmetic?split=val -n 16\n"
-        "  grpo-rl eval builtin:arithmetic --data test.parquet reward.functions=[math] data.max_prompt_length=1024",
+        "  grpo-rl eval builtin:arithmetic --data test.parquet reward.functions=[math] data.max_prompt_length=1024\n"
+        "  grpo-rl eval runs/grpo_rl/my_run/val/step_0.jsonl runs/grpo_rl/my_run/val/step_80.jsonl",
     )
     parser.add_argument(
         "targets",

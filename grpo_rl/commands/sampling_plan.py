@@ -36,6 +36,8 @@ _ENGINE = (
 )
 TAKEN = frozenset([*(f"data.{key}" for key in _DATA), *(f"{_R}.{key}" for key in _ENGINE), "trainer.device", "trainer.seed"])
 """Keys of a run that bear on sampling; those of `reward.` are taken as well."""
+SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp32_lm_head"))
+"""Keys of the engine that responses depend on; the others are about speed and memory."""
 ALONE_MEMORY_SHARE = 0.85
 """GPU: share of the memory for an engine that has the device to itself."""
 
@@ -49,9 +51,13 @@ class SamplingPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what responses and rewards depend on beside model and data, by key, where it is not the default."""
+        """Return what responses and rewards depend on beside model and data, by key, where it is not the default.
+
+        Settings of speed and memory are none of them: an evaluation may go on with others.
+        """
         tree = flat(self.composed.resolved)
-        kept = {key: value for key, value in tree.items() if _is_taken(key) and value != _default(key)}
+        matters = {key for key in tree if _is_taken(key) and (not key.startswith(f"{_R}.") or key in SAMPLED_WITH)}
+        kept = {key: value for key, value in tree.items() if key in matters and value != _default(key)}
         values = {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
         return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
 

@@ -97,6 +97,9 @@ def model_folder(target: Target, console: Console) -> str:
 
     checkpoint = RunDir(target.run).checkpoints / f"step_{target.step}"
     if not is_exported(checkpoint, target.export_folder):
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # the screen has a bar of its own
         with console.progress(f"exporting step {target.step} of {target.run.name}"):
             base = _trained_from(target.run)
             export_policy(checkpoint, ready_model(base["path"], console), base, target.export_folder)

@@ -28,7 +28,6 @@ _KEYS = {
 """Keys with another name here."""
 _UNSAID = {
     "data.batch_size": "requests go to the engines one by one; leave it out",
-    "data.response_key": "responses are sampled and scored in one go; grpo-rl check-reward scores a column of responses",
     "rollout.mode": "requests always go to the engines one by one; leave it out",
     "rollout.calculate_log_probs": "responses come with their log-probs; leave it out",
     "data.tokenizer": "use actor_rollout_ref.model.tokenizer_path",
@@ -39,6 +38,13 @@ _UNSAID = {
 
 def of_evaluation(words: Sequence[str]) -> list[str]:
     """Return a command line of `eval` in which verl's keys are ours. Raises ConfigError for those without a meaning."""
+    if any(word.lstrip("+").startswith("data.response_key=") for word in words):
+        # main_eval scores the responses that are in the file: the file is what is measured.
+        words = [
+            entry
+            for word in words
+            for entry in (_listed(word[len("data.path=") :]) if word.startswith("data.path=") else [word])
+        ]
     return _translated(words, {})
 
 

@@ -108,9 +108,8 @@ def test_verls_words_of_evaluation_are_ours_or_answered() -> None:
         "reward.custom_reward_function.path=my.py",
     ]
     with pytest.raises(ConfigError) as refused:
-        of_evaluation(["data.response_key=responses", "data.batch_size=128", "data.output_path=x.parquet"])
+        of_evaluation(["data.batch_size=128", "data.output_path=x.parquet"])
     assert [problem.partition(":")[0] for problem in refused.value.problems] == [
-        "data.response_key",
         "data.batch_size",
         "data.output_path",
     ]
