@@ -189,11 +189,14 @@ def _report(
         how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
     pages = [f"# Evaluation of {', '.join(labels)}", "", how]
     for one in found:
-        header, rows = results.table(one, labels)
-        title = f"{one.source}: {one.num_prompts} prompts, {n} responses each"
-        console.info("")
-        console.table(title, rows, header)
-        pages += ["", f"## {title}", "", results.markdown(header, rows)]
+        title = f"{one.source}: {one.num_prompts} prompts, {n} response{'s' * (n > 1)} each"
+        tables = {title: results.table(one, labels)}
+        if len(labels) > 1:
+            tables[f"{one.source}: differences"] = results.differences_table(one, labels)
+        for name, (header, rows) in tables.items():
+            console.info("")
+            console.table(name, rows, header)
+            pages += ["", f"## {name}", "", results.markdown(header, rows)]
         for line in _notes(one, labels):
             console.info(line)
             pages += ["", line]

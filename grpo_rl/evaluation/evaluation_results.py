@@ -18,6 +18,8 @@ from grpo_rl.rewards.validation_metrics import majority, value_of
 ALL = "all sources"
 Groups = Mapping[int, Sequence[Record]]
 """The n responses to each prompt, by its row."""
+Table = tuple[list[str], list[list[str]]]
+"""Header and rows of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +140,19 @@ def shown_metrics(result: SourceResult) -> list[str]:
     return [name for name in names if not name.startswith("pass@") or name in some]
 
 
-def table(result: SourceResult, labels: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of one data source: a row for each model, then one for each difference to the first."""
-    names = shown_metrics(result)
-    header = ["model", *names, "tokens", "cut", "failed"]
-    rows = [
-        [
-            label,
-            *(estimate_text(result.metrics[name][index]) for name in names),
-            f"{result.lengths[index]:.1f}",
-            f"{result.truncated[index]:.1%}",
-            str(result.failures[index]),
-        ]
-        for index, label in enumerate(labels)
-    ]
-    for index, label in enumerate(labels[1:]):
-        cells = [difference_text(result.differences[name][index]) for name in names]
-        rows.append([f"{label} minus {labels[0]}", *cells, f"{result.lengths[index + 1] - result.lengths[0]:+.1f}", "", ""])
-    return header, rows
+def table(result: SourceResult, labels: Sequence[str]) -> Table:
+    """Return header and rows of one data source: a column for each model, a row for each number."""
+    rows = [[name, *map(estimate_text, result.metrics[name])] for name in shown_metrics(result)]
+    rows.append(["tokens per response", *(f"{length:.1f}" for length in result.lengths)])
+    rows.append(["cut at the limit", *(f"{share:.1%}" for share in result.truncated)])
+    rows.append(["failed rewards", *map(str, result.failures)])
+    return ["", *labels], rows
+
+
+def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
+    """Return header and rows of the differences to the first model: a column for each of the others."""
+    rows = [[name, *map(difference_text, result.differences[name])] for name in shown_metrics(result)]
+    return [f"minus {labels[0]}", *labels[1:]], rows
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -28,7 +28,7 @@ def test_two_validations_of_a_run_are_compared_without_a_model(tmp_path: Path, c
     assert found["metrics"]["mean@1"][str(after)]["mean"] == pytest.approx(9 / 20)
     difference = found[f"differences to {before}"]["mean@1"][str(after)]
     assert difference["mean"] == pytest.approx(7 / 20) and difference["p"] == pytest.approx(2 / 2**7)
-    assert "minus" in out and f"written: {tmp_path / 'out' / 'summary.json'}" in out
+    assert "differences" in out and f"written: {tmp_path / 'out' / 'summary.json'}" in out
 
 
 def verl_rows(path: Path, answers: list[list[str]]) -> Path:

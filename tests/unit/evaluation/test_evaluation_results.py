@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_rl.evaluation.evaluation_results import as_json, estimate_text, markdown, results_of, shown_metrics, table, values_of
+from grpo_rl.evaluation.evaluation_results import (
+    as_json,
+    differences_table,
+    estimate_text,
+    markdown,
+    results_of,
+    shown_metrics,
+    table,
+    values_of,
+)
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.types import Prompt, Rollout
 
@@ -77,12 +86,17 @@ def test_a_table_has_a_row_for_each_model_and_each_difference() -> None:
     better = {row: [line(1.0, 1)] * 4 for row in GROUPS}
     [found] = results_of([GROUPS, better])
     header, rows = table(found, ["before", "after"])
-    assert header == ["model", "mean@4", "pass@2", "pass@4", "maj@4", "tokens", "cut", "failed"]
-    assert [row[0] for row in rows] == ["before", "after", "after minus before"]
-    assert rows[1][1] == "1.000 [1.000, 1.000]" and rows[2][1].startswith("+0.583 [")
+    assert header == ["", "before", "after"]
+    assert [row[0] for row in rows] == [
+        *("mean@4", "pass@2", "pass@4", "maj@4"),
+        *("tokens per response", "cut at the limit", "failed rewards"),
+    ]
+    assert rows[0][2] == "1.000 [1.000, 1.000]" and rows[-1][1:] == ["1", "0"]
+    assert markdown(header, rows).count("\n") == 8
+    header, rows = differences_table(found, ["before", "after"])
+    assert header == ["minus before", "after"] and rows[0][1].startswith("+0.583 [")
     # Three prompts differ: 2 of 8 signs.
-    assert rows[2][1].endswith("p=0.250")
-    assert markdown(header, rows).count("\n") == 4
+    assert rows[0][1].endswith("p=0.250")
     content = as_json([found], ["before", "after"])[0]
     assert content["metrics"]["mean@4"]["after"]["mean"] == 1.0
     assert content["differences to before"]["mean@4"]["after"]["p"] == pytest.approx(0.25)
