@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     """Answer what is typed until /quit or the end of the input. Returns 0. Raises this package's errors."""
     options, words = _parser().read_with_settings(argv)
     target = find_target(options.target)
-    console = Console()
+    # Progress is no answer either.
+    console = Console(None if sys.stdin.isatty() else sys.stderr)
     with ExitStack() as stack:
         stack.callback(console.close)
         folder = stack.enter_context(_folder())
@@ -122,40 +123,40 @@ def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:
     talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
     if talk.system is not None and not talk.has_template:
         raise ConfigError("--system needs a chat template, which this model does not have")
-    _say(f"{label}: {'conversation' if talk.has_template else 'no chat template: it continues your text'}. {WORDS}.")
+    _note(f"{label}: {'conversation' if talk.has_template else 'no chat template: it continues your text'}. {WORDS}.")
     numbers = itertools.count()
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
             talk.reset()
-            _say("forgotten")
+            _note("forgotten")
         elif line.split(" ")[0] == "/system":
             _set_system(talk, line.removeprefix("/system").strip())
         elif line.startswith("/"):
-            _say(f"there is no {line.split(' ')[0]}: {WORDS}")
+            _note(f"there is no {line.split(' ')[0]}: {WORDS}")
         elif line:
             try:
                 prompt = talk.ask(line, f"chat-{next(numbers)}")
             except ConfigError as error:
-                _say(str(error))
+                _note(str(error))
                 continue
             if talk.left_out:
-                _say(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
+                _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
             [rollout] = sampler.rollout.generate([prompt], 1, sampling)
             talk.answered(rollout.text)
             _say(safe_text(rollout.text, keep_newlines=True))
             if rollout.finish_reason == "length":
-                _say(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
+                _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
 
 
 def _set_system(talk: Conversation, text: str) -> None:
     if not talk.has_template:
-        _say("a system prompt needs a chat template, which this model does not have")
+        _note("a system prompt needs a chat template, which this model does not have")
         return
     talk.system = text or None
     talk.reset()
-    _say("system prompt set, conversation forgotten" if text else "no system prompt, conversation forgotten")
+    _note("system prompt set, conversation forgotten" if text else "no system prompt, conversation forgotten")
 
 
 def _lines() -> Iterator[str]:
@@ -173,6 +174,12 @@ def _lines() -> Iterator[str]:
 
 def _say(text: str) -> None:
     print(encodable(text, sys.stdout.encoding or "utf-8"), flush=True)
+
+
+def _note(text: str) -> None:
+    """Print a line that is no answer: a script that asks through a pipe finds answers alone on the standard output."""
+    stream = sys.stdout if sys.stdin.isatty() else sys.stderr
+    print(encodable(text, stream.encoding or "utf-8"), file=stream, flush=True)
 
 
 def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dict[str, Any]:

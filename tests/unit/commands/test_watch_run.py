@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import make_run
+from terminal import Terminal
 
 from grpo_rl.__main__ import main
 from grpo_rl.commands.watch_run import look_at, picture
@@ -85,3 +86,22 @@ def test_it_touches_nothing(tmp_path: Path) -> None:
     assert main(["watch", str(run)]) == 0 and main(["watch", str(run), "--once"]) == 0
     os.chmod(run, 0o755)
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")} == before
+
+
+def test_on_a_terminal_one_picture_follows_the_run_to_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "live", state="running")
+    command = [sys.executable, "-m", "grpo_rl", "watch", str(run), "--every", "0.2"]
+    with Terminal(command, tmp_path) as terminal:
+        terminal.until("step 3 of 10", 60)
+        log = MetricsFile(run / "metrics.jsonl")
+        log.log(4, {"reward/mean": 0.987, "timing_s/step": 4.0})
+        log.close()
+        terminal.until("0.987", 20)
+        status = json.loads((run / "status.json").read_text())
+        temporary = run / "status.tmp"
+        temporary.write_text(json.dumps(status | {"state": "preempted", "error": {"exit_code": 75, "message": "by SIGTERM"}}))
+        os.replace(temporary, run / "status.json")
+        assert terminal.wait(20) == 75
+        shown = terminal.screen()
+    assert shown.cursor_is_visible and "exit code 75" in shown.text()
+    assert sum("live |" in line for line in shown.lines) == 1, "drawn in place"
