@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from grpo_rl.errors import DataError
 from grpo_rl.evaluation.response_file import Record
 
@@ -123,5 +125,8 @@ def _rollouts(row: dict[str, Any], number: int, where: str, config: Config) -> l
     if not responses or not all(isinstance(response, str) for response in responses):
         raise DataError(f"{where}: column {config.data.response_key!r} has no text, and no list of texts")
     text = one.prompt if isinstance(one.prompt, str) else "\n".join(message["content"] for message in one.prompt)
-    prompt = Prompt(f"row-{number}", [], text, one.data_source, one.ground_truth, one.extra_info)
-    return [Rollout(prompt, sample, [], [], "stop", (), text=response) for sample, response in enumerate(responses)]
+    no_tokens, no_logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    prompt = Prompt(f"row-{number}", no_tokens, text, one.data_source, one.ground_truth, one.extra_info)
+    return [
+        Rollout(prompt, sample, no_tokens, no_logprobs, "stop", (), text=response) for sample, response in enumerate(responses)
+    ]
