@@ -96,6 +96,9 @@ class PageBeside:
         self._process = None
         if code != 0:
             self._failed(self._last_words() or f"its process ended with {code}")
+        elif self.run is not None:
+            with contextlib.suppress(OSError):
+                (self.run / "logs" / LOG).unlink()
         return False
 
     def _last_words(self) -> str:

@@ -48,11 +48,12 @@ def commands(run: Path, config: Mapping[str, Any], words: Sequence[str]) -> dict
     """Return the command that repeats the run under another name, and the one that resumes it."""
     flat = flattened(config)
     name, folder = flat.get(_NAME), flat.get(_FOLDER)
-    plain = [word for word in words if word.partition("=")[0] not in (_NAME, _FOLDER)]
-    repeat = [*plain, f"{_NAME}={(name or run.name)}_again"]
+    unnamed = [word for word in words if word.partition("=")[0] != _NAME]
+    repeat = [*unnamed, f"{_NAME}={(name or run.name)}_again"]
     resume = list(words)
     if name is None:  # it was named by its date
-        resume = [*plain, f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
+        resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
+        resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
     return {"repeat": _command(repeat), "resume": _command(resume)}
 
 

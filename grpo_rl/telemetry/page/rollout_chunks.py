@@ -29,7 +29,7 @@ Pieces = Callable[[Sequence[int]], list[str]]
 INDEX = "index"
 FORMAT = 1
 """The version of the index; files of another one are written anew."""
-INLINE_BYTES = 3 * 2**20
+INLINE_BYTES = 12 * 2**20
 """The most bytes of logged rollouts that are kept in the page itself instead of beside it."""
 CHUNK_BYTES = 2**20
 """The characters of texts after which a chunk is full: about what a browser unpacks in a few hundredths of a second."""

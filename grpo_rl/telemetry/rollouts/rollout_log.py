@@ -130,8 +130,11 @@ def write_rollouts(
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
             advantage = None if advantages is None else advantages[index]
-            line = hide_known(dump_line(_record(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens)))
-            file.write(line.encode("ascii"))
+            line = dump_line(_record(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
+            hidden = hide_known(line)
+            if hidden != line:  # the tokens would give away what is hidden in the text
+                hidden = hide_known(dump_line(_record(rollout, advantage, with_tokens=False)))
+            file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
 

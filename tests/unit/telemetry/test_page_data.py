@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import make_run
+from run_folders import group, make_run
 
+from grpo_rl.config import secrets
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.page import metric_columns, rollout_chunks, run_data
 from grpo_rl.telemetry.page.configuration import configuration, differences
@@ -212,8 +213,6 @@ def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_p
 
     ids = Tokenizer.from_file(str(run / "model/tokenizer.json")).encode("12+7", add_special_tokens=False).ids
     assert "".join(pieces(ids)) == "12+7" and len(pieces(ids)) == len(ids)
-    from run_folders import group
-
     rollouts = [one for row in (1, 2, 3) for one in group(1, row, 2)]
     write_rollouts(run / "rollouts/step_1.jsonl", rollouts, token_groups=2)
     assert ["token_ids" in one for one in read_rollouts(run / "rollouts/step_1.jsonl")] == [True] * 4 + [False] * 2
@@ -239,9 +238,15 @@ def test_pieces_of_one_character_are_joined(tmp_path: Path) -> None:
     assert pieces(ids[:3]) == ["a", " ", "\ufffd"]
 
 
-def test_the_log_has_tokens_only_where_asked(tmp_path: Path) -> None:
-    from run_folders import group
+def test_the_tokens_of_a_response_with_a_secret_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {"hush-hush-4711"})
+    rollouts = group(1, 1, 2, lambda step, row, sample: "the key is hush-hush-4711" if sample else "2")
+    write_rollouts(tmp_path / "step_1.jsonl", rollouts, token_groups=1)
+    first, second = read_rollouts(tmp_path / "step_1.jsonl")
+    assert "token_ids" in first and "token_ids" not in second and "hush" not in json.dumps(second)
 
+
+def test_the_log_has_tokens_only_where_asked(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "r")
     assert "token_ids" not in read_rollouts(RolloutLog(run_dir).write("rollouts", 1, group(1, 1, 1)))[0]
     found = read_rollouts(RolloutLog(run_dir, token_groups=1).write("rollouts", 1, group(1, 1, 1)))[0]

@@ -1,6 +1,7 @@
 // Charts by uPlot, in the page's colours, as wide as their place. Every chart can be saved as a picture.
 
 const HUES = ['#2563eb', '#d97706', '#0f9d76', '#c2255c', '#7c3aed', '#0b7285', '#a16207', '#be123c'];
+const WHOLE = [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5, 6, 7].map((power) => one * 10 ** power)).sort((a, b) => a - b);
 const charts = new Set();
 
 function colour(name) {
@@ -41,8 +42,8 @@ function chart(host, settings) {
   const options = {
     width: Math.max(80, host.clientWidth),
     height,
-    scales: { x: { time: false }, y: settings.range ? { range: settings.range } : { range: padded } },
-    axes: [{ ...axis, size: 28, values: (_, splits) => splits.map((value) => number(value)) }, { ...axis, size: settings.yAxis || 52, values: settings.yValues || ((_, splits) => splits.map((value) => number(value, 3))) }],
+    scales: { x: { time: false }, y: settings.range ? { range: settings.range, dir: -1 } : { range: padded } },
+    axes: [{ ...axis, size: 28, incrs: xLabel === 'step' ? WHOLE : undefined, values: (_, splits) => splits.map((value) => number(value)) }, { ...axis, size: settings.yAxis || 52, ...(settings.ySplits ? { splits: () => settings.ySplits } : {}), values: settings.yValues || ((_, splits) => splits.map((value) => number(value, 3))) }],
     series: lines,
     bands,
     legend: { show: false },

@@ -41,20 +41,32 @@ const FIRST = ['reward', 'val', 'train', 'actor', 'critic', 'advantage', 'rollou
 function metricNames() {
   const names = [...new Set(RUNS.flatMap((one) => Object.keys(one.metrics.columns)))];
   const rank = (name) => (FIRST.includes(groupOf(name)) ? FIRST.indexOf(groupOf(name)) : FIRST.length);
-  return names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b, 'en'));
+  const isMain = (name) => /^reward\/mean$|^val\/[^/]+\/(reward|mean@\d+)$|^(train|val|actor)\/loss$/.test(name);
+  return names.sort((a, b) => rank(a) - rank(b) || isMain(b) - isMain(a) || a.localeCompare(b, 'en'));
 }
 
 function curveGroup(group, names, isSearched) {
   const box = el('details', { className: 'group', open: true }, el('summary', {}, group, el('small', {}, ` ${names.length}`)));
   const grid = el('div', { className: 'grid' });
-  for (const name of names) {
+  const still = isSearched ? [] : names.filter(isStill);
+  for (const name of names.filter((one) => !still.includes(one))) {
     const place = el('section', { className: 'card small' });
     grid.append(place);
     whenShown(place, () => curveCard(place, name));
   }
   if (group !== 'other' && !isSearched && names.length > 40) box.open = false;
   box.append(grid);
+  if (still.length) box.append(el('p', { className: 'still' }, el('small', {}, 'without a change: '), still.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${number(valueOf(name))}`))));
   return box;
+}
+
+function valueOf(name) {
+  return RUNS.flatMap((one) => one.metrics.columns[name] || []).find((value) => value !== null);
+}
+
+function isStill(name) {
+  const values = RUNS.flatMap((one) => one.metrics.columns[name] || []).filter((value) => value !== null);
+  return values.every((value) => value === values[0]);
 }
 
 function curveData(name) {

@@ -42,6 +42,7 @@ function head(one) {
     total ? el('div', { className: 'progress', role: 'progressbar', 'aria-valuenow': step, 'aria-valuemax': total }, el('i', { style: { width: `${Math.min(100, (100 * step) / total)}%` }, className: hue })) : null,
     el('dl', { className: 'facts' }, facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value)))),
     status.error ? el('p', { className: 'error' }, status.error.message) : null,
+    status.state !== 'done' ? el('details', { className: 'resume', open: status.state !== 'running' }, el('summary', {}, status.last_commit ? `the command that goes on from step ${status.last_commit}` : 'the command that starts it again (no step is saved)'), code(one.configuration.resume)) : null,
     status.state === 'running' && Date.now() / 1000 - DATA.written > 20 * (one.pace_s || 60) + 60
       ? el('p', { className: 'muted' }, `This page was written ${duration(Date.now() / 1000 - DATA.written)} ago; the run may be further on, or gone.`)
       : null,
@@ -50,9 +51,8 @@ function head(one) {
 
 function overview(host) {
   const one = run();
-  const resumes = one.status.state !== 'done' && one.status.last_commit;
   const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), compareCard());
-  const right = el('div', { className: 'column' }, healthCard(one), resumes ? card('Go on from the last commit', code(one.configuration.resume)) : null, trainedCard(one), filesCard(one));
+  const right = el('div', { className: 'column' }, healthCard(one), trainedCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
 
@@ -68,7 +68,7 @@ function resultsCard(one) {
       el('div', { className: 'name' }, result.name, result.prompts ? el('small', {}, ` ${number(result.prompts)} prompts`) : null),
       isOne ? null : bounded(before, `step ${before.step}`),
       isOne ? null : el('span', { className: 'arrow' }, '→'),
-      bounded(after, `step ${after.step}`),
+      bounded(after, `step ${after.step}`, isOne),
       difference && difference.mean !== null ? el('div', { className: 'difference' }, el('b', {}, signed(difference.mean, 3)), Number.isFinite(difference.low) ? el('small', {}, `[${signed(difference.low, 2)}, ${signed(difference.high, 2)}]`) : null) : null,
     );
   });
@@ -76,8 +76,8 @@ function resultsCard(one) {
   return card('Before and after', rows, hasIntervals ? el('p', { className: 'muted' }, 'In brackets: 95 % intervals over prompts; that of the change pairs the prompts.') : null);
 }
 
-function bounded(point, label) {
-  return el('div', { className: 'value' }, el('b', {}, number(point.value, 3)), el('small', {}, Number.isFinite(point.low) ? `[${number(point.low, 2)}, ${number(point.high, 2)}] ${label}` : label));
+function bounded(point, label, isOnly) {
+  return el('div', { className: isOnly ? 'value only' : 'value' }, el('b', {}, number(point.value, 3)), el('small', {}, Number.isFinite(point.low) ? `[${number(point.low, 2)}, ${number(point.high, 2)}] ${label}` : label));
 }
 
 function onSteps(steps, series, name) {

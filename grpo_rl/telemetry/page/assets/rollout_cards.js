@@ -79,7 +79,7 @@ function rolloutCard(all, texts, place, scale) {
     { className: 'rollout' },
     el('header', {}, el('span', { className: 'muted' }, `#${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, rollout.reward === undefined || rollout.reward === null ? 'no reward' : number(rollout.reward)), isCut ? el('span', { className: 'chip amber', title: 'it reached data.max_response_length' }, 'cut') : null, rollout.failure ? el('span', { className: 'chip red' }, rollout.failure) : null, rollout.finish_reason === 'abort' ? el('span', { className: 'chip red' }, 'aborted') : null, twin < place ? el('span', { className: 'muted' }, `= #${texts.rollouts[twin].sample ?? twin}`) : null),
     facts,
-    parts.length ? el('details', { className: 'parts', open: parts.length < 5 }, el('summary', {}, 'rewards by part'), el('table', {}, parts.map(([name, value]) => el('tr', {}, el('td', {}, name), el('td', {}, number(value)))))) : null,
+    parts.length ? el('div', { className: 'parts' }, parts.map(([name, value]) => el('span', {}, name, ' ', el('b', {}, number(value))))) : null,
     response(rollout, scale),
     rollout.failure_cause ? el('p', { className: 'error' }, rollout.failure_cause) : null,
     small.length ? el('p', { className: 'muted small' }, small.join(' · ')) : null,

@@ -123,7 +123,7 @@ function twoSteps(bar, list, detail, all, kind) {
   const to = pick('to', steps[steps.length - 1]);
   const before = new Map(all.groups.filter((group) => group.kind === kind && group.step === from).map((group) => [group.prompt, group]));
   const pairs = all.groups.filter((group) => group.kind === kind && group.step === to && before.has(group.prompt)).map((after) => ({ before: before.get(after.prompt), after, change: (after.mean ?? 0) - (before.get(after.prompt).mean ?? 0) }));
-  pairs.sort((a, b) => Math.abs(b.change) - Math.abs(a.change));
+  pairs.sort((a, b) => Math.abs(b.change) - Math.abs(a.change) || a.change - b.change);
   const better = pairs.filter((pair) => pair.change > 0).length;
   const worse = pairs.filter((pair) => pair.change < 0).length;
   put(bar, [select(options, from, (value) => { choose({ from: value }); show('rollouts'); }, 'first step'), el('span', {}, '→'), select(options, to, (value) => { choose({ to: value }); show('rollouts'); }, 'second step'), el('span', { className: 'muted' }, `${number(pairs.length)} prompts at both: ${number(better)} better, ${number(worse)} worse, ${number(pairs.length - better - worse)} the same`)]);

@@ -9,6 +9,12 @@ function time(host) {
   if (!host.children.length) host.append(card('', el('p', {}, 'This run has measured no times.')));
 }
 
+const PHASE_NAMES = { gen: 'sampling', ref: 'reference', adv: 'advantages', testing: 'validation', reward: 'scoring', old_logprobs: 'old log-probs' };
+
+function phaseName(name) {
+  return PHASE_NAMES[name] || name.replaceAll('_', ' ');
+}
+
 function phasesOf(one) {
   const { columns } = one.metrics;
   return Object.keys(columns).filter((name) => name.startsWith('timing_s/') && !['timing_s/step', 'timing_s/rollout_waits_for_trainer'].includes(name));
@@ -25,7 +31,7 @@ function phaseCard(one) {
   const hueOf = new Map(rows.map(([name], place) => [name, HUES[place % HUES.length]]));
   const box = card('Phases of a step');
   box.append(
-    el('div', { className: 'phases' }, rows.slice(0, 12).map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), name.replaceAll('_', ' ')), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
+    el('div', { className: 'phases' }, rows.slice(0, 12).map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), phaseName(name)), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
     el('p', { className: 'muted' }, `Seconds per step, the mean of the last ${recent.length} steps; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
   );
   const shown = rows.slice(0, 8).map(([name]) => name);
@@ -39,14 +45,16 @@ function phaseCard(one) {
     const place = el('div', {});
     box.append(el('h3', {}, 'over the steps'), place);
     // Drawn from the top of the stack down, each filled to the ground in an opaque colour.
-    stackedChart(place, kept.map((at) => steps[at]), stacked.reverse().map((each) => ({ label: each.name.replaceAll('_', ' '), values: each.values, colour: hueOf.get(each.name) })));
+    // The last step gets its width from one more point.
+    const x = kept.map((at) => steps[at]);
+    stackedChart(place, [...x, x[x.length - 1] + 1], stacked.reverse().map((each) => ({ label: each.name, values: [...each.values, each.values[each.values.length - 1]], colour: hueOf.get(each.name) })));
   });
   return box;
 }
 
 function stackedChart(host, x, series) {
   const axis = { stroke: colour('--muted'), grid: { stroke: colour('--grid'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
-  const plot = new uPlot({ width: Math.max(80, host.clientWidth), height: 220, scales: { x: { time: false } , y: { range: (_, low, high) => [0, (high || 1) * 1.05] } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 52, values: (_, splits) => splits.map((value) => `${number(value, 3)} s`) }], series: [{ label: 'step' }, ...series.map((one) => ({ label: one.label, stroke: one.colour, fill: one.colour, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) }))], legend: { show: false }, cursor: { y: false } }, [x, ...series.map((one) => one.values)], host);
+  const plot = new uPlot({ width: Math.max(80, host.clientWidth), height: 220, scales: { x: { time: false } , y: { range: (_, low, high) => [0, (high || 1) * 1.05] } }, axes: [{ ...axis, size: 28, incrs: WHOLE }, { ...axis, size: 52, values: (_, splits) => splits.map((value) => `${number(value, 3)} s`) }], series: [{ label: 'step' }, ...series.map((one) => ({ label: one.label, stroke: one.colour, fill: one.colour, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) }))], legend: { show: false }, cursor: { y: false } }, [x, ...series.map((one) => one.values)], host);
   const watcher = new ResizeObserver(() => { const width = Math.max(80, host.clientWidth); if (width !== plot.width) plot.setSize({ width, height: 220 }); });
   watcher.observe(host);
   plot.forget = () => { watcher.disconnect(); plot.destroy(); charts.delete(plot); };
@@ -113,13 +121,13 @@ function laneChart(host, roles, bars, window, [first, last], hint) {
     }
     ctx.restore();
   };
-  const plot = chart(host, { x: [first, last], series: [{ label: '', values: [0, 0], colour: 'transparent' }], height, xLabel: 'seconds', range: () => [roles.length + 0.1, -0.7], yAxis: 84, yValues: (_, splits) => splits.map((value) => (Number.isInteger(value) ? roles[value] || '' : '')), draw: [lanes], onCursor: (each) => {
+  const plot = chart(host, { x: [first, last], series: [{ label: '', values: [0, 0], colour: 'transparent' }], height, xLabel: 'seconds', range: () => [-0.7, roles.length + 0.1], yAxis: 84, ySplits: roles.map((_, place) => place), yValues: (_, splits) => splits.map((value) => roles[value]), draw: [lanes], onCursor: (each) => {
     const { left, top } = each.cursor;
     if (left < 0) return;
     const at = each.posToVal(left, 'x');
     const role = roles[Math.round(each.posToVal(top, 'y'))];
     const bar = bars.find((one) => one.role === role && one.start <= at && at <= one.end);
-    hint.textContent = bar ? `${role}: ${bar.kind.replaceAll('_', ' ')}, ${duration(bar.end - bar.start)}, step ${bar.step}` : '';
+    hint.textContent = bar ? `${role}: ${phaseName(bar.kind)}, ${duration(bar.end - bar.start)}, step ${bar.step}` : '';
   } });
   plot.setScale('x', { min: window[0], max: window[1] });
   return plot;
