@@ -281,7 +281,8 @@ def reported(
         status.end(error)
         if page is not None:
             page.last(outlives=True)
-            page.wait(FAILED_S)
+            # In a container the process ends with the run. A batch system that has asked the run to stop is not kept waiting.
+            page.wait(0.0 if isinstance(error, Preempted) else FAILED_S)
         if error is not raised:
             raise error from None
         raise

@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out {out}: the name of a page ends in .html")
     if arguments.port and not arguments.serve:
         raise ConfigError("--port is for --serve")
+    if not 0 <= arguments.port < 2**16:
+        raise ConfigError(f"--port {arguments.port}: a port is a number below 65536")
     if not arguments.serve:
         _print(f"page: {write_page(runs, out)}")
         return 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from run_folders import group, make_run
 
+from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.page import metric_columns, rollout_chunks, run_data
@@ -251,3 +252,29 @@ def test_the_log_has_tokens_only_where_asked(tmp_path: Path) -> None:
     assert "token_ids" not in read_rollouts(RolloutLog(run_dir).write("rollouts", 1, group(1, 1, 1)))[0]
     found = read_rollouts(RolloutLog(run_dir, token_groups=1).write("rollouts", 1, group(1, 1, 1)))[0]
     assert (found["token_ids"], found["token_logprobs"]) == ([4, 5, 6], [-0.1, -2.0, -0.01])
+
+
+def test_the_command_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = make_run(tmp_path, "one", num_steps=2), make_run(tmp_path, "two", num_steps=2)
+    assert main(["page", str(one)]) == 0
+    assert capsys.readouterr().out == f"page: {one}/page.html\n" and (one / "page.html").stat().st_size > 10_000
+    assert main(["page", str(one), str(two), "--out", str(tmp_path / "both.html")]) == 0
+    assert '"name":"one"' in (tmp_path / "both.html").read_text() and '"name":"two"' in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["nowhere"], 3, "no metrics.jsonl"),
+        (["{run}", "--out", "page.txt"], 2, "ends in .html"),
+        (["{run}", "--port", "80"], 2, "--port is for --serve"),
+        (["{run}", "--out", "/proc/nothing/page.html"], 2, "cannot be written"),
+        (["{run}", "--serve", "--port", "99999"], 2, "--port 99999"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    assert main(["page", *(word.format(run=run) for word in words)]) == code
+    assert said in capsys.readouterr().err
