@@ -130,13 +130,14 @@ function whenShown(node, draw) {
 
 function compareCard() {
   if (RUNS.length < 2) return null;
-  const names = [...new Set(RUNS.flatMap((one) => one.results.map((result) => result.name)))];
+  const short = (name) => name.replace(/^training reward, .*/, 'training reward, last steps');
+  const names = [...new Set(RUNS.flatMap((one) => one.results.map((result) => short(result.name))))];
   const rows = RUNS.map((one, place) => {
     const cells = names.map((name) => {
-      const result = one.results.find((each) => each.name === name);
-      return el('td', {}, result ? number(result.after.value, 3) : '–');
+      const result = one.results.find((each) => short(each.name) === name);
+      return el('td', {}, result ? [number(result.after.value, 3), Number.isFinite(result.after.low) ? el('small', {}, ` [${number(result.after.low, 2)}, ${number(result.after.high, 2)}]`) : null] : '–');
     });
-    return el('tr', {}, el('th', {}, el('i', { className: 'dot', style: { background: HUES[place % HUES.length] } }), one.name), el('td', {}, stateOf(one)[0]), el('td', {}, number(one.num_steps)), cells);
+    return el('tr', {}, el('th', { className: 'name' }, el('i', { className: 'dot', style: { background: HUES[place % HUES.length] } }), one.name), el('td', {}, stateOf(one)[0]), el('td', {}, number(one.num_steps)), cells);
   });
   return card('The runs', el('div', { className: 'scroll' }, el('table', {}, el('tr', {}, ['run', 'state', 'steps', ...names].map((name) => el('th', {}, name))), rows)));
 }
