@@ -51,7 +51,7 @@ function head(one) {
 
 function overview(host) {
   const one = run();
-  const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), compareCard());
+  const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), lossCard(one), compareCard());
   const right = el('div', { className: 'column' }, healthCard(one), trainedCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
@@ -85,36 +85,47 @@ function onSteps(steps, series, name) {
   return steps.map((step) => (at.has(step) ? at.get(step) : null));
 }
 
-function rewardCard(one) {
-  const { metrics } = one;
-  const box = card('Reward and validation');
-  const series = [];
-  const banded = one.rewards.all || Object.values(one.rewards)[0];
-  const steps = [...new Set([...metrics.steps, ...(banded ? banded.steps : []), ...Object.values(one.validation).flatMap((each) => each.steps)])].sort((a, b) => a - b);
-  const column = metrics.columns['reward/mean'];
-  if (column) {
-    const values = onSteps(steps, { steps: metrics.steps, mean: column }, 'mean');
-    const bounds = banded ? { low: onSteps(steps, banded, 'low'), high: onSteps(steps, banded, 'high') } : {};
-    series.push({ label: 'training reward', values, colour: HUES[0], ...bounds });
-  }
-  Object.entries(one.validation).forEach(([source, found], place) => {
-    const label = Object.keys(one.validation).length > 1 ? `validation, ${source}` : 'validation';
-    series.push({ label, values: onSteps(steps, found, 'mean'), low: onSteps(steps, found, 'low'), high: onSteps(steps, found, 'high'), colour: HUES[1 + (place % (HUES.length - 1))], points: true, width: 2.2 });
-  });
-  if (!Object.keys(one.validation).length) {
-    Object.keys(metrics.columns).filter((name) => /^val\/[^/]+\/(reward|mean@\d+)$|^val\/loss$/.test(name)).slice(0, 5).forEach((name, place) => {
-      series.push({ label: name, values: onSteps(steps, { steps: metrics.steps, mean: metrics.columns[name] }, 'mean'), colour: HUES[1 + place], points: true, width: 2.2 });
-    });
-  }
-  if (metrics.columns['train/loss']) series.push({ label: 'training loss', values: onSteps(steps, { steps: metrics.steps, mean: metrics.columns['train/loss'] }, 'mean'), colour: HUES[0] });
-  if (!series.length) return null;
-  if (metrics.columns['train/loss'] && !column) box.firstChild.textContent = 'Loss';
+function curveOf(one, name) {
+  const column = one.metrics.columns[name];
+  return column ? { steps: one.metrics.steps, mean: column } : null;
+}
+
+// A chart of series over all of their steps: {label, found: {steps, mean, low, high}, colour, ...}.
+function seriesCard(one, title, parts) {
+  const shown = parts.filter((part) => part.found);
+  if (!shown.length) return null;
+  const steps = [...new Set(shown.flatMap((part) => part.found.steps))].sort((a, b) => a - b);
+  const series = shown.map(({ found, bounds = found, ...rest }) => ({
+    ...rest,
+    values: onSteps(steps, found, 'mean'),
+    ...(bounds && bounds.low ? { low: onSteps(steps, bounds, 'low'), high: onSteps(steps, bounds, 'high') } : {}),
+  }));
+  const box = card(title);
   const marks = one.alarms.map(([step]) => ({ x: step, colour: colour('--red') }));
   whenShown(box, () => namedChart(box, { x: steps, series, height: 300, marks }));
   if (one.alarms.length) {
     box.append(el('p', { className: 'alarms' }, 'Alarms: ', one.alarms.map(([step, name], place) => [place ? ', ' : '', el('b', {}, name.replaceAll('_', ' ')), ` at step ${step}`])));
   }
   return box;
+}
+
+function rewardCard(one) {
+  const banded = one.rewards.all || Object.values(one.rewards)[0] || null;
+  const parts = [{ label: 'training reward', found: curveOf(one, 'reward/mean'), bounds: banded, colour: HUES[0] }];
+  const measured = Object.entries(one.validation);
+  const logged = Object.keys(one.metrics.columns).filter((name) => /^val\/[^/]+\/(reward|mean@\d+)$/.test(name));
+  const validated = measured.length ? measured : logged.slice(0, 5).map((name) => [name.split('/')[1], curveOf(one, name)]);
+  validated.forEach(([source, found], place) => {
+    parts.push({ label: validated.length > 1 ? `validation, ${source}` : 'validation', found, colour: HUES[1 + (place % (HUES.length - 1))], points: true, width: 2.2 });
+  });
+  return seriesCard(one, one.metrics.columns['reward/mean'] ? 'Reward and validation' : 'Validation', parts);
+}
+
+function lossCard(one) {
+  return seriesCard(one, 'Loss', [
+    { label: 'training', found: curveOf(one, 'train/loss'), colour: HUES[0] },
+    { label: 'validation', found: curveOf(one, 'val/loss'), colour: HUES[1], points: true, width: 2.2 },
+  ]);
 }
 
 // A chart needs its width, which it has once it is on the page and near the screen.
