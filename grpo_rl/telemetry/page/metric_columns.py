@@ -59,17 +59,18 @@ def interval(by_prompt: Sequence[Sequence[float]]) -> tuple[float, float, float]
     """Return the mean over prompts, and the bounds of its 95 % interval.
 
     Prompts are the independent draws, responses to one prompt are not: the variance is that of the means of prompts
-    (Miller, "Adding Error Bars to Evals", section 2.2). For one response per prompt that is right or wrong it is
-    Wilson's interval (Wilson 1927), which is also right where all are.
+    (Miller, "Adding Error Bars to Evals", section 2.2). Where every prompt is all right or all wrong it is Wilson's
+    interval (Wilson 1927), which is also right where all of them are.
     """
     means = [statistics.fmean(rewards) for rewards in by_prompt]
     mean, n = statistics.fmean(means), len(means)
-    if all(len(rewards) == 1 and rewards[0] in (0.0, 1.0) for rewards in by_prompt):
+    if all(one in (0.0, 1.0) for one in means):
         middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
         half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
-        return mean, middle - half, middle + half
+        # At the ends the bound is exactly 0 or 1, up to rounding.
+        return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
     half = Z95 * statistics.stdev(means) / math.sqrt(n) if n > 1 else math.nan
-    if all(0.0 <= reward <= 1.0 for reward in means):  # shares stay shares
+    if all(0.0 <= one <= 1.0 for one in means):  # shares stay shares
         return mean, max(0.0, mean - half), min(1.0, mean + half)
     return mean, mean - half, mean + half
 
@@ -112,6 +113,8 @@ def change(index: Mapping[str, Any], source: str) -> dict[str, Any] | None:
         return None
     differences = [after - before for before, after in both]
     mean = statistics.fmean(differences)
+    if len(set(differences)) == 1:  # no variance to estimate an interval from
+        return {"mean": rounded(mean), "low": None, "high": None, "prompts": len(both)}
     half = Z95 * statistics.stdev(differences) / math.sqrt(len(both))
     limit = 1.0 if all(0.0 <= value <= 1.0 for pair in both for value in pair) else math.inf
     low, high = max(-limit, mean - half), min(limit, mean + half)

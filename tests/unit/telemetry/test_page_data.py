@@ -41,6 +41,9 @@ def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_n
 
 def test_intervals_of_shares_end_at_nothing_and_at_all() -> None:
     assert metric_columns.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]]) == (0.5, 0.0, 1.0)
+    assert metric_columns.interval([[0.0]] * 6)[:2] == (0.0, 0.0)
+    # Groups that are all right leave as much doubt as single right answers.
+    assert metric_columns.interval([[1.0, 1.0]] * 10) == metric_columns.interval([[1.0]] * 10)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -54,15 +57,20 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_the_change_of_a_validation_is_paired_by_prompt(tmp_path: Path) -> None:
-    # Every prompt is better by one half: the change is certain, however different the prompts are.
+    # Every prompt is better by about one half: the change is nearly certain, however different the prompts are.
     index = {
         "sources": ["a"],
         "steps": [
-            {"kind": "val", "step": 0, "groups": [[p, 0, [p / 10], [1], [], []] for p in range(5)]},
-            {"kind": "val", "step": 8, "groups": [[p, 0, [p / 10 + 0.5], [1], [], []] for p in reversed(range(5))]},
+            {"kind": "val", "step": 0, "groups": [[p, 0, [float(p)], [1], [], []] for p in range(5)]},
+            {"kind": "val", "step": 8, "groups": [[p, 0, [p + 0.5 + 0.01 * (p % 2)], [1], [], []] for p in reversed(range(5))]},
         ],
     }
-    assert metric_columns.change(index, "a") == {"mean": 0.5, "low": 0.5, "high": 0.5, "prompts": 5}
+    found = metric_columns.change(index, "a")
+    assert found is not None and found["prompts"] == 5
+    error = 0.01 * math.sqrt(0.3) / math.sqrt(5)  # differences 0.5, 0.51, 0.5, 0.51, 0.5
+    assert (found["mean"], found["high"] - found["low"]) == (pytest.approx(0.504), pytest.approx(2 * 1.96 * error, rel=1e-3))
+    index["steps"][1]["groups"] = index["steps"][0]["groups"]
+    assert metric_columns.change(index, "a") == {"mean": 0.0, "low": None, "high": None, "prompts": 5}
     index["steps"][1]["groups"] = []
     assert metric_columns.change(index, "a") is None
 
