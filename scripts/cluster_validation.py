@@ -77,6 +77,8 @@ def read_run(folder: Path) -> MeasuredRun:
     intervals = read_timeline(folder / "timeline.jsonl")
     files = dict(step_files(folder / "rollouts"))
     marks = {one.step: one for one in intervals if one.role == "step"}
+    numbers = [number for number in sorted(marks) if number in files][WARM_UP_STEPS:]
+    _enough(folder, numbers)
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     rollout, trainer = config["actor_rollout_ref"]["rollout"], config["trainer"]
     shared = not rollout["nnodes"]
@@ -102,6 +104,13 @@ def read_run(folder: Path) -> MeasuredRun:
         (trainer.get("asynchronous") or {}).get("max_staleness", 1),
         [_step(marks[number], intervals, files[number]) for number in numbers],
     )
+
+
+def _enough(folder: Path, numbers: Sequence[int]) -> None:
+    if len(numbers) < 4:
+        raise ValueError(
+            f"{folder}: {len(numbers)} steps with a timeline and rollouts, without the first and last ones; 4 are needed"
+        )
 
 
 def _step(mark: Interval, intervals: Sequence[Interval], log: Path) -> Step:
