@@ -412,6 +412,7 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     # It jumps: deadlines and order go by the monotonic clock and by step numbers.
     stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "tracking", "sinks")} | {
         "telemetry/status.py",
+        "telemetry/page/page_file.py",
         "faults.py",
     }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}

@@ -141,6 +141,7 @@ class Run:
             for finding in begun:
                 self.output.console.warn(as_warning(finding))
             self.timeline.write()
+            self.output.page.step(self.step)
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)
