@@ -22,7 +22,16 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
+from grpo_rl.errors import (
+    ClusterError,
+    ConfigError,
+    FunctionError,
+    GrpoRlError,
+    Preempted,
+    RewardError,
+    StoppedByAlarm,
+    headline,
+)
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.report import final_report
@@ -263,12 +272,13 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack, console: Console
             if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
-        if not isinstance(error, Preempted):
+        stopped = isinstance(error, Preempted | StoppedByAlarm)
+        if not stopped:
             with suppress(OSError):
                 log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
         # The command prints it as well, where the terminal is still there.
-        console.log(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {headline(error)}")
+        console.log(f"{'stopped' if stopped else 'error'}: {headline(error)}")
         status.end(error)
         if error is not raised:
             raise error from None

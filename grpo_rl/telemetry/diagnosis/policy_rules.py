@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
 
@@ -12,6 +14,10 @@ LITTLE = 0.02
 AGREES = 0.02
 """The mean difference of log-probs, in nats, up to which bfloat16 explains that sampler and trainer differ."""
 DISAGREES = 0.1
+FEW_EFFECTIVE = 0.3
+"""The effective sample size, as a share, below which a corrected batch is worth less than a third of its tokens."""
+FAR_OFF = 0.3
+"""The mean difference of log-probs, in nats, above which stale tokens are far from the policy that they train."""
 MANY_CLIPPED = 0.3
 """The share of clipped tokens above which most of a batch has no gradient."""
 
@@ -127,17 +133,26 @@ def ratio_out_of_range(run: RunRecord) -> Finding | None:
 
 
 def off_policy(run: RunRecord) -> Finding | None:
-    """Return a finding where what is trained on is too old: few samples count after the correction."""
-    staleness, effective = run.values("staleness/mean"), run.values("rollout_corr/rollout_is_eff_sample_size")
-    if not staleness or last(staleness) <= 0 or not effective or last(effective) > 0.3:
+    """Return a finding where what is trained on is too old: the policy has left the one that sampled it."""
+    staleness = run.values("staleness/mean")
+    if not staleness or last(staleness) <= 0:
+        return None
+    signs: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda one: one <= FEW_EFFECTIVE),
+        ("actor/pg_clipfrac", "the share of clipped tokens is", lambda one: one >= MANY_CLIPPED),
+        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda one: one >= FAR_OFF),
+    )
+    seen = [(key, words, holds) for key, words, holds in signs if run.points(key) and holds(last(run.values(key)))]
+    if not seen:
         return None
     return Finding(
         name="off_policy",
         weight=Weight.WATCH,
-        title="What is trained on is far from the policy: few samples carry the update.",
-        since=since(run.points("rollout_corr/rollout_is_eff_sample_size"), lambda one: one <= 0.3),
-        evidence=f"tokens are {last(staleness):.2f} versions old on average; the effective sample size is {last(effective):.2f}",
-        meaning="The weights of the correction differ widely, so that the gradient is as noisy as from a smaller batch.",
-        advice=("lower trainer.asynchronous.max_staleness", "lower the learning rate"),
+        title="What is trained on is far from the policy: it was sampled by weights that are too old.",
+        since=min(since(run.points(key), holds) for key, _, holds in seen),
+        evidence=f"tokens are {last(staleness):.2f} versions old on average; "
+        + "; ".join(f"{words} {last(run.values(key)):.2f}" for key, words, _ in seen),
+        meaning="Most of the batch is clipped, or the weights of the correction differ widely: the gradient is that of a smaller batch.",
+        advice=("lower trainer.asynchronous.max_staleness", "lower actor_rollout_ref.actor.optim.lr"),
         source="AReaL (Fu et al. 2025), section 5",
     )
