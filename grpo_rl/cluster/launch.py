@@ -42,6 +42,8 @@ from grpo_rl.telemetry.terminal.standard_streams import write_now
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
@@ -134,9 +136,12 @@ def train(launch: Launch, stack: ExitStack) -> None:
         rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
     inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
     plan = inputs.plan
+    trial = first_look(launch, inputs) if launch.checkpoint is None else None
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
     launch.status.update(workers=cluster.pids())
     connection.watch_nodes(raylets(cluster.places()))
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
@@ -162,6 +167,18 @@ def train(launch: Launch, stack: ExitStack) -> None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, context.roles, timeline, training.step)
+
+
+def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
+    """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
+    from grpo_rl.plan import first_look as looking
+
+    runs = launch.run_dir.path.parent
+    prompts = looking.some_prompts(inputs.train_data or inputs.val_data)
+    for sight in (*looking.of_plan(inputs.plan, runs), *looking.of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+        if sight.advice:
+            launch.console.warn(sight.as_line())
+    return None if inputs.rules is None else looking.RewardTrial(prompts, inputs.rules, inputs.tokenizer)
 
 
 def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
