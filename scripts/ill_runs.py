@@ -32,15 +32,16 @@ REWARDS, RIGHT_SHARE = "rewards.py", 0.9
 DONE = "ended.json"
 SMALL = (
     "recipe=arithmetic/grpo",
-    "data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=64",
-    "data.train_batch_size=32",
-    f"{A}.ppo_mini_batch_size=32",
+    "data.train_files=task:arithmetic?carrying=0.7&split=train&num_rows=1024",
+    "data.val_files=[]",
+    "data.train_batch_size=16",
+    f"{A}.ppo_mini_batch_size=16",
+    f"{R}.name=hf",
     f"{A}.optim.lr_scheduler_type=constant",
     "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "trainer.total_training_steps=20",
+    "trainer.total_training_steps=15",
 )
-"""The quick start with half of its prompts and a quarter of its steps."""
+"""The quick start with a quarter of its prompts and steps, and the engine that starts soonest."""
 SEPARATE = (f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", "trainer.n_gpus_per_node=1", "trainer.schedule=async")
 REWARD_FUNCTIONS = '''\
 """Reward functions as users write them by mistake."""
@@ -103,8 +104,9 @@ def of_user(function: str) -> str:
     return f"{REWARDS}:{function}"
 
 
-HARD, USUAL, EASY = '"task:arithmetic?forms=3*3&split=train"', '"task:arithmetic?carrying=0.7&split=train"', "easy.jsonl"
-VALIDATED = ("trainer.val_before_train=true", "trainer.test_freq=5")
+HARD = '"task:arithmetic?forms=3*3&split=train&num_rows=1024"'
+USUAL, EASY = '"task:arithmetic?carrying=0.7&split=train&num_rows=1024"', "easy.jsonl"
+VALIDATED = ("data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=64", "trainer.test_freq=5")
 
 MISTAKES: dict[str, Trial] = {
     "reward_constant": Trial((f"reward.functions=[{of_user('always_one')}]",), "the reward does not read the response"),
@@ -118,7 +120,7 @@ MISTAKES: dict[str, Trial] = {
             f"reward.functions=[{of_user('sevens')}]",
             f"{A}.optim.lr=1e-3",
             f"{A}.kl_loss_coef=1e-6",
-            "trainer.total_training_steps=40",
+            "trainer.total_training_steps=30",
         ),
         "a reward for another text than the model's, and hardly any KL term",
     ),
@@ -134,7 +136,7 @@ MISTAKES: dict[str, Trial] = {
     ),
     "ratio_out_of_range": Trial(
         (f"{A}.clip_ratio_low=3e-4", f"{A}.clip_ratio_high=4e-4", f"{A}.ppo_mini_batch_size=4"),
-        "GSPO's clip range for ratios of tokens, eight updates per batch",
+        "GSPO's clip range for ratios of tokens, four updates per batch",
     ),
     "truncation": Trial(("data.max_response_length=2",), "two tokens for answers of three digits"),
     "truncation_grows": Trial((f"reward.functions=[auto,{of_user('length')}]",), "a reward for long responses"),
@@ -157,13 +159,13 @@ MISTAKES: dict[str, Trial] = {
     "reward_model_hacked": Trial(
         (
             "recipe=paradigm/iterate",
+            *VALIDATED,
             f"{A}.kl_loss_coef=1e-6",
-            "trainer.iterate.reward_model_steps=12",
+            "trainer.iterate.reward_model_steps=10",
             "trainer.iterate.steps_per_iteration=30",
-            "trainer.total_training_steps=42",
-            "trainer.test_freq=6",
+            "trainer.total_training_steps=40",
         ),
-        "30 steps on a reward model that was trained for 12",
+        "30 steps on a reward model that was trained for 10",
     ),
     "repetition": Trial(
         (
@@ -180,24 +182,19 @@ MISTAKES: dict[str, Trial] = {
         (
             "data.train_files=noisy_train.jsonl",
             "data.val_files=noisy_val.jsonl",
-            "data.train_batch_size=16",
-            f"{A}.ppo_mini_batch_size=16",
             f"{A}.use_kl_loss=false",
-            f"{R}.n=16",
             f"{A}.optim.lr=1e-3",
-            "trainer.total_training_steps=60",
-            "trainer.val_before_train=true",
-            "trainer.test_freq=15",
+            "trainer.total_training_steps=50",
+            "trainer.test_freq=10",
         ),
-        "16 rows, 60 times, half of them labelled by a careless pupil",
+        "16 rows, 50 times, half of them labelled by a careless pupil",
     ),
     "off_policy": Trial(
         (
             *SEPARATE,
             "trainer.asynchronous.max_staleness=8",
             f"{A}.optim.lr=3e-3",
-            "data.train_batch_size=16",
-            f"{A}.ppo_mini_batch_size=16",
+            "trainer.total_training_steps=25",
         ),
         "async with tokens up to 8 versions old, and a high learning rate",
     ),
@@ -221,20 +218,25 @@ MISTAKES: dict[str, Trial] = {
 }
 """The runs that are made ill, by the name of the finding that has to come first."""
 
-SHORTER = ("trainer.total_training_steps=30", "data.train_batch_size=32")
+SHORTER = (
+    "trainer.total_training_steps=25",
+    "data.train_batch_size=32",
+    "data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=64",
+    f"{R}.name=hf",
+)
 HEALTHY: dict[str, Trial] = {
     name: Trial((f"recipe={name}", *words), "")
     for name, words in {
-        "arithmetic/grpo": (),
-        "arithmetic/dapo": ("trainer.total_training_steps=20",),
+        "arithmetic/grpo": ("trainer.total_training_steps=40",),
+        "arithmetic/dapo": (*SHORTER, "trainer.total_training_steps=12"),
         "arithmetic/ppo": SHORTER,
         "arithmetic/grpo_process": SHORTER,
         "arithmetic/one_step_off": SHORTER,
         "arithmetic/async": SHORTER,
-        "arithmetic/curriculum": (),
-        "arithmetic/scalerl": ("trainer.total_training_steps=40",),
-        "paradigm/sft": (),
-        "paradigm/online_dpo": ("trainer.total_training_steps=40",),
+        "arithmetic/curriculum": SHORTER,
+        "arithmetic/scalerl": SHORTER,
+        "paradigm/sft": (f"{R}.name=hf",),
+        "paradigm/online_dpo": SHORTER,
     }.items()
 }
 """Runs of the recipes, shortened where noted, in which nothing is to be found."""

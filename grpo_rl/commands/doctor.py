@@ -71,7 +71,7 @@ def looked_at(words: Sequence[str]) -> list[Sight]:
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-doctor-"))
-        run_dir, console = RunDir.create(folder, "look"), Console()
+        run_dir, console = RunDir.create(folder, "look"), Console(sys.stderr)
         stack.callback(run_dir.release)
         stack.callback(console.close)
         inputs = read_inputs(plan.collection or plan, run_dir, console, stack)

@@ -66,16 +66,17 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> list[Si
     if not prompts:
         return []
     data = plan.config.data
-    lengths = [_length(tokenizer, prompt.text) for prompt in prompts]
-    cut = sum(length > data.max_prompt_length for length in lengths)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    cut = 0 if data.truncation == "error" else sum(length >= data.max_prompt_length for length in lengths)
     shown = f"at most {max(lengths)} tokens of {data.max_prompt_length}: {_short(prompts[0].text)!r}"
     sights = [
         Sight("prompts", shown)
         if not cut
         else Sight(
             "prompts",
-            f"{cut} of {len(prompts)} are cut ({data.truncation}) to data.max_prompt_length={data.max_prompt_length}",
-            f"raise it to {max(lengths)} or more, or leave such rows out: data.filter_overlong_prompts=true",
+            f"{cut} of {len(prompts)} reach data.max_prompt_length={data.max_prompt_length}, and longer ones are cut "
+            f"({data.truncation}): {_short(prompts[lengths.index(max(lengths))].text)!r}",
+            "raise it, or leave such rows out: data.filter_overlong_prompts=true",
         )
     ]
     answers = [

@@ -177,7 +177,7 @@ class Run:
         if not before:
             return f"there is no checkpoint from before step {since}: give the remedy to a run of a new name, or resume_mode=disable"
         aside = self.store.set_aside_after(before[-1])
-        kept = f"; {len(aside)} later checkpoints are set aside" if aside else ""
+        kept = f"; {len(aside)} later checkpoint{'s' if len(aside) > 1 else ''} set aside" if aside else ""
         return f"the same command goes on from step {before[-1]}, the last one saved before; add the remedy to it{kept}"
 
     def _phase(self, name: str) -> None:

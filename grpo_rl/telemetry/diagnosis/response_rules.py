@@ -51,7 +51,7 @@ def truncation(run: RunRecord) -> Finding | None:
 
 
 def truncation_grows(run: RunRecord) -> Finding | None:
-    """Return a finding where responses grow into the limit and the reward rises with them: the reward pays for length."""
+    """Return a finding where responses grow into the limit and the reward rises with them."""
     cut, lengths, rewards = (
         run.points("response_length/clip_ratio"),
         run.values("response_length/mean"),
@@ -66,15 +66,16 @@ def truncation_grows(run: RunRecord) -> Finding | None:
     return Finding(
         name="truncation_grows",
         weight=Weight.ILL if last(shares) > MANY_CUT else Weight.WATCH,
-        title="Responses grow until they are cut off, and the reward rises with them: it pays for length.",
+        title="Responses grow until they are cut off, and the reward rises with them.",
         since=since(cut, lambda value: value > first(shares) + 0.1),
         evidence=(
             f"cut off {first(shares):.2f} -> {last(shares):.2f}, {first(lengths):.0f} -> {last(lengths):.0f} tokens, reward "
             f"{first(rewards):.3f} -> {last(rewards):.3f}"
         ),
-        meaning="A part of the reward grows with the number of tokens, and is easier to come by than the answer.",
+        meaning="The reward pays for length, or the limit is too short for the answers that are being learnt.",
         advice=(
-            "look at which part of the reward rises (the table Rewards of the report), and take its share of length out",
+            "look at which part of the reward rises (the table Rewards of the report): one that grows with length is to be mended",
+            "raise data.max_response_length where the answers themselves rise",
             "reward.overlong_buffer punishes length softly before data.max_response_length",
         ),
         source="Singhal et al. 2023, on length as what reward models pay for; DAPO (Yu et al. 2025), section 3.4",

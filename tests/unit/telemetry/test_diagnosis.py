@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.config.compose import compose
+from grpo_rl.config.schema.kinds import Illness
 from grpo_rl.telemetry.diagnosis.alarms import Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, as_text, diagnose
 from grpo_rl.telemetry.diagnosis.findings import Weight
@@ -66,7 +67,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def run(changes: dict[str, Series | None] | None = None, steps: int = STEPS, **validation: list[float]) -> RunRecord:
+def run(
+    changes: dict[str, Series | None] | None = None,
+    steps: int = STEPS,
+    config: dict[str, Any] | None = None,
+    **validation: list[float],
+) -> RunRecord:
     series = HEALTHY | (changes or {})
     records = [
         {"step": step, "time": 0.0} | {key: make(step) for key, make in series.items() if make is not None}
@@ -79,7 +85,7 @@ def run(changes: dict[str, Series | None] | None = None, steps: int = STEPS, **v
         for record in records[1:]:
             if record["step"] in by_step:
                 record[name] = by_step[int(record["step"])]
-    return RunRecord(CONFIG, records)
+    return RunRecord(CONFIG | (config or {}), records)
 
 
 ILL: dict[str, RunRecord] = {
@@ -102,7 +108,8 @@ ILL: dict[str, RunRecord] = {
             "actor/entropy": ramp(1.2, 0.0, 4),
         }
     ),
-    "truncation": run({"response_length/clip_ratio": ramp(0.2, 0.97)}),
+    "truncation": run({"response_length/clip_ratio": ramp(0.2, 0.97), "reward/mean": lambda step: 0.3}),
+    "truncation_grows": run({"response_length/clip_ratio": ramp(0.0, 0.97, 20), "response_length/mean": ramp(40, 120, 20)}),
     "validation_falls": run(arithmetic=[0.3, 0.6, 0.5, 0.2]),
     "reward_model_hacked": run({"reward/auto": None, "reward/reward_model": ramp(0.2, 0.9)}, arithmetic=[0.5, 0.6, 0.3, 0.1]),
     "kl_runaway": run({"actor/kl_loss": ramp(0.01, 6.0)}),
@@ -122,6 +129,12 @@ ILL: dict[str, RunRecord] = {
     "off_policy": run({"staleness/mean": lambda step: 3.0, "rollout_corr/rollout_is_eff_sample_size": ramp(0.9, 0.1)}),
     "ratio_out_of_range": run({"actor/pg_clipfrac": ramp(0.1, 0.7)}),
     "groups_too_hard": run({"advantage/zero_group_fraction": ramp(0.6, 0.98), "reward/mean": lambda step: 0.05}),
+    "few_groups_with_signal": run({"advantage/zero_group_fraction": ramp(0.9, 0.95), "reward/mean": lambda step: 0.5}),
+    "memory_nearly_full": run({"perf/host_memory_share": ramp(0.5, 0.99)}),
+    "prompts_cut": run(
+        {"prompt_length/max": lambda step: 64.0, "prompt_length/mean": lambda step: 63.5, "reward/max": lambda step: 0.0},
+        config={"data": CONFIG["data"] | {"truncation": "left"}},
+    ),
     "groups_too_easy": run({"advantage/zero_group_fraction": ramp(0.9, 0.98), "reward/mean": lambda step: 0.97}),
     "gradient_spikes": run({"actor/grad_norm": lambda step: 30.0 if step in (9, 20) else 0.4}),
     "restarts": run({"recovery/restarts_total": lambda step: float(step % 4 == 0)}),
@@ -132,6 +145,22 @@ ILL: dict[str, RunRecord] = {
 def test_an_illness_is_named_first(name: str) -> None:
     found = diagnose(ILL[name])
     assert found.first is not None and found.first.name == name, as_text(found)
+
+
+def test_a_learning_rate_that_rounding_loses_is_as_good_as_none() -> None:
+    found = diagnose(run({"actor/lr": lambda step: 1e-14})).first
+    assert found is not None and found.name == "learning_rate_zero" and "at most 1.0e-14" in found.evidence
+    assert diagnose(run({"actor/lr": ramp(1e-6, 0.0)})).is_healthy, "the end of a decay"
+
+
+def test_every_alarm_that_a_run_can_be_stopped_by_is_a_name_that_the_rules_give() -> None:
+    source = Path(__file__).parents[3] / "grpo_rl" / "telemetry" / "diagnosis"
+    text = "".join(file.read_text() for file in source.glob("*_rules.py"))
+    known = set(get_args(Illness))
+    assert set(ILL) <= known
+    assert [name for name in known if f'"{name}"' not in text] == []
+    named = set(re.findall(r'name="([a-z_]+)"', text))
+    assert named - known == {"always_clipped", "loss_is_zero", "validation_noise", "phase_dominates", "idle_pools"}, "notes"
 
 
 def test_a_healthy_run_gets_no_finding() -> None:
