@@ -96,7 +96,7 @@ class Trial:
 
     words: tuple[str, ...]
     mistake: str
-    """What makes it ill, in a few words; empty for a healthy run."""
+    """The mistake that makes it ill, in a few words; empty for a healthy run."""
 
 
 def of_user(function: str) -> str:
@@ -315,7 +315,7 @@ def run(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the doctor says about one run."""
+    """The diagnosis of one run."""
 
     name: str
     first: str

@@ -111,8 +111,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     lost = ends_the_run(launch.status, run_dir, console)
     # A GPU's driver does not survive a fork.
     copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-    ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
-    log = run_dir.logs / "ray.log"
+    ray_init, num_cpus, log = config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
     connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
@@ -140,8 +139,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
-    for sight in trial.sights() if trial is not None else ():
-        (console.warn if sight.advice else console.info)(sight.as_line())
+    show_trial(trial, console)
     launch.status.update(workers=cluster.pids())
     connection.watch_nodes(raylets(cluster.places()))
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
@@ -179,6 +177,12 @@ def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
         if sight.advice:
             launch.console.warn(sight.as_line())
     return None if inputs.rules is None else looking.RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+
+
+def show_trial(trial: RewardTrial | None, console: Console) -> None:
+    """Show what the reward gives right answers and empty ones, as a warning where that is the same."""
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
 
 
 def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import ConfigError, DataError, RewardError
-from grpo_rl.host_memory import host_memory
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
 from grpo_rl.plan.model_folder import policy_settings, positions_of
@@ -47,7 +47,7 @@ class Sight:
 
 
 class Scores(Protocol):
-    """What scores rollouts: the reward processes of a run."""
+    """The reward processes of a run, as far as they score rollouts."""
 
     def submit(self, rollout: Rollout) -> None:
         """Begin to score this rollout."""
@@ -212,7 +212,7 @@ def _memory(plan: Plan) -> Iterator[Sight]:
         needed, what = max((need.num_bytes, need.role) for need in plan.memory)
         advice = "use more GPUs, or lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu; param_offload and optimizer_offload help"
     else:
-        free, place, what = host_memory().free, "the machine", "all processes"
+        free, place, what = machine_memory().free, "the machine", "all processes"
         needed = sum(need.num_bytes * _processes(plan, need.role) for need in plan.memory)
         advice = "lower actor_rollout_ref.rollout.kv_cache_gib or actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     text = f"{what}: about {gib(needed)} of {gib(int(free))} on {place}"

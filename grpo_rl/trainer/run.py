@@ -14,7 +14,7 @@ from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted, StoppedByAlarm
 from grpo_rl.faults import fault_point, tell
-from grpo_rl.host_memory import host_memory
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.telemetry.diagnosis.alarms import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.findings import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -132,7 +132,7 @@ class Run:
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
-        metrics["perf/host_memory_share"] = host_memory().used_share
+        metrics["perf/host_memory_share"] = machine_memory().used_share
         self._log(metrics | self.roles.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))

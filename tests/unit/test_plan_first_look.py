@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl import host_memory
+from grpo_rl import machine_memory
 from grpo_rl.__main__ import main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
@@ -113,7 +113,7 @@ def test_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.Mo
     large = dataclasses.replace(plan, model=dataclasses.replace(size, num_params=10**14))
     sights = of_plan(large, tmp_path)
     assert troubles(sights) == ["disk"] and "max_actor_ckpt_to_keep=2" in sights[2].advice
-    monkeypatch.setattr(first_look, "host_memory", lambda: host_memory.HostMemory(1e6, 1e9))
+    monkeypatch.setattr(first_look, "machine_memory", lambda: machine_memory.MachineMemory(1e6, 1e9))
     assert troubles(of_plan(plan, tmp_path)) == ["memory"]
 
 
@@ -126,19 +126,19 @@ def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    assert host_memory.host_memory() == (600 * 1024, 1000 * 1024)
-    assert host_memory.host_memory().used_share == pytest.approx(0.4)
+    monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
+    assert machine_memory.machine_memory() == (600 * 1024, 1000 * 1024)
+    assert machine_memory.machine_memory().used_share == pytest.approx(0.4)
     for name, text in {
         "memory.max": "409600",
         "memory.current": "300000",
         "memory.stat": "anon 1\ninactive_file 200000",
     }.items():
         (tmp_path / name).write_text(text)
-    assert host_memory.host_memory() == (309600, 409600)
+    assert machine_memory.machine_memory() == (309600, 409600)
     (tmp_path / "memory.max").write_text("max")
-    assert host_memory.host_memory().total == 1000 * 1024
+    assert machine_memory.machine_memory().total == 1000 * 1024
 
 
 def test_the_command_looks_at_words_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import OutOfMemory
-from grpo_rl.host_memory import host_memory
+from grpo_rl.machine_memory import machine_memory
 
 GIB = 2**30
 SPLIT = "trainer.on_out_of_memory=split"
@@ -103,7 +103,7 @@ def _room(error: Exception) -> tuple[str, float, float]:
     if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return "GPU's memory", free, total
-    return "machine's memory", *host_memory()
+    return "machine's memory", *machine_memory()
 
 
 def _gib(num_bytes: float) -> str:

@@ -94,4 +94,4 @@ Illness = Literal[
     "language_mixing", "groups_too_hard", "groups_too_easy", "few_groups_with_signal", "gradient_spikes", "restarts",
     "memory_nearly_full",
 ]  # fmt: skip
-"""What the doctor (`telemetry/diagnosis`) can find wrong while a run goes on, causes before what they bring about."""
+"""The illnesses that the doctor (`telemetry/diagnosis`) may find, causes before what they bring about."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-class HostMemory(NamedTuple):
+class MachineMemory(NamedTuple):
     """Bytes of memory: those that can still be had, and all."""
 
     free: float
@@ -20,7 +20,7 @@ class HostMemory(NamedTuple):
         return 1.0 - self.free / self.total if self.total > 0 else 0.0
 
 
-def host_memory() -> HostMemory:
+def machine_memory() -> MachineMemory:
     """Return what the machine has, or what a container may use where that is less. Raises OSError where nothing says it."""
     fields = {}
     for line in MEMINFO.read_text().splitlines():
@@ -31,8 +31,8 @@ def host_memory() -> HostMemory:
         limit = float((CGROUP / "memory.max").read_text())
         used = float((CGROUP / "memory.current").read_text()) - _kept_of_files()
     except (OSError, ValueError):
-        return HostMemory(free, total)
-    return HostMemory(max(0.0, min(free, limit - used)), min(total, limit))
+        return MachineMemory(free, total)
+    return MachineMemory(max(0.0, min(free, limit - used)), min(total, limit))
 
 
 def _kept_of_files() -> float:
