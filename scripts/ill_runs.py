@@ -113,8 +113,10 @@ MISTAKES: dict[str, Trial] = {
     "reward_never_seen": Trial(("reward.functions=[gsm8k]",), "the rule wants '#### 42', the model writes '42'"),
     "learning_rate_zero": Trial((f"{A}.optim.lr=1e-14",), "lr=1e-14 for 1e-4"),
     "learning_rate_too_high": Trial((f"{A}.optim.lr=0.1",), "lr=0.1"),
-    "entropy_collapse": Trial((f"{A}.entropy_coeff=-0.3",), "the entropy bonus has the wrong sign"),
-    "entropy_explosion": Trial((f"{A}.entropy_coeff=1",), "an entropy bonus as large as the reward"),
+    "entropy_collapse": Trial(
+        (f"{A}.entropy_coeff=-5", f"{A}.optim.lr=1e-3"), "the entropy bonus has the wrong sign, and is large"
+    ),
+    "entropy_explosion": Trial((f"{A}.entropy_coeff=4", f"{A}.optim.lr=1e-3"), "an entropy bonus larger than the reward"),
     "kl_runaway": Trial(
         (
             f"reward.functions=[{of_user('sevens')}]",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.machine_memory import machine_memory
@@ -226,8 +228,8 @@ def _processes(plan: Plan, name: str) -> int:
 
 
 def _rollout(prompt: Prompt, index: int, text: str, tokenizer: Any) -> Rollout:
-    token_ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-    return Rollout(prompt, index, token_ids, [0.0] * len(token_ids), "stop", (), text)
+    token_ids = np.asarray(tokenizer.encode(text, add_special_tokens=False) if text else [], dtype=np.int32)
+    return Rollout(prompt, index, token_ids, np.zeros(len(token_ids), dtype=np.float32), "stop", (), text)
 
 
 def _length(tokenizer: Any, text: str) -> int:
