@@ -106,7 +106,7 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
     if share < 0.7:
         return None
     low, high = run.reward_range
-    if last(rewards) > first(rewards) + 0.1 * (high - low) or (run.solved_share >= 0.8 and last(rewards) > first(rewards)):
+    if last(rewards) > first(rewards) + 0.1 * (high - low):
         return None  # a run that has learnt its task has groups without signal
     solved, mixed = run.solved_share >= 0.8, 0.2 < run.solved_share < 0.8
     step = since(points, lambda value: value >= 0.7)

@@ -182,6 +182,12 @@ def test_a_run_that_has_solved_its_task_is_healthy() -> None:
     assert diagnose(solved).is_healthy, as_text(diagnose(solved))
 
 
+def test_a_task_that_was_solved_before_training_is_too_easy_even_where_the_reward_still_rises_a_little() -> None:
+    # The figures of scripts/ill_runs.py: a reward that nearly every response gets.
+    easy = run({"reward/mean": ramp(0.985, 1.0, 15), "advantage/zero_group_fraction": lambda step: 0.97})
+    assert (found := diagnose(easy).first) is not None and found.name == "groups_too_easy"
+
+
 def test_a_reward_model_that_agrees_less_with_the_rule_is_seen() -> None:
     parted = run({"iterate/agreement": ramp(0.9, 0.3)})
     assert (found := diagnose(parted).first) is not None and found.name == "reward_model_hacked"
