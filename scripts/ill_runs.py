@@ -137,23 +137,26 @@ MISTAKES: dict[str, Trial] = {
         "half of the prompts are solved before training, the others never",
     ),
     "ratio_out_of_range": Trial(
-        (f"{A}.clip_ratio_low=3e-4", f"{A}.clip_ratio_high=4e-4", f"{A}.ppo_mini_batch_size=4"),
-        "GSPO's clip range for ratios of tokens, four updates per batch",
+        (f"{A}.clip_ratio_low=3e-4", f"{A}.clip_ratio_high=4e-4", f"{A}.ppo_mini_batch_size=4", f"{A}.ppo_epochs=3"),
+        "GSPO's clip range for ratios of tokens, twelve updates per batch",
     ),
     "truncation": Trial(("data.max_response_length=2",), "two tokens for answers of three digits"),
-    "truncation_grows": Trial((f"reward.functions=[auto,{of_user('length')}]",), "a reward for long responses"),
+    "truncation_grows": Trial(
+        (f"data.train_files={HARD}", f"reward.functions=[auto,{of_user('length')}]"), "a reward for long responses"
+    ),
     "length_without_reward": Trial(
         (
             f"data.train_files=[{HARD},{EASY}]",
             "data.train_weights=[0.5,0.5]",
             f"reward.functions=[auto,{of_user('thoroughness')}]",
-            "data.max_response_length=64",
-            "trainer.total_training_steps=25",
+            "data.max_response_length=96",
+            "trainer.total_training_steps=20",
         ),
         "where all are wrong or all are right, a tiny extra for length decides",
     ),
     "sampler_trainer_disagree": Trial(
-        (f"{R}.dtype=bfloat16", f"{A}.optim.lr=2e-3"), "bfloat16 in the engine, float32 in the trainer"
+        ("actor_rollout_ref.model.override_config={attention_dropout: 0.5}", f"{A}.use_prefix_grouper=false"),
+        "the trainer drops half of the attention at random, the engine does not",
     ),
     "reward_failures": Trial(
         (f"reward.functions=[{of_user('inverse_error')}]",), "the reward divides by 0 in a tenth of its calls"
@@ -172,11 +175,11 @@ MISTAKES: dict[str, Trial] = {
     "repetition": Trial(
         (
             f"{R}.ignore_eos=true",
-            "data.max_response_length=220",
-            "data.train_batch_size=8",
-            f"{A}.ppo_mini_batch_size=8",
+            "data.max_response_length=240",
+            "data.train_batch_size=4",
             f"reward.functions=[{of_user('fluency')}]",
-            f"{A}.optim.lr=1e-3",
+            f"{A}.optim.lr=2e-3",
+            "trainer.total_training_steps=12",
         ),
         "a reward for text that goes on as before, and no end token",
     ),
@@ -195,7 +198,9 @@ MISTAKES: dict[str, Trial] = {
         (
             *SEPARATE,
             "trainer.asynchronous.max_staleness=8",
-            f"{A}.optim.lr=3e-3",
+            f"{A}.optim.lr=2e-3",
+            "algorithm.rollout_correction.rollout_is=sequence",
+            "algorithm.rollout_correction.rollout_is_threshold=1000",
             "trainer.total_training_steps=25",
         ),
         "async with tokens up to 8 versions old, and a high learning rate",
@@ -292,9 +297,9 @@ def words_of(name: str) -> list[str]:
     trial = MISTAKES.get(name) or HEALTHY[name]
     given = (*SMALL, *trial.words) if name in MISTAKES else trial.words
     by_key = {word.partition("=")[0]: word for word in given}
-    size = by_key.get("data.train_batch_size")
-    if size is not None and f"{A}.ppo_mini_batch_size" not in by_key:
-        by_key[f"{A}.ppo_mini_batch_size"] = f"{A}.ppo_mini_batch_size={size.partition('=')[2]}"
+    own = {word.partition("=")[0]: word.partition("=")[2] for word in trial.words}
+    if "data.train_batch_size" in own and f"{A}.ppo_mini_batch_size" not in own:
+        by_key[f"{A}.ppo_mini_batch_size"] = f"{A}.ppo_mini_batch_size={own['data.train_batch_size']}"
     return [*by_key.values(), "trainer.logger=[console]", "trainer.export_at_end=false"]
 
 

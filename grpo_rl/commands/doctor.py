@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from grpo_rl.telemetry.terminal.text import encodable
 
 if TYPE_CHECKING:
     from grpo_rl.plan.first_look import Sight
+
+WIDTH = 100
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +47,7 @@ def _before_start(arguments: argparse.Namespace) -> int:
         )
     sights = looked_at(arguments.run)
     troubles = [sight for sight in sights if sight.advice]
-    lines = [f"{'WATCH' if sight.advice else 'ok   '}  {sight.as_line()}" for sight in sights]
+    lines = [line for sight in sights for line in _wrapped(f"{'WATCH' if sight.advice else 'ok   '}  {sight.as_line()}")]
     number = f"{len(troubles)} thing{'s' if len(troubles) > 1 else ''} to look at" if troubles else "nothing is in the way"
     text = "\n".join([f"Before a start: {number}.", *lines])
     found: list[dict[str, Any]] = [
@@ -81,6 +84,10 @@ def looked_at(words: Sequence[str]) -> list[Sight]:
         if inputs.rules is not None:
             sights += RewardTrial(prompts, inputs.rules, inputs.tokenizer).sights()
     return sights
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 16, break_long_words=False, break_on_hyphens=False)
 
 
 def _is_word(word: str) -> bool:

@@ -23,6 +23,7 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib
 from grpo_rl.plan.model_folder import policy_settings, positions_of
 from grpo_rl.rewards.check import gold_response
+from grpo_rl.telemetry.terminal.text import safe_text
 from grpo_rl.types import Prompt, Rollout
 
 NUM_ROWS = 8
@@ -45,7 +46,8 @@ class Sight:
 
     def as_line(self) -> str:
         """Return it as a line for people."""
-        return f"{self.name + ' ':<9}{self.text}" + (f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else "")
+        advice = f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else ""
+        return safe_text(f"{self.name + ' ':<9}{self.text}{advice}", limit=1000)
 
 
 class Scores(Protocol):

@@ -94,18 +94,33 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
         title="The engine that samples and the trainer do not agree about the sampled tokens.",
         since=step,
         evidence=f"log-probs differ by {value:.3f} nats per token on average ({first(values):.3f} at first); float32 differs by 1e-6",
-        meaning=(
-            "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
-            if grows
-            else "Another precision, another temperature, another chat template or attention, on one of the two sides."
-        ),
+        meaning=_why_they_disagree(run, grows),
         advice=(
+            *(("set the dropout in actor_rollout_ref.model.override_config to 0",) if _dropouts(run) else ()),
             "give both sides one precision: actor_rollout_ref.rollout.dtype and actor_rollout_ref.actor.fsdp_config.dtype",
             "correct for it: algorithm.rollout_correction.rollout_is=token",
             "actor_rollout_ref.rollout.checkpoint_engine.verify_checksum=true shows whether the weights arrive whole",
         ),
         source="Yao et al. 2025, on truncated importance sampling between engine and trainer",
     )
+
+
+def _why_they_disagree(run: RunRecord, grows: bool) -> str:
+    """Return the likeliest cause, from the configuration where it shows one."""
+    if drops := _dropouts(run):
+        return f"The trainer drops at random ({', '.join(drops)}), and the engine does not: they run different models."
+    sides = [run.setting(f"actor_rollout_ref.{key}", "auto") for key in ("rollout.dtype", "actor.fsdp_config.dtype")]
+    if sides[0] != sides[1]:
+        return f"The engine computes in {sides[0]}, and the trainer in {sides[1]} (auto: bfloat16 on GPUs, float32 on CPUs)."
+    if grows:
+        return "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
+    return "Another precision, another temperature, another chat template or attention, on one of the two sides."
+
+
+def _dropouts(run: RunRecord) -> list[str]:
+    """Return the settings of dropout that the run gave to its model, as `name=value`."""
+    given = run.setting("actor_rollout_ref.model.override_config") or {}
+    return [f"{name}={value}" for name, value in given.items() if "drop" in str(name) and value]
 
 
 def ratio_out_of_range(run: RunRecord) -> Finding | None:
