@@ -98,7 +98,7 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
     kl = run.points("actor/kl_loss")
     # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
     jumps = [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl) if value > 3 * before]
-    large = [(step, value) for step, value in [*steps, *jumps] if value > KL_STEP]
+    large = [(step, value) for step, value in [*steps, *jumps] if value > KL_STEP and not _was_random(run, step)]
     if not large or not rewards or _gains(rewards):
         return None
     step, value = min(large)
@@ -120,6 +120,13 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
         ),
         source="PPO's trust region: Schulman et al. 2017, sections 2 and 4",
     )
+
+
+def _was_random(run: RunRecord, step: int) -> bool:
+    """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
+    points = run.entropy()
+    before = [value for at, value in points if at < step]
+    return bool(before) and before[-1] > 1.5 * first([value for _, value in points])
 
 
 def kl_runaway(run: RunRecord) -> Finding | None:

@@ -9,6 +9,8 @@ from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
 
 COLLAPSED = 0.1
 """The share of its first entropy below which a policy hardly explores."""
+FALLEN = 0.5
+"""The share of its first entropy below which a policy hardly explores where its groups have lost their signal meanwhile."""
 LITTLE = 0.02
 """Nats per token below which a policy is as good as deterministic, whatever it began with."""
 AGREES = 0.02
@@ -31,6 +33,8 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
     solved = run.solved_share >= 0.9
     bound = max(LITTLE, COLLAPSED * first(values))
     silent = run.values("advantage/zero_group_fraction")
+    if _silenced(run):
+        bound = max(bound, FALLEN * first(values))
     if last(values) > bound or first(values) <= bound or solved or (silent and last(silent) < 0.5):
         return None
     return Finding(
@@ -38,7 +42,8 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
         weight=Weight.ILL,
         title="The policy's entropy has collapsed before the task is solved.",
         since=since(points, lambda value: value <= bound),
-        evidence=f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {last(rewards):.3f} of {run.reward_range[1]:g}",
+        evidence=f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {last(rewards):.3f} of {run.reward_range[1]:g}"
+        + (f"; groups of equal rewards {first(silent):.2f} at first, {last(silent):.2f} now" if silent else ""),
         meaning="All responses to a prompt are nearly the same, so groups have no signal and nothing better is found.",
         advice=(
             "raise the upper clip: actor_rollout_ref.actor.clip_ratio_high=0.28",
@@ -48,6 +53,14 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
         ),
         source="DAPO (Yu et al. 2025), section 3.1; Cui et al. 2025, section 4",
     )
+
+
+def _silenced(run: RunRecord) -> bool:
+    """Return whether most groups have lost their signal since the beginning, and not by solving the task."""
+    silent, rewards, (low, high) = run.values("advantage/zero_group_fraction"), run.values("reward/mean"), run.reward_range
+    if not silent or last(silent) < 0.7 or last(silent) < first(silent) + 0.3:
+        return False
+    return last(rewards) < first(rewards) + 0.2 * (high - low)
 
 
 def entropy_explosion(run: RunRecord) -> Finding | None:

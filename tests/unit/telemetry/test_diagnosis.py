@@ -128,7 +128,13 @@ ILL: dict[str, RunRecord] = {
     "length_without_reward": run({"response_length/mean": ramp(40, 100), "reward/mean": lambda step: 0.4}),
     "off_policy": run({"staleness/mean": lambda step: 3.0, "rollout_corr/rollout_is_eff_sample_size": ramp(0.9, 0.1)}),
     "ratio_out_of_range": run({"actor/pg_clipfrac": ramp(0.1, 0.7)}),
-    "groups_too_hard": run({"advantage/zero_group_fraction": ramp(0.6, 0.98), "reward/mean": lambda step: 0.05}),
+    "groups_too_hard": run(
+        {
+            "advantage/zero_group_fraction": ramp(0.6, 0.98),
+            "reward/mean": lambda step: 0.05,
+            "actor/entropy": lambda step: 1.0,
+        }
+    ),
     "few_groups_with_signal": run({"advantage/zero_group_fraction": ramp(0.9, 0.95), "reward/mean": lambda step: 0.5}),
     "memory_nearly_full": run({"perf/host_memory_share": ramp(0.5, 0.99)}),
     "prompts_cut": run(
@@ -180,6 +186,54 @@ def test_a_run_that_has_solved_its_task_is_healthy() -> None:
         arithmetic=[0.27, 0.7, 0.95],
     )
     assert diagnose(solved).is_healthy, as_text(diagnose(solved))
+
+
+def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed_at_half_of_its_entropy() -> None:
+    # The figures of scripts/ill_runs.py, entropy_collapse: a bonus of the wrong sign.
+    entropy = [0.182, 0.18, 0.111, 0.084, 0.086, 0.111, 0.074, 0.062, 0.051, 0.02, 0.018, 0.034, 0.029, 0.021, 0.023]
+    silent = [0.19, 0.12, 0.62, 0.25, 0.62, 0.75, 0.75, 0.88, 0.81, 1.0, 0.94, 0.81, 0.88, 1.0, 0.88]
+    rewards = [0.36, 0.34, 0.23, 0.33, 0.24, 0.3, 0.37, 0.12, 0.13, 0.19, 0.08, 0.38, 0.06, 0.0, 0.22]
+    changes: dict[str, Series | None] = {
+        "actor/entropy": lambda step: entropy[step - 1],
+        "advantage/zero_group_fraction": lambda step: silent[step - 1],
+    }
+    stuck = diagnose(run(changes | {"reward/mean": lambda step: rewards[step - 1]}, steps=15))
+    assert stuck.first is not None and stuck.first.name == "entropy_collapse", as_text(stuck)
+    learning = diagnose(run(changes | {"reward/mean": ramp(0.36, 0.85, 15)}, steps=15))
+    assert learning.is_healthy, as_text(learning)
+
+
+def test_a_kl_that_grows_from_step_to_step_is_no_step_that_is_too_large() -> None:
+    changes: dict[str, Series | None] = {"reward/mean": ramp(0.5, 0.3)}
+    grown = diagnose(run(changes | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15))
+    assert "learning_rate_too_high" not in [one.name for one in grown.findings]
+    sudden = diagnose(run(changes | {"actor/kl_loss": lambda step: 5.9 if step > 1 else 0.0}, steps=15))
+    assert sudden.first is not None and sudden.first.name == "learning_rate_too_high"
+
+
+def test_a_jump_of_a_policy_that_was_becoming_random_is_laid_to_its_entropy() -> None:
+    # The figures of scripts/ill_runs.py, entropy_explosion: a bonus larger than the reward.
+    entropy = [0.18, 0.22, 0.22, 0.25, 0.33, 0.45, 0.56, 0.62, 0.74, 0.84, 0.96, 1.09, 1.28, 1.33, 1.33]
+    kl = [0.0, 0.01, 0.09, 0.26, 0.52, 0.77, 2.34, 2.85, 3.19, 2.98, 3.64, 4.17, 3.68, 4.18, 4.09]
+    rewards = [0.36, 0.43, 0.38, 0.46, 0.4, 0.29, 0.09, 0.02, 0.0, 0.03, 0.03, 0.0, 0.02, 0.0, 0.0]
+    changes: dict[str, Series | None] = {
+        "actor/entropy": lambda step: entropy[step - 1],
+        "actor/kl_loss": lambda step: kl[step - 1],
+        "reward/mean": lambda step: rewards[step - 1],
+    }
+    found = diagnose(run(changes, steps=15))
+    assert found.first is not None and found.first.name == "entropy_explosion", as_text(found)
+
+
+def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
+    differ: dict[str, Series | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
+    parts = CONFIG["actor_rollout_ref"]
+    drops = {"actor_rollout_ref": parts | {"model": {"override_config": {"attention_dropout": 0.5}}}}
+    found = diagnose(run(differ, config=drops)).first
+    assert found is not None and "attention_dropout=0.5" in found.meaning and "dropout" in found.advice[0]
+    coarse = {"actor_rollout_ref": parts | {"rollout": {"n": 4, "dtype": "bfloat16"}}}
+    found = diagnose(run(differ, config=coarse)).first
+    assert found is not None and "computes in bfloat16, and the trainer in auto" in found.meaning
 
 
 def test_a_task_that_was_solved_before_training_is_too_easy_even_where_the_reward_still_rises_a_little() -> None:
