@@ -126,7 +126,7 @@ def _was_random(run: RunRecord, step: int) -> bool:
     """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
     points = run.entropy()
     before = [value for at, value in points if at < step]
-    return bool(before) and before[-1] > 1.5 * first([value for _, value in points])
+    return bool(before) and before[-1] > 1.5 * points[0][1]
 
 
 def kl_runaway(run: RunRecord) -> Finding | None:
