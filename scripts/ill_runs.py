@@ -226,27 +226,27 @@ MISTAKES: dict[str, Trial] = {
 """The runs that are made ill, by the name of the finding that has to come first."""
 
 SHORTER = (
-    "trainer.total_training_steps=25",
-    "data.train_batch_size=32",
+    "trainer.total_training_steps=20",
+    "data.train_batch_size=16",
     "data.val_files=task:arithmetic?carrying=0.7&split=val&num_rows=64",
     f"{R}.name=hf",
 )
 HEALTHY: dict[str, Trial] = {
     name: Trial((f"recipe={name}", *words), "")
     for name, words in {
-        "arithmetic/grpo": ("trainer.total_training_steps=40",),
-        "arithmetic/dapo": (*SHORTER, "trainer.total_training_steps=12"),
+        "arithmetic/grpo": SHORTER,
+        "arithmetic/dapo": (*SHORTER, "trainer.total_training_steps=10"),
         "arithmetic/ppo": SHORTER,
         "arithmetic/grpo_process": SHORTER,
         "arithmetic/one_step_off": SHORTER,
         "arithmetic/async": SHORTER,
         "arithmetic/curriculum": SHORTER,
         "arithmetic/scalerl": SHORTER,
-        "paradigm/sft": (f"{R}.name=hf",),
+        "paradigm/sft": (*SHORTER, "data.val_prompt_files=task:arithmetic?carrying=0.7&split=val&num_rows=64"),
         "paradigm/online_dpo": SHORTER,
     }.items()
 }
-"""Runs of the recipes, shortened where noted, in which nothing is to be found."""
+"""Runs of the recipes, all shortened, with the engine that starts soonest; nothing is to be found in them."""
 
 
 def rows_of(
