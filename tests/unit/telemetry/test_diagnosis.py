@@ -254,6 +254,24 @@ def test_a_loss_of_zero_is_explained_and_is_no_illness() -> None:
     assert [one.name for one in found.findings] == ["loss_is_zero"]
 
 
+@pytest.mark.parametrize(
+    ("phase", "seconds", "key"),
+    [
+        ("gen", 9.0, "max_num_seqs"),
+        ("gen", 7.0, None),
+        ("old_logprobs", 6.0, "ppo_mini_batch_size"),
+        ("reward", 6.0, "num_workers"),
+    ],
+)
+def test_a_phase_that_takes_most_of_the_time_is_noted_with_the_key_that_shortens_it(
+    phase: str, seconds: float, key: str | None
+) -> None:
+    found = diagnose(run({"timing_s/gen": lambda step: 1.0, f"timing_s/{phase}": lambda step: seconds}))
+    notes = [one for one in found.findings if one.name == "phase_dominates"]
+    assert found.is_healthy and bool(notes) == (key is not None)
+    assert all(key is not None and key in one.advice[0] for one in notes)
+
+
 def test_a_run_of_supervised_training_is_not_judged_by_rewards() -> None:
     records = [{"step": step, "train/loss": 6.0 / step, "actor/pg_loss": 6.0 / step, "actor/lr": 1e-4} for step in range(1, 30)]
     assert diagnose(RunRecord({}, records)).is_healthy
