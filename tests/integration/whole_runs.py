@@ -88,5 +88,7 @@ def assert_trains_like_its_engine(run: Run, last: int) -> None:
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
     return {
-        key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/tokens_per_s")) and key != "time"
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("timing_s/", "perf/tokens_per_s", "perf/host_memory")) and key != "time"
     }
