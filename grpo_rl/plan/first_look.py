@@ -118,7 +118,7 @@ class RewardTrial:
     def __init__(self, prompts: Sequence[Prompt], rules: Scores, tokenizer: Any) -> None:
         self._rules = rules
         self._empty = [_rollout(prompt, 0, "", tokenizer) for prompt in prompts]
-        golds = [(prompt, gold_response(prompt.data_source, prompt.ground_truth, prompt.extra_info)) for prompt in prompts]
+        golds = [(prompt, _right_answer(prompt)) for prompt in prompts]
         self._right = [_rollout(prompt, 1, gold, tokenizer) for prompt, gold in golds if gold is not None]
         for rollout in (*self._right, *self._empty):
             rules.submit(rollout)
@@ -227,6 +227,14 @@ def _processes(plan: Plan, name: str) -> int:
     """Return how many processes of the role there are, by its name in the estimate of memory."""
     found = next((role for role in plan.roles if role.name == name.replace(" ", "_")), None)
     return found.num_workers if found is not None else 1
+
+
+def _right_answer(prompt: Prompt) -> str | None:
+    """Return a response with the right answer; None where the ground truth has no form from which one is made."""
+    try:
+        return gold_response(prompt.data_source, prompt.ground_truth, prompt.extra_info)
+    except (TypeError, ValueError, ArithmeticError, LookupError):
+        return None
 
 
 def _rollout(prompt: Prompt, index: int, text: str, tokenizer: Any) -> Rollout:

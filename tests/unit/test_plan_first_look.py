@@ -74,7 +74,8 @@ def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRu
 
 @pytest.mark.parametrize("runner", ["auto"], indirect=True)
 def test_where_no_right_answer_can_be_made_it_says_so_and_warns_of_nothing(runner: RewardRunner) -> None:
-    prompts = [dataclasses.replace(prompt, ground_truth={"tests": []}) for prompt in prompts_of()]
+    truths: list[object] = [{"tests": []}, {"numbers": 7, "target": "no number"}, None]
+    prompts = [dataclasses.replace(prompt, ground_truth=truth) for prompt, truth in zip(prompts_of(), truths, strict=False)]
     (sight,) = RewardTrial(prompts, runner, TOKENIZER).sights()
     assert "no right answer could be made" in sight.text and not sight.advice
     assert RewardTrial([], runner, TOKENIZER).sights() == []
