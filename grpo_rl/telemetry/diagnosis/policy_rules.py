@@ -20,6 +20,7 @@ FEW_EFFECTIVE = 0.3
 """The effective sample size, as a share, below which a corrected batch is worth less than a third of its tokens."""
 FAR_OFF = 0.3
 """The mean difference of log-probs, in nats, above which stale tokens are far from the policy that they train."""
+CLIPPED_OF_ALL = 0.1
 MANY_CLIPPED = 0.3
 """The share of clipped tokens above which most of a batch has no gradient."""
 
@@ -138,21 +139,25 @@ def _dropouts(run: RunRecord) -> list[str]:
 
 def ratio_out_of_range(run: RunRecord) -> Finding | None:
     """Return a finding where much of a batch is clipped."""
-    points = run.points("actor/pg_clipfrac")
+    silent = dict(run.points("advantage/zero_group_fraction"))
+    raw = run.points("actor/pg_clipfrac")
+    # Tokens of groups without a signal have no gradient to clip: the share is that of all others.
+    points = [(step, value / (1 - silent.get(step, 0.0))) for step, value in raw if silent.get(step, 0.0) < 1]
     if len(points) < 3:
         return None
-    value = last([one for _, one in points])
-    if value < MANY_CLIPPED:
+    value, of_all = last([one for _, one in points]), last([one for _, one in raw])
+    if value < MANY_CLIPPED or of_all < CLIPPED_OF_ALL:
         return None
     largest = max(run.values("actor/ratio_max"), default=float("nan"))
     return Finding(
         name="ratio_out_of_range",
         weight=Weight.WATCH,
-        title=f"{100 * value:.0f} % of the tokens are clipped: later updates of a batch have little to train.",
+        title=f"{100 * value:.0f} % of the tokens with a signal are clipped: later updates of a batch have little to train.",
         since=since(points, lambda one: one >= MANY_CLIPPED),
-        evidence=f"actor/pg_clipfrac {value:.2f}, the largest ratio {largest:.3g}",
-        meaning="Too many updates per batch, or steps that are too large: the policy has left the one that sampled.",
+        evidence=f"actor/pg_clipfrac {of_all:.2f} of all tokens, the largest ratio {largest:.3g}",
+        meaning="Too many updates per batch, steps that are too large, or a clip range that is meant for another loss.",
         advice=(
+            "look at the clip range: 0.2 for ratios of tokens (vanilla), 3e-4 for those of whole responses (gspo)",
             "lower actor_rollout_ref.actor.ppo_epochs or raise ppo_mini_batch_size",
             "lower actor_rollout_ref.actor.optim.lr",
         ),

@@ -236,6 +236,19 @@ def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
     assert found is not None and "computes in bfloat16, and the trainer in auto" in found.meaning
 
 
+def test_tokens_without_a_signal_do_not_hide_that_the_others_are_clipped() -> None:
+    # The figures of scripts/ill_runs.py, ratio_out_of_range: the clip range of GSPO with ratios of tokens.
+    clipped, silent = [0.29, 0.25, 0.21, 0.22, 0.16], [0.19, 0.25, 0.31, 0.31, 0.5]
+    changes: dict[str, Series | None] = {
+        "actor/pg_clipfrac": lambda step: clipped[(step - 1) // 3],
+        "advantage/zero_group_fraction": lambda step: silent[(step - 1) // 3],
+    }
+    found = diagnose(run(changes, steps=15)).first
+    assert found is not None and found.name == "ratio_out_of_range" and "0.16 of all tokens" in found.evidence
+    few = changes | {"actor/pg_clipfrac": lambda step: 0.02, "advantage/zero_group_fraction": lambda step: 0.95}
+    assert "ratio_out_of_range" not in [one.name for one in diagnose(run(few, steps=15)).findings]
+
+
 def test_a_task_that_was_solved_before_training_is_too_easy_even_where_the_reward_still_rises_a_little() -> None:
     # The figures of scripts/ill_runs.py: a reward that nearly every response gets.
     easy = run({"reward/mean": ramp(0.985, 1.0, 15), "advantage/zero_group_fraction": lambda step: 0.97})
