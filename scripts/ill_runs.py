@@ -369,7 +369,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
         first = f"`{one.first}`" if one.first else "nothing"
         mark = "" if one.is_right else " **wrong**"
         others = ", ".join(one.others)
-        since = one.since or ""
+        since = one.since if one.first else ""
         lines.append(f"| `{one.name}` | {mistake} | {first}{mark} | {since} | {one.alarm} | {others} | {one.seconds:.0f} |")
     return "\n".join(lines)
 
