@@ -28,6 +28,7 @@ FLOORS = {
     "hub": 0,
     "faults": 0,
     "child_processes": 0,
+    "machine_memory": 0,
     "config": 0,
     "protocols": 1,
     "algos": 1,

@@ -22,7 +22,16 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
+from grpo_rl.errors import (
+    ClusterError,
+    ConfigError,
+    FunctionError,
+    GrpoRlError,
+    Preempted,
+    RewardError,
+    StoppedByAlarm,
+    headline,
+)
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.page.beside_run import FAILED_S, LAST_S, PageBeside
@@ -34,6 +43,8 @@ from grpo_rl.telemetry.terminal.standard_streams import write_now
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
@@ -104,8 +115,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     lost = ends_the_run(launch.status, run_dir, console)
     # A GPU's driver does not survive a fork.
     copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-    ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
-    log = run_dir.logs / "ray.log"
+    ray_init, num_cpus, log = config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
     connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
@@ -129,9 +139,11 @@ def train(launch: Launch, stack: ExitStack) -> None:
         rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
     inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
     plan = inputs.plan
+    trial = first_look(launch, inputs) if launch.checkpoint is None else None
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
+    show_trial(trial, console)
     launch.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
     connection.watch_nodes(raylets(cluster.places()))
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
@@ -157,6 +169,24 @@ def train(launch: Launch, stack: ExitStack) -> None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, context.roles, timeline, training.step)
+
+
+def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
+    """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
+    from grpo_rl.plan import first_look as looking
+
+    runs = launch.run_dir.path.parent
+    prompts = looking.some_prompts(inputs.train_data or inputs.val_data)
+    for sight in (*looking.of_plan(inputs.plan, runs), *looking.of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+        if sight.advice:
+            launch.console.warn(sight.as_line())
+    return None if inputs.rules is None else looking.RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+
+
+def show_trial(trial: RewardTrial | None, console: Console) -> None:
+    """Show what the reward gives right answers and empty ones, as a warning where that is the same."""
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
 
 
 def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
@@ -272,12 +302,13 @@ def reported(
             if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
-        if not isinstance(error, Preempted):
+        stopped = isinstance(error, Preempted | StoppedByAlarm)
+        if not stopped:
             with suppress(OSError):
                 log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
         # The command prints it as well, where the terminal is still there.
-        console.log(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {headline(error)}")
+        console.log(f"{'stopped' if stopped else 'error'}: {headline(error)}")
         status.end(error)
         if page is not None:
             page.last(outlives=True)
