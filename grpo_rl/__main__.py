@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("grpo_rl.commands.plan", "check a configuration whole and print what a run would do"),
     "watch": ("grpo_rl.commands.watch_run", "follow a running run from another terminal"),
     "doctor": ("grpo_rl.commands.doctor", "say what is wrong with a run, why, and what to change"),
+    "page": ("grpo_rl.commands.page", "write or serve one HTML file with everything about a run"),
     "compare": ("grpo_rl.commands.compare_runs", "what differs between runs, in configuration and in results"),
     "browse": ("grpo_rl.telemetry.browse", "read, filter and sort the responses of a run"),
     "eval": ("grpo_rl.commands.evaluate", "measure models on prompts: mean@n, pass@k, maj@n, and whether a difference is real"),

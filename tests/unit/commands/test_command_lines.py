@@ -158,4 +158,4 @@ def test_a_documented_command_has_the_options(words: tuple[str, ...]) -> None:
 def test_every_command_is_documented() -> None:
     assert {words[0] for words in documented()} == set(OWN) - {"plan"}
     page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
-    assert [name for name in COMMANDS if f"| `{name}` |" not in page and name != "page"] == []
+    assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []

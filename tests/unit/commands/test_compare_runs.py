@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import make_run
+from command_folders import make_run
 
 from grpo_rl.__main__ import main
 from grpo_rl.errors import DataError

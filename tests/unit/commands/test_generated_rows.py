@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import rollout
+from command_folders import rollout
 
 from grpo_rl.commands.generate import _has_ground_truth, _parser, _plain_prompts, _record, _rows, _write
 from grpo_rl.config.schema.tree import Config, DataConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from run_folders import make_run
+from command_folders import make_run
 
 from grpo_rl.__main__ import main
 from grpo_rl.commands.targets import run_config

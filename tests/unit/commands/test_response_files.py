@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from run_folders import make_run, rollout
+from command_folders import make_run, rollout
 
 from grpo_rl.__main__ import main
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_folders import make_run
+from command_folders import make_run
 
 from grpo_rl.commands.targets import Target, find_run, find_target
 from grpo_rl.errors import CheckpointError, ConfigError, DataError

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_folders import make_run
+from command_folders import make_run
 from terminal import Terminal
 
 from grpo_rl.__main__ import main
@@ -56,7 +56,7 @@ def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_hostile_responses_do_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from run_folders import rollout
+    from command_folders import rollout
 
     run = make_run(tmp_path, "hostile")
     evil = "\x1b[2J\x1b]0;owned\x07\r\u202eeslaf"
