@@ -1,89 +1,87 @@
-"""`python -m grpo_rl COMMAND`: the commands beside training. `python -m grpo_rl.main` trains."""
+"""`python -m grpo_rl COMMAND`, and the script `grpo-rl COMMAND`: all commands by name. `python -m grpo_rl.main` trains."""
 
 from __future__ import annotations
 
+import difflib
+import io
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
-from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ConfigError, GrpoRlError
-from grpo_rl.telemetry.terminal.text import encodable
+import grpo_rl
+from grpo_rl.errors import ConfigError
+from grpo_rl.main import exit_code_after
+from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
 Command = Callable[[Sequence[str]], int]
 
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("grpo_rl.main", "train a model: recipe=NAME key=value ... (the same as python -m grpo_rl.main)"),
+    "plan": ("grpo_rl.commands.plan", "check a configuration whole and print what a run would do"),
+    "watch": ("grpo_rl.commands.watch_run", "follow a running run from another terminal"),
+    "doctor": ("grpo_rl.commands.doctor", "say what is wrong with a run, why, and what to change"),
+    "page": ("grpo_rl.commands.page", "write or serve one HTML file with everything about a run"),
+    "compare": ("grpo_rl.commands.compare_runs", "what differs between runs, in configuration and in results"),
+    "browse": ("grpo_rl.telemetry.browse", "read, filter and sort the responses of a run"),
+    "eval": ("grpo_rl.commands.evaluate", "measure models on prompts: mean@n, pass@k, maj@n, and whether a difference is real"),
+    "generate": ("grpo_rl.commands.generate", "responses for a data file, scored where there is a ground truth"),
+    "chat": ("grpo_rl.commands.chat", "talk to a model in the terminal"),
+    "export": ("grpo_rl.commands.export", "a Hugging Face folder of a run or of one of its checkpoints, with a model card"),
+    "prepare": ("grpo_rl.data.prepare.__main__", "turn original data files into rows"),
+    "check-reward": ("grpo_rl.rewards.check", "try a reward function on rows before any training"),
+}
+"""The module of each command, whose `main` takes the words behind its name; and what the command does."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names, and return its exit code; see `errors.EXIT_CODES`."""
+    """Run the command that the first word names, and return its exit code; see `errors.EXIT_CODES`.
+
+    `key=value` without a command trains, as `python -m grpo_rl.main` does.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        make_lasting()
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
         return 0
-    try:
-        return _command(words[0])(words[1:])
-    except GrpoRlError as error:
-        print(f"error: {encodable(redact(str(error)), sys.stderr.encoding or 'utf-8')}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader, such as `head`, has read enough
+    if words[0] == "--version":
+        print(f"grpo_rl {grpo_rl.__version__}")
         return 0
+    name, rest = ("train", words) if _is_setting(words[0]) else (words[0], words[1:])
+    if name in ("train", "plan"):
+        return exit_code_after(lambda: _run(name, rest))
+    return exit_code_after(lambda: _run(name, rest), refusal=f"grpo-rl {name} cannot start")
+
+
+def _run(name: str, rest: list[str]) -> int:
+    try:
+        return _command(name)(rest)
+    except SystemExit as ended:  # argparse, after --help
+        return ended.code if isinstance(ended.code, int) else 0
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
+        sys.stdout = io.StringIO()
+        return 0
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word.partition(":")[0] or word.startswith("~") or word in ("--cfg", "-c")
 
 
 def _command(name: str) -> Command:
     """Return a command by its name. Each is imported when it is asked for: `doctor` needs no torch."""
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}: python -m grpo_rl --help")
-    return COMMANDS[name][0]()
-
-
-def _train() -> Command:
-    from grpo_rl.main import main
-
-    return main
-
-
-def _doctor() -> Command:
-    from grpo_rl.commands.doctor import main
-
-    return main
-
-
-def _page() -> Command:
-    from grpo_rl.commands.page import main
-
-    return main
-
-
-def _browse() -> Command:
-    from grpo_rl.telemetry.browse import main
-
-    return main
-
-
-def _prepare() -> Command:
-    from grpo_rl.data.prepare.__main__ import main
-
-    return main
-
-
-def _check_reward() -> Command:
-    from grpo_rl.rewards.check import main
-
-    return main
-
-
-COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
-    "train": (_train, "train a model: recipe=NAME key=value ... (the same as python -m grpo_rl.main)"),
-    "doctor": (_doctor, "say what is wrong with a run, why, and what to change"),
-    "page": (_page, "write or serve one HTML file with everything about a run"),
-    "browse": (_browse, "read, filter and sort the responses of a run"),
-    "prepare": (_prepare, "turn original data files into rows"),
-    "check-reward": (_check_reward, "try a reward function on rows before any training"),
-}
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"there is no command {name!r}.{meant} There are {', '.join(COMMANDS)}: grpo-rl --help")
+    command: Command = import_module(COMMANDS[name][0]).main
+    return command
 
 
 def _usage() -> str:
-    lines = ["usage: python -m grpo_rl COMMAND [argument ...]", ""]
+    lines = ["usage: grpo-rl COMMAND [argument ...], or python -m grpo_rl COMMAND [argument ...]", ""]
     lines += [f"  {name:<14}{meaning}" for name, (_, meaning) in COMMANDS.items()]
-    return "\n".join([*lines, "", "python -m grpo_rl COMMAND --help shows what a command takes."])
+    lines += ["", "grpo-rl COMMAND --help shows what a command takes, with an example.", "docs/commands.md has all of them."]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

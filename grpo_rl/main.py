@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,9 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
-        return _answer(words) if _is_question(words) else _run(words)
+        return exit_code_after(lambda: _answer(words) if _is_question(words) else _run(words))
+    finally:
+        gc.enable()
+        # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
+        gc.unfreeze()
+
+
+def exit_code_after(work: Callable[[], int], refusal: str = "this configuration cannot be run") -> int:
+    """Do the work of a command, and return its exit code; print a failure on stderr instead of a traceback.
+
+    `refusal` stands before the list of what is wrong with the words.
+    """
+    try:
+        return work()
     except (GrpoRlError, Preempted) as error:
-        _explain(error)
+        _explain(error, refusal)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -69,10 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
         print(f"  the traceback is in {_traceback_file(error)}", file=sys.stderr)
         return exit_code_of(error)
-    finally:
-        gc.enable()
-        # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
-        gc.unfreeze()
 
 
 def _is_question(words: list[str]) -> bool:
@@ -144,7 +153,7 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
     return found, rest
 
 
-def _explain(error: GrpoRlError | Preempted) -> None:
+def _explain(error: GrpoRlError | Preempted, refusal: str) -> None:
     if not isinstance(error, ConfigError):
         kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
         print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
@@ -153,7 +162,7 @@ def _explain(error: GrpoRlError | Preempted) -> None:
             print(redact(f"  {line}"), file=sys.stderr)
         return
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
-    print(f"this configuration cannot be run, {count}:", file=sys.stderr)
+    print(f"{refusal}, {count}:", file=sys.stderr)
     for problem in error.problems:
         print(redact(f"  • {problem}"), file=sys.stderr)
 

@@ -40,6 +40,7 @@ FLOORS = {
     "checkpoint": 1,
     "trainer": 2,
     "workers": 2,
+    "evaluation": 2,
     "cluster": 3,
     "plan": 3,
     "main": 4,
@@ -57,6 +58,8 @@ NEIGHBOURS = {
     ("protocols", "checkpoint"),
     # A reward function is tried on rows that are read as a run reads them.
     ("rewards", "data"),
+    # The dry run is the command that trains, with one word more.
+    ("commands", "main"),
     # The answer in an original solution is found as a rule finds it in a response.
     ("data", "rewards"),
 }

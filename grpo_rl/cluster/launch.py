@@ -229,10 +229,15 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
 
 def phase_of(launch: Launch) -> Callable[[str], None]:
     """Return what a phase before training calls as it begins: it shows in the status, and a signal may end the run there."""
+    return phase_of_stop(launch.status, launch.stop)
+
+
+def phase_of_stop(status: Status, stop: Stop) -> Callable[[str], None]:
+    """Return what is called as a phase begins that belongs to no training step."""
 
     def begins(name: str) -> None:
-        launch.status.update(phase=name)
-        launch.stop.phase(name)
+        status.update(phase=name)
+        stop.phase(name)
 
     return begins
 

@@ -39,7 +39,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     extra_info = column(row, config.extra_info_key, where, optional=True)
     if extra_info is not None and not isinstance(extra_info, dict):
         raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
-    prompt = _prompt(column(row, config.prompt_key, where), where, config.prompt_key)
+    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     return Example(prompt, data_source, ground_truth, extra_info or {})
 
 
@@ -78,7 +78,8 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
     return value
 
 
-def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
+def prompt_of(value: Any, where: str, key: str) -> list[Message] | str:
+    """Return the value of the prompt's column. Raises BadRow unless it is text or chat messages."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Protocol
 
 from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.types import Metrics, Rollout
+
+
+class Scored(Protocol):
+    """The parts of a scored response that its value is made of: a rollout has them, and a line of its log."""
+
+    @property
+    def reward(self) -> float | None: ...
+
+    @property
+    def reward_parts(self) -> dict[str, float]: ...
+
+    @property
+    def failure(self) -> str | None: ...
 
 
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
@@ -59,7 +73,7 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
     }
 
 
-def value_of(rollout: Rollout) -> float:
+def value_of(rollout: Scored) -> float:
     """The accuracy of a scored rollout where its reward gives one, else the reward."""
     if rollout.failure is not None:
         return 0.0
@@ -67,7 +81,7 @@ def value_of(rollout: Rollout) -> float:
     return rollout.reward_parts.get("acc", rollout.reward)
 
 
-def majority(group: Sequence[Rollout]) -> float:
+def majority(group: Sequence[Scored]) -> float:
     """The value of the answer with the most votes; the mean over answers that tie."""
     voters = [rollout for rollout in group if "answer" in rollout.reward_parts] or list(group)
     ballots: dict[float, list[float]] = defaultdict(list)

@@ -130,10 +130,10 @@ def write_rollouts(
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
             advantage = None if advantages is None else advantages[index]
-            line = dump_line(_record(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
+            line = dump_line(record_of(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
             hidden = hide_known(line)
             if hidden != line:  # the tokens would give away what is hidden in the text
-                hidden = hide_known(dump_line(_record(rollout, advantage, with_tokens=False)))
+                hidden = hide_known(dump_line(record_of(rollout, advantage, with_tokens=False)))
             file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
@@ -152,7 +152,8 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
             yield packed
 
 
-def _record(rollout: Rollout, advantage: float | None, *, with_tokens: bool) -> dict[str, Any]:
+def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: bool = False) -> dict[str, Any]:
+    """Return one rollout as a line of the log has it; with its tokens and their log-probs where that is asked for."""
     logprobs = np.asarray(rollout.rollout_logprobs)
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,

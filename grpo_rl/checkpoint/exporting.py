@@ -1,0 +1,72 @@
+"""A checkpoint's policy as an ordinary Hugging Face folder, written by this process alone: no Ray, no ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.checkpoint.manifest import MANIFEST, verify
+from grpo_rl.checkpoint.policy_state import load_weights
+from grpo_rl.errors import CheckpointError
+
+MARK = "export.json"
+"""The file that is written last: the step, and the digest of the manifest that the export was made from."""
+
+
+def is_exported(checkpoint: Path, folder: Path) -> bool:
+    """Return whether `folder` has the complete export of this checkpoint, and not of another one of the same step."""
+    try:
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return bool(mark["manifest"] == _seal(checkpoint))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target: Path) -> Path:
+    """Write the policy of a checkpoint to `target`, a new folder or an export of before, and return it.
+
+    `base` is the folder of the model that the run began with, whose config, generation settings and tokenizer are taken;
+    `model` is the section `actor_rollout_ref.model` of the run. The weights are in float32, as the export at a run's end has
+    them, and the same to the bit. Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where
+    `target` cannot be written; ConfigError for a base that cannot be used.
+    """
+    from grpo_rl.models import load
+    from grpo_rl.models.forward import PolicyModel
+
+    verify(checkpoint)
+    own_code = bool(model.get("trust_remote_code"))
+    override = model.get("override_config")
+    config = load.load_config(base, trust_remote_code=own_code, override=override)
+    policy = PolicyModel(load.load_lm(base, config, trust_remote_code=own_code))
+    load_weights(checkpoint, policy)
+    tokenizer = load.load_tokenizer(model.get("tokenizer_path") or base, trust_remote_code=own_code)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
+    try:
+        fresh.chmod(0o755)
+        policy.lm.save_pretrained(fresh, state_dict={name: tensor.detach() for name, tensor in policy.lm.state_dict().items()})
+        tokenizer.save_pretrained(fresh)
+        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
+        (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+        if target.exists():
+            if not (target / MARK).is_file():
+                raise CheckpointError(f"{target} is there and is no export; give another folder")
+            shutil.rmtree(target)
+        os.replace(fresh, target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return target
+
+
+def _seal(checkpoint: Path) -> str:
+    return str(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["sha256"])

@@ -1,0 +1,75 @@
+"""Command lines of the commands: strict options, and `key=value` words between them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from grpo_rl.errors import ConfigError
+
+_SETTING = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w-]*(\.[\w-]+)*=.*|~[A-Za-z_][\w.-]*", re.DOTALL)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help of one width on every terminal, with short names for values."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=110)
+
+
+class Arguments(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, names the nearest option for one that is unknown, and raises ConfigError."""
+
+    def __init__(self, command: str, description: str, example: str) -> None:
+        super().__init__(
+            prog=f"grpo-rl {command}",
+            description=description,
+            epilog=f"example:\n  {example}".replace("\n", "\n  ").replace("\n    ", "\n  "),
+            allow_abbrev=False,
+            formatter_class=_Help,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of ending the process."""
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help shows what there is")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the options of a command line. Raises ConfigError for unknown ones, each with the nearest there is."""
+        options, unknown = self.parse_known_intermixed_args(list(words))
+        if unknown:
+            # A word behind an unknown option is most likely its value.
+            wrong = [word for word in unknown if word.startswith("-")] or unknown
+            raise ConfigError([self._unknown(word) for word in wrong])
+        return options
+
+    def read_with_settings(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, and the words `key=value` or `~key` that stand among them."""
+        settings = [word for word in words if _SETTING.fullmatch(word)]
+        return self.read([word for word in words if not _SETTING.fullmatch(word)]), settings
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{self.prog}: {word!r} is one argument too many; {self.prog} --help shows what there is"
+        known = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        return f"{self.prog}: there is no option {word.partition('=')[0]}.{meant} There are {', '.join(known)}"
+
+
+def counted(text: str) -> int:
+    """Return a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Return a finite number of at least 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+    return value

@@ -1,0 +1,236 @@
+"""`grpo-rl chat RUN[@step]`: talk to a policy in the terminal. What the model writes is shown harmless.
+
+With a chat template the conversation is rendered by it; a model without one continues the plain text. From a pipe each line
+is one turn, so that a script can ask too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.commands.arguments import Arguments, counted, not_negative
+from grpo_rl.commands.generate import NO_DATA
+from grpo_rl.commands.sampling_plan import sampling_plan, settings_of_run
+from grpo_rl.commands.targets import find_target, model_folder, ready_model
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.telemetry.terminal.text import encodable, safe_text
+
+if TYPE_CHECKING:
+    from grpo_rl.cluster.sampling import Sampler
+    from grpo_rl.data.prompts import Renderer
+    from grpo_rl.types import Prompt
+
+WORDS = "/reset forgets the conversation, /system TEXT sets the system prompt, /quit ends"
+
+
+@dataclass
+class Conversation:
+    """The turns so far, and the prompt that they make."""
+
+    renderer: Renderer
+    longest: int
+    """The most tokens of a prompt: the oldest turns are left out where there are more."""
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    left_out: int = 0
+
+    @property
+    def has_template(self) -> bool:
+        """True where the model was trained on conversations."""
+        return self.renderer.has_template
+
+    def ask(self, text: str, uid: str) -> Prompt:
+        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError for a turn that is too long alone."""
+        import numpy as np
+
+        from grpo_rl.types import Prompt
+
+        self.turns.append({"role": "user", "content": text})
+        self.left_out = 0
+        while True:
+            rendered, ids = self._rendered()
+            if ids and len(ids) <= self.longest:
+                return Prompt(uid, np.asarray(ids), rendered, "chat")
+            if len(self.turns) == 1 or not ids:
+                self.turns.pop()
+                raise ConfigError(f"this makes {len(ids)} tokens, and there is room for 1 to {self.longest}: shorten it")
+            # A conversation begins with the user, so an answer goes with its question.
+            del self.turns[: 2 if len(self.turns) > 2 else 1]
+            self.left_out += 1
+
+    def answered(self, text: str) -> None:
+        """Add the model's answer."""
+        self.turns.append({"role": "assistant", "content": text})
+
+    def reset(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.turns.clear()
+
+    def _rendered(self) -> tuple[str, list[int]]:
+        tokenizer = self.renderer.tokenizer
+        if not self.has_template:
+            text = "".join(turn["content"] for turn in self.turns)
+            return text, tokenizer(text, add_special_tokens=True)["input_ids"]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        text = self.renderer.text([*system, *self.turns], "the conversation")
+        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer what is typed until /quit or the end of the input. Returns 0. Raises this package's errors."""
+    options, words = _parser().read_with_settings(argv)
+    target = find_target(options.target)
+    # Progress is no answer either.
+    console = Console(None if sys.stdin.isatty() else sys.stderr)
+    with ExitStack() as stack:
+        stack.callback(console.close)
+        folder = stack.enter_context(_folder())
+        from grpo_rl.cluster.sampling import sampling_session, unscored
+
+        run_keys = {
+            key: value for key, value in settings_of_run(target.run, options.engine).items() if not key.startswith("reward.")
+        }
+        model = model_folder(target, console)
+        keys = run_keys | _keys(options, ready_model(model, console), words)
+        plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
+        session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
+        sampler = stack.enter_context(session.sampler(plan))
+        session.phase("gen")
+        _talk(sampler, options, target.label)
+    return 0
+
+
+def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:
+    from grpo_rl.data.prompts import Renderer
+    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
+    from grpo_rl.trainer.validation import validation_sampling
+
+    config = sampler.plan.config
+    values = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = validation_sampling(values, training_sampling(config, VALIDATION))
+    renderer = Renderer(config.data, sampler.tokenizer)
+    talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
+    if talk.system is not None and not talk.has_template:
+        raise ConfigError("--system needs a chat template, which this model does not have")
+    _note(f"{label}: {'conversation' if talk.has_template else 'no chat template: it continues your text'}. {WORDS}.")
+    numbers = itertools.count()
+    for line in _lines():
+        if line == "/quit":
+            return
+        if line == "/reset":
+            talk.reset()
+            _note("forgotten")
+        elif line.split(" ")[0] == "/system":
+            _set_system(talk, line.removeprefix("/system").strip())
+        elif line.startswith("/"):
+            _note(f"there is no {line.split(' ')[0]}: {WORDS}")
+        elif line:
+            try:
+                prompt = talk.ask(line, f"chat-{next(numbers)}")
+            except ConfigError as error:
+                _note(str(error))
+                continue
+            if talk.left_out:
+                _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
+            [rollout] = sampler.rollout.generate([prompt], 1, sampling)
+            talk.answered(rollout.text)
+            _say(safe_text(rollout.text, keep_newlines=True))
+            if rollout.finish_reason == "length":
+                _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
+
+
+def _set_system(talk: Conversation, text: str) -> None:
+    if not talk.has_template:
+        _note("a system prompt needs a chat template, which this model does not have")
+        return
+    talk.system = text or None
+    talk.reset()
+    _note("system prompt set, conversation forgotten" if text else "no system prompt, conversation forgotten")
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, line by line; from a pipe, each of its lines."""
+    is_person = sys.stdin.isatty()
+    if is_person:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # editing of the line, and the lines before
+    while True:
+        try:
+            yield input("you> " if is_person else "").strip()
+        except EOFError:
+            return
+
+
+def _say(text: str) -> None:
+    print(encodable(text, sys.stdout.encoding or "utf-8"), flush=True)
+
+
+def _note(text: str) -> None:
+    """Print a line that is no answer: a script that asks through a pipe finds answers alone on the standard output."""
+    stream = sys.stdout if sys.stdin.isatty() else sys.stderr
+    print(encodable(text, stream.encoding or "utf-8"), file=stream, flush=True)
+
+
+def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return the options as keys: the room for the conversation is what the model's positions leave beside the answer."""
+    from grpo_rl.models.load import load_config
+
+    own_code = any(word.lstrip("+") == "actor_rollout_ref.model.trust_remote_code=true" for word in words)
+    positions = getattr(load_config(folder, trust_remote_code=own_code), "max_position_embeddings", None)
+    context = min(options.context, positions) if isinstance(positions, int) else options.context
+    if options.max_tokens >= context:
+        raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in a context of {context} tokens")
+    sampled = options.temperature > 0
+    values = "actor_rollout_ref.rollout.val_kwargs"
+    keys = {
+        "data.val_files": [NO_DATA],
+        "data.max_prompt_length": context - options.max_tokens,
+        "data.max_response_length": options.max_tokens,
+        f"{values}.n": 1,
+        f"{values}.temperature": float(options.temperature),
+        f"{values}.do_sample": sampled,
+        f"{values}.top_p": options.top_p,
+        "actor_rollout_ref.rollout.max_num_seqs": 1,
+        "actor_rollout_ref.rollout.name": options.engine,
+        "actor_rollout_ref.rollout.seed": options.seed,
+        "trainer.n_gpus_per_node": 1,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield a temporary folder. After a failure it stays, as the logs that an error names lie in it."""
+    folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "chat",
+        f"Talk to a model in the terminal. {WORDS}.\nFrom a pipe each line is one turn.",
+        "grpo-rl chat runs/grpo_rl/my_run@40 --temperature 0.7\n  echo '918+9=' | grpo-rl chat builtin:arithmetic --engine hf",
+    )
+    parser.add_argument("target", metavar="RUN[@step]|MODEL", help="a run, RUN@40, RUN@start, a model's folder, builtin:NAME")
+    parser.add_argument("--temperature", type=not_negative, default=1.0, metavar="T", help="0 is greedy (1)")
+    parser.add_argument("--top-p", type=not_negative, default=1.0, metavar="P", help="sample from the likeliest tokens (1)")
+    parser.add_argument("--max-tokens", type=counted, default=512, metavar="N", help="longest answer in tokens (512)")
+    parser.add_argument("--context", type=counted, default=8192, metavar="N", help="tokens of conversation and answer (8192)")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt (as the run has it)")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of sampling")
+    parser.add_argument(
+        "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
+    )
+    return parser

@@ -1,0 +1,289 @@
+"""`grpo-rl eval MODEL|RUN[@step] ...`: how well models answer prompts, with intervals and tests of their differences."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.commands import verl_words
+from grpo_rl.commands.arguments import Arguments
+from grpo_rl.commands.response_files import is_response_file
+from grpo_rl.commands.sampling_plan import (
+    SamplingPlan,
+    add_sampling_options,
+    data_of_run,
+    option_keys,
+    sampling_plan,
+    settings_of_run,
+    source_run,
+)
+from grpo_rl.commands.targets import Target, find_target, model_folder
+from grpo_rl.errors import ConfigError
+from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
+from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of, write_whole
+from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.telemetry.run_lock import RunLock
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
+
+if TYPE_CHECKING:
+    from grpo_rl.cluster.sampling import Sampler, SamplingSession
+    from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
+
+FOLDER = Path("evaluations")
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model that is evaluated, with its plan and the file of its responses."""
+
+    target: Target
+    planned: SamplingPlan
+    file: ResponseFile
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate the models that the command line names, and print and write the results. Returns 0.
+
+    Raises this package's errors: ConfigError for words, DataError for data, and what sampling can end with.
+    """
+    options, words = _parser().read_with_settings(verl_words.of_evaluation(argv))
+    if not options.targets:
+        raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
+    console = Console()
+    with ExitStack() as stack:
+        stack.callback(console.close)
+        _evaluate(options, words, console, stack)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Console, stack: ExitStack) -> None:
+    files = [text for text in options.targets if is_response_file(text)]
+    if files:
+        _evaluate_files(options, words, console)
+        return
+    targets = [find_target(text) for text in options.targets]
+    if len({target.label for target in targets}) < len(targets):
+        raise ConfigError("the same model is named twice")
+    run = source_run(options, targets)
+    data = options.data or (data_of_run(run) if run is not None else [])
+    if not data:
+        raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
+    keys = settings_of_run(run, options.engine) | option_keys(options, data)
+    folder = Path(options.output) if options.output else FOLDER / _name(targets[0], data, keys, words)
+    run_dir = RunDir(folder)
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    stack.callback(RunLock.take(folder).release)
+    console.log_to(run_dir.logs / "console.log")
+    console.info(f"evaluation folder: {folder}")
+    if run is not None:
+        console.info(f"data columns, templates, lengths and reward are those of {run}")
+    models = list(_models(targets, keys, words, EvaluationFolder(folder), console))
+    _answer_missing(models, run_dir, console)
+    values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
+    groups = [model.file.groups(values.n) for model in models]
+    how = f"Sampled at temperature {values.temperature:g}."
+    _report([model.target.label for model in models], groups, folder, console, options, how)
+    console.info(f"responses: {', '.join(str(model.file.path) for model in models)}")
+
+
+def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: Console) -> None:
+    """Show the results of responses that are there already; those without a reward are scored first."""
+    from grpo_rl.commands.response_files import read_groups, side_by_side
+    from grpo_rl.config.compose import compose
+
+    others = [text for text in options.targets if not is_response_file(text)]
+    if others:
+        raise ConfigError(f"{others[0]} is no file of responses: models and files are not measured in one go")
+    if len(set(options.targets)) < len(options.targets):
+        raise ConfigError("the same file is named twice")
+    folder = Path(options.output) if options.output else FOLDER / _digested("files", [options.targets, list(words)])
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    console.log_to(folder / "logs" / "console.log")
+    config = compose(words).config
+    paths = [Path(text).expanduser() for text in options.targets]
+    groups, left_out = side_by_side([read_groups(path, config, folder / "logs", console) for path in paths])
+    if left_out:
+        console.warn(f"{left_out} prompts are not in all of the files, and are left out")
+    _report(options.targets, groups, folder, console, options, "Responses as they are in the files.")
+
+
+def _models(
+    targets: Sequence[Target], keys: dict[str, Any], words: Sequence[str], folder: EvaluationFolder, console: Console
+) -> Iterator[_Model]:
+    """Yield each model with its plan. All is refused here that can be, before an engine starts."""
+    settled: dict[str, Any] | None = None
+    for number, target in enumerate(targets):
+        path = model_folder(target, console)
+        planned = sampling_plan(keys, words, path, folder.path / "logs" / f"settings_{number + 1}.yaml")
+        if settled is None:
+            settled = planned.settings | _data_settings(planned)
+            folder.settle(settled)
+        file = folder.model(target.label, identity_of(path))
+        yield _Model(target, planned, file)
+
+
+def _answer_missing(models: Sequence[_Model], run_dir: RunDir, console: Console) -> None:
+    """Sample and score what is not in the folder yet."""
+    open_ones = [model for model in models if not _is_complete(model)]
+    if not open_ones:
+        console.info("all responses are there already")
+        return
+    # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
+    from grpo_rl.cluster.sampling import sampling_session
+
+    with sampling_session(open_ones[0].planned.plan, run_dir, console) as session:
+        for model in open_ones:
+            with session.sampler(model.planned.plan) as sampler:
+                _answer(model, sampler, session, console)
+
+
+def _answer(model: _Model, sampler: Sampler, session: SamplingSession, console: Console) -> None:
+    from grpo_rl.telemetry.rollouts.rollout_log import record_of
+    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
+    from grpo_rl.trainer.validation import validation_sampling
+
+    config = model.planned.plan.config
+    values = config.actor_rollout_ref.rollout.val_kwargs
+    data = sampler.prompts
+    assert data is not None, "an evaluation has data"
+    there = model.file.groups(values.n)
+    missing = [row for row in range(len(data)) if row not in there]
+    if there and missing:
+        console.info(f"{model.target.label}: goes on, {len(there)} of {len(data)} prompts are answered already")
+    sampling = validation_sampling(values, training_sampling(config, VALIDATION))
+    parts = [[data.prompt(row, f"val-{row}") for row in part] for part in sampler.parts_of(missing, values.n)]
+    with console.progress(f"evaluating {model.target.label}", len(missing) * values.n) as bar:
+        session.phase("gen")
+        for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
+            session.phase("save")
+            model.file.append([record_of(rollout) | {"row": _row(rollout.prompt.uid)} for rollout in rollouts])
+            session.phase("gen")
+    model.file.complete(len(data))
+
+
+def _report(
+    labels: Sequence[str],
+    groups: Sequence[Groups],
+    folder: Path,
+    console: Console,
+    options: argparse.Namespace,
+    sampled: str,
+) -> None:
+    """Print the tables, and write them as summary.json and summary.md."""
+    from grpo_rl.evaluation import evaluation_results as results
+
+    n = len(next(iter(groups[0].values())))
+    found = results.results_of(groups, pass_at=options.pass_at, seed=0)
+    how = (
+        f"Means over prompts with 95 % intervals: bootstrap over prompts, {RESAMPLES:,} resamples. pass@k: unbiased (Chen et al. "
+        f"2021), a response passes with a value of at least {options.pass_at:g}. {sampled}"
+    )
+    if len(labels) > 1:
+        how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
+    pages = [f"# Evaluation of {', '.join(labels)}", "", how]
+    for one in found:
+        title = f"{one.source}: {one.num_prompts} prompts, {n} response{'s' * (n > 1)} each"
+        tables = {title: results.table(one, labels)}
+        if len(labels) > 1:
+            tables[f"{one.source}: differences"] = results.differences_table(one, labels)
+        for name, (header, rows) in tables.items():
+            console.info("")
+            console.table(name, rows, header)
+            pages += ["", f"## {name}", "", results.markdown(header, rows)]
+        for line in _notes(one, labels):
+            console.info(line)
+            pages += ["", line]
+    console.info("")
+    console.info(how)
+    summary = {
+        "models": list(labels),
+        "n": n,
+        "pass_at": options.pass_at,
+        "level": LEVEL,
+        "interval": f"percentile bootstrap over prompts, {RESAMPLES} resamples",
+        "test": "two-sided sign-flip permutation test over prompts",
+        "results": results.as_json(found, labels),
+    }
+    write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
+    write_whole(folder / "summary.md", "\n".join(pages))
+    console.info(f"written: {folder / 'summary.json'}, {folder / 'summary.md'}")
+
+
+def _notes(result: SourceResult, labels: Sequence[str]) -> Iterator[str]:
+    """Yield what a reader of the table should know about it."""
+    if not result.binary:
+        yield "The values are not only 0 and 1: pass@k depends on --pass-at."
+    mean = next(iter(result.metrics))
+    for label, found, needed in zip(labels[1:], result.differences[mean], result.needed, strict=True):
+        if found.low <= 0 <= found.high and found.mean:
+            yield (
+                f"{result.num_prompts} prompts do not show a difference between {label} and {labels[0]}; to show one of "
+                f"{abs(found.mean):.3f} takes about {needed:,}."
+            )
+
+
+def _is_complete(model: _Model) -> bool:
+    """Return whether every prompt is answered; how many there are is noted when the last one is."""
+    n = model.planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
+    return model.file.num_prompts is not None and len(model.file.groups(n)) == model.file.num_prompts
+
+
+def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
+    """Return the names of the data and a digest of what lies there."""
+    from grpo_rl.data.sources.fingerprint import fingerprint_of
+    from grpo_rl.data.sources.locate import open_source
+
+    data = planned.composed.config.data
+    found: dict[str, Any] = {"data.val_files": list(data.val_files)}
+    if data.custom_cls.path is None:
+        found["digest of the data"] = fingerprint_of([open_source(name, data.cache_dir) for name in data.val_files])
+    return found
+
+
+def _name(target: Target, data: Sequence[str], keys: dict[str, Any], words: Sequence[str]) -> str:
+    """Return a folder name that is the same for the same settings, so that the same command goes on."""
+    first = Path(data[0].partition("?")[0].removeprefix("task:")).stem
+    run = target.run.name if target.run is not None else target.label
+    return _digested(f"{run}-{first}", [sorted(keys.items()), sorted(words)])
+
+
+def _digested(name: str, content: Any) -> str:
+    """Return a plain name with a digest of what it stands for."""
+    digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:8]
+    plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
+    return f"{plain}-{digest}"
+
+
+def _row(uid: str) -> int:
+    return int(uid.removeprefix("val-"))
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "eval",
+        "Answer prompts with one or several models, score the responses, and show mean@n, pass@k (unbiased) and maj@n with\n"
+        "95 % intervals for each data source, and paired tests of the differences. The same command goes on where it stopped.",
+        "grpo-rl eval runs/grpo_rl/my_run@start runs/grpo_rl/my_run --data task:arithmetic?split=val -n 16\n"
+        "  grpo-rl eval builtin:arithmetic --data test.parquet reward.functions=[math] data.max_prompt_length=1024\n"
+        "  grpo-rl eval runs/grpo_rl/my_run/val/step_0.jsonl runs/grpo_rl/my_run/val/step_80.jsonl",
+    )
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="MODEL|RUN[@step]",
+        help="a model's folder, builtin:NAME, a run, RUN@40, RUN@last, RUN@start",
+    )
+    parser.add_argument(
+        "--data", action="append", metavar="FILE", help="data in verl's row format, as data.val_files takes them"
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="where responses and tables go (evaluations/NAME)")
+    parser.add_argument("--pass-at", type=float, default=1.0, help="a response passes with a value of at least this (1)")
+    add_sampling_options(parser, n=16, temperature=1.0)
+    return parser

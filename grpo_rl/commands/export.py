@@ -1,0 +1,140 @@
+"""`grpo-rl export RUN[@step]`: a Hugging Face folder with a model card, and its upload where that is asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_rl import hub
+from grpo_rl.commands.arguments import Arguments
+from grpo_rl.commands.targets import Target, find_target, model_folder, run_config
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.evaluation.model_card import model_card
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
+
+CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the folder, and push it where `--push` names a repository. Returns 0.
+
+    Raises ConfigError for words, and for a push without a hub; CheckpointError for a checkpoint that cannot be trusted.
+    """
+    options = _parser().read(argv)
+    target = find_target(options.target)
+    if target.run is None:
+        raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
+    if options.push:
+        _refuse_without_hub(options.push)
+    console = Console()
+    try:
+        folder = Path(options.output).expanduser() if options.output else _default(target)
+        _fill(target, folder, console)
+        console.info(f"written: {folder} (model, tokenizer, {CARD}, {CONFIG}, {METRICS}{_and_curve(folder)})")
+        if options.push:
+            _push(folder, options.push, console, private=not options.public)
+    finally:
+        console.close()
+    return 0
+
+
+def _fill(target: Target, folder: Path, console: Console) -> None:
+    assert target.run is not None
+    model = Path(model_folder(target, console))
+    run_dir = RunDir(target.run)
+    try:
+        if folder.resolve() != model.resolve():
+            if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+                raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            with console.progress("copying the model"):
+                shutil.copytree(model, folder, dirs_exist_ok=True)
+        shutil.copyfile(run_dir.config_file, folder / CONFIG)
+        if run_dir.metrics_file.is_file():
+            shutil.copyfile(run_dir.metrics_file, folder / METRICS)
+        if _draw(run_dir, console):
+            shutil.copyfile(run_dir.plots / CURVE, folder / CURVE)
+        card = model_card(run_dir, run_config(target.run), target.step, has_curve=(folder / CURVE).is_file())
+        (folder / CARD).write_text(redact(card), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from error
+
+
+def _draw(run_dir: RunDir, console: Console) -> bool:
+    """Draw the curves of a run that has none yet, as one that is going on; return whether there are any."""
+    if (run_dir.plots / CURVE).is_file():
+        return True
+    from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+
+    if not any(record["step"] for record in read_metrics(run_dir.metrics_file)):
+        return False
+    from grpo_rl.telemetry.plots.curves import plot_curves
+
+    run_dir.plots.mkdir(exist_ok=True)
+    with console.progress("drawing the curves"):
+        plot_curves(run_dir)
+    return True
+
+
+def _default(target: Target) -> Path:
+    assert target.run is not None
+    if target.step is not None:
+        return target.export_folder
+    if Path(target.model) == RunDir(target.run).model:
+        return RunDir(target.run).path / "exports" / "final"
+    raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
+
+
+def _and_curve(folder: Path) -> str:
+    return f", {CURVE}" if (folder / CURVE).is_file() else ""
+
+
+def _refuse_without_hub(name: str) -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push {name}: is no name of a repository, owner/name: {error}") from error
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"--push {name}: HF_HUB_OFFLINE=1 keeps this process off the hub; unset it, or leave --push out")
+    if why := hub.why_unreachable():
+        raise ConfigError(f"--push {name}: {why}; without --push the folder is written all the same")
+
+
+def _push(folder: Path, name: str, console: Console, *, private: bool) -> None:
+    """Upload the folder. Raises ConfigError where the hub refuses it, with what the hub says."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        with console.progress(f"pushing to {name}"):
+            api.create_repo(name, private=private, exist_ok=True)
+            done = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export a policy trained with grpo_rl")
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(f"--push {name}: no token is stored on this machine: run `hf auth login`") from error
+    except (HfHubHTTPError, httpx.HTTPError) as error:
+        raise ConfigError(f"--push {name}: the hub refuses it: {str(error).splitlines()[0]}") from error
+    console.info(f"pushed: {done.commit_url}")
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "export",
+        "Write the policy of a run, or of one of its checkpoints, as a Hugging Face folder with a model card: data, configuration,\n"
+        "curve, and the command that repeats the run. No Ray, no GPU, no training process.",
+        "grpo-rl export runs/grpo_rl/my_run@40 --output my_model\n  grpo-rl export runs/grpo_rl/my_run --push me/my-model",
+    )
+    parser.add_argument("target", metavar="RUN[@step]", help="a run's folder or name; RUN@40 is the checkpoint of step 40")
+    parser.add_argument("--output", metavar="FOLDER", help="the folder (RUN/exports/final or RUN/exports/step_N)")
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload it to the hub with your stored token, as a private repository"
+    )
+    parser.add_argument("--public", action="store_true", help="make a new repository public")
+    return parser

@@ -1,0 +1,185 @@
+"""The plan of a command that samples: settings of a run, options of the command, and `key=value` words, later ones first.
+
+The configuration is that of a run which only validates (`trainer.val_only=true`), composed and checked in the same way. Of a
+run's own configuration only what bears on sampling and scoring is taken: data columns, templates, lengths, reward, engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from grpo_rl.commands.arguments import Arguments, counted, not_negative
+from grpo_rl.commands.targets import Target, run_config
+from grpo_rl.config import relative_paths
+from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.schema.fields import leaves
+from grpo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_rl.plan.decisions import Plan
+
+_A, _R = "actor_rollout_ref", "actor_rollout_ref.rollout"
+_DATA = (
+    *("prompt_key", "reward_fn_key", "data_source", "ground_truth_key", "extra_info_key", "system_prompt", "chat_template"),
+    *("apply_chat_template_kwargs", "custom_cls.path", "custom_cls.name", "on_bad_row", "cache_dir", "max_prompt_length"),
+    *("max_response_length", "filter_overlong_prompts", "truncation"),
+)
+_ENGINE = (
+    *("name", "seed", "dtype", "fp32_lm_head", "tensor_model_parallel_size", "kv_cache_gib", "enforce_eager", "max_num_seqs"),
+    *("max_num_batched_tokens", "enable_prefix_caching", "cpu_threads", "hf.batched", "engine_kwargs"),
+)
+TAKEN = frozenset([*(f"data.{key}" for key in _DATA), *(f"{_R}.{key}" for key in _ENGINE), "trainer.device", "trainer.seed"])
+"""Keys of a run that bear on sampling; those of `reward.` are taken as well."""
+SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp32_lm_head"))
+"""Keys of the engine that responses depend on; the others are about speed and memory."""
+ALONE_MEMORY_SHARE = 0.85
+"""GPU: share of the memory for an engine that has the device to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """A composed configuration and its plan."""
+
+    composed: Composed
+    plan: Plan
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what responses and rewards depend on beside model and data, by key, where it is not the default.
+
+        Settings of speed and memory are none of them: an evaluation may go on with others.
+        """
+        tree = flat(self.composed.resolved)
+        matters = {key for key in tree if _is_taken(key) and (not key.startswith(f"{_R}.") or key in SAMPLED_WITH)}
+        kept = {key: value for key, value in tree.items() if key in matters and value != _default(key)}
+        values = {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
+        return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
+
+
+def add_sampling_options(parser: Arguments, *, n: int, temperature: float) -> None:
+    """Add the options that all commands which sample have in common."""
+    parser.add_argument("-n", type=counted, default=n, help=f"responses to each prompt ({n})")
+    parser.add_argument("--temperature", type=not_negative, default=temperature, help=f"0 is greedy ({temperature:g})")
+    parser.add_argument("--top-p", type=not_negative, default=1.0, help="sample from the likeliest tokens of this share (1)")
+    parser.add_argument("--top-k", type=int, default=-1, help="sample from so many tokens; -1 takes all")
+    parser.add_argument("--max-tokens", type=counted, help="longest response in tokens (as the run has it, else 512)")
+    parser.add_argument("--seed", type=int, help="seed of sampling (as the run has it, else 0)")
+    parser.add_argument("--limit", type=counted, help="only the first rows of the data")
+    parser.add_argument(
+        "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
+    )
+    parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
+
+
+def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:
+    """Return the options as keys of the configuration."""
+    greedy = options.temperature == 0
+    if greedy and options.n > 1:
+        raise ConfigError(f"-n {options.n} --temperature 0: greedy decoding gives the same response {options.n} times; -n 1")
+    keys: dict[str, Any] = {
+        "data.val_files": list(data),
+        f"{_R}.val_kwargs.n": options.n,
+        f"{_R}.val_kwargs.temperature": float(options.temperature),
+        f"{_R}.val_kwargs.do_sample": not greedy,
+        f"{_R}.val_kwargs.top_p": options.top_p,
+        f"{_R}.val_kwargs.top_k": options.top_k,
+        "data.max_response_length": options.max_tokens,
+        f"{_R}.seed": options.seed,
+        f"{_R}.name": options.engine,
+        "data.val_max_samples": options.limit,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def settings_of_run(run: Path | None, engine: str | None = None) -> dict[str, Any]:
+    """Return the keys of a run that bear on sampling and scoring, where they are not the defaults; none without a run.
+
+    Where another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it.
+    """
+    if run is None:
+        return {}
+    tree = flat(run_config(run))
+    kept = {key: value for key, value in tree.items() if _is_taken(key) and value != _default(key)}
+    if engine in (None, tree.get(f"{_R}.name")):
+        return kept
+    return {key: value for key, value in kept.items() if not key.startswith(f"{_R}.") or key == f"{_R}.seed"}
+
+
+def data_of_run(run: Path) -> list[str]:
+    """Return the validation data of a run."""
+    section = run_config(run).get("data", {})
+    files = section.get("val_files") or section.get("val_prompt_files") if isinstance(section, dict) else None
+    return [str(file) for file in files] if isinstance(files, list) else []
+
+
+def source_run(options: argparse.Namespace, targets: Sequence[Target]) -> Path | None:
+    """Return the run that settings are taken from: the one that is named, else the first among the targets."""
+    if options.settings_of is not None:
+        from grpo_rl.commands.targets import find_run
+
+        return find_run(options.settings_of)
+    return next((target.run for target in targets if target.run is not None), None)
+
+
+def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> SamplingPlan:
+    """Return the plan for sampling from `model`. `keys` go into the file `recipe`; what is typed (`words`) goes over it.
+
+    Raises ConfigError and DataError as `make_plan` does.
+    """
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
+    planned = _planned({**own, **keys}, typed, words, recipe)
+    share = f"{_R}.gpu_memory_utilization"
+    if planned.plan.machine.device != "cuda" or planned.plan.config.actor_rollout_ref.rollout.name != "vllm" or share in typed:
+        return planned
+    # The engine has its device to itself: nothing is trained beside it.
+    return _planned({**own, share: ALONE_MEMORY_SHARE, **keys}, typed, words, recipe)
+
+
+def _planned(keys: Mapping[str, Any], typed: set[str], words: Sequence[str], recipe: Path) -> SamplingPlan:
+    from grpo_rl.plan.make import make_plan
+
+    tree = nested({key: value for key, value in keys.items() if key not in typed})
+    tree = relative_paths.from_folder(tree, Path.cwd())
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
+    composed = compose([f"recipe={recipe}", *words])
+    return SamplingPlan(composed, make_plan(composed))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the keys of a nested configuration by their dotted names; free mappings are values."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in leaves():
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, name = key.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    return tree
+
+
+def _is_taken(key: str) -> bool:
+    return key in TAKEN or key.startswith("reward.")
+
+
+def _default(key: str) -> Any:
+    return leaves()[key].default if key in leaves() else None

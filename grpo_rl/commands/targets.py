@@ -1,0 +1,172 @@
+"""The model or run that a command is about: `RUN`, `RUN@step`, a Hugging Face folder, `builtin:NAME`, or a model on the hub.
+
+A checkpoint of a run becomes a Hugging Face folder once, in `RUN/exports/step_N`, which later commands take as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.errors import CheckpointError, ConfigError, DataError
+from grpo_rl.telemetry.rundir import RunDir
+
+if TYPE_CHECKING:
+    from grpo_rl.telemetry.terminal.console import Console
+
+BUILTIN = "builtin:"
+RUNS = Path("runs")
+"""The folder in which runs lie unless another one is configured: a name is looked for there as well."""
+START = "start"
+_AT = re.compile(r"(?P<run>.+)@(?P<step>\d+|last|start)")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, and the run that it belongs to."""
+
+    label: str
+    """The name that tables show."""
+    model: str
+    """A folder, `builtin:NAME` or a name on the hub; empty where a checkpoint has to be exported first."""
+    run: Path | None = None
+    step: int | None = None
+    """The step of the checkpoint; None for the exported model of a run that has ended, and for a model without a run."""
+
+    @property
+    def export_folder(self) -> Path:
+        """The folder that the checkpoint is exported to."""
+        assert self.run is not None and self.step is not None
+        return self.run / "exports" / f"step_{self.step}"
+
+
+def find_target(text: str) -> Target:
+    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step."""
+    if text.startswith(BUILTIN):
+        from grpo_rl.models.builtin import get_builtin
+
+        get_builtin(text)
+        return Target(text, text)
+    run = _run_folder(text)
+    if run is not None:
+        return _newest(text, run)
+    if (Path(text).expanduser() / "config.json").is_file():
+        return Target(text, str(Path(text).expanduser()))
+    match = _AT.fullmatch(text)
+    if match is not None and (run := _run_folder(match["run"])) is not None:
+        return _at(text, run, match["step"])
+    if _HUB.fullmatch(text) and not Path(text).exists():
+        return Target(text, text)
+    raise ConfigError(_unknown(text, match["run"] if match is not None else text))
+
+
+def find_run(text: str) -> Path:
+    """Return the folder of the run that `text` names. Raises ConfigError where there is none."""
+    run = _run_folder(text)
+    if run is None:
+        raise ConfigError(_unknown(text, text))
+    return run
+
+
+def run_config(run: Path) -> dict[str, Any]:
+    """Return config.yaml of a run, nested. Raises DataError where it cannot be read."""
+    file = RunDir(run).config_file
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{file}: the run's configuration cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: the run's configuration is no mapping of keys")
+    return found
+
+
+def model_folder(target: Target, console: Console) -> str:
+    """Return the model of a target: its folder or name, after the export of a checkpoint that has not been exported yet."""
+    if target.model:
+        return target.model
+    assert target.run is not None and target.step is not None
+    from grpo_rl.checkpoint.exporting import export_policy, is_exported
+
+    checkpoint = RunDir(target.run).checkpoints / f"step_{target.step}"
+    if not is_exported(checkpoint, target.export_folder):
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # the screen has a bar of its own
+        with console.progress(f"exporting step {target.step} of {target.run.name}"):
+            base = _trained_from(target.run)
+            export_policy(checkpoint, ready_model(base["path"], console), base, target.export_folder)
+    return str(target.export_folder)
+
+
+def ready_model(path: str, console: Console) -> str:
+    """Return the folder of an embedded model, which has to be there since a run began with it; any other as it is."""
+    if not path.startswith(BUILTIN):
+        return path
+    from grpo_rl.cluster.warm_start import unstarted_folder
+
+    return unstarted_folder(path)
+
+
+def _trained_from(run: Path) -> dict[str, Any]:
+    """Return the section `actor_rollout_ref.model` of the run."""
+    found = run_config(run).get("actor_rollout_ref", {}).get("model", {})
+    if not isinstance(found, dict) or not isinstance(found.get("path"), str):
+        raise DataError(f"{run / 'config.yaml'}: actor_rollout_ref.model.path is missing")
+    return found
+
+
+def _run_folder(text: str) -> Path | None:
+    for folder in (Path(text).expanduser(), *_below_runs(text)):
+        if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def _below_runs(text: str) -> Iterator[Path]:
+    if not Path(text).is_absolute() and ".." not in Path(text).parts:
+        yield RUNS / text
+        yield from (folder / text for folder in sorted(RUNS.glob("*/")))
+
+
+def _newest(text: str, run: Path) -> Target:
+    """Return the model of a run as it is now: the exported one, else that of its newest checkpoint."""
+    run_dir = RunDir(run)
+    if (run_dir.model / "config.json").is_file():
+        return Target(text, str(run_dir.model), run)
+    steps = CheckpointStore(run_dir.checkpoints).steps()
+    if steps:
+        return Target(f"{text}@{steps[-1]}", "", run, steps[-1])
+    raise DataError(
+        f"{run}: has no exported model and no checkpoint yet (trainer.save_freq, trainer.export_at_end); "
+        f"{text}@start is the model that it began with"
+    )
+
+
+def _at(text: str, run: Path, step: str) -> Target:
+    if step == START or step == "0":
+        return Target(text, _trained_from(run)["path"], run)
+    steps = CheckpointStore(RunDir(run).checkpoints).steps()
+    if not steps:
+        raise CheckpointError(f"{run}: has no checkpoint (trainer.save_freq); {run} alone names its exported model")
+    number = steps[-1] if step == "last" else int(step)
+    if number not in steps:
+        raise CheckpointError(f"{run}: there is no checkpoint of step {number}; there are {', '.join(map(str, steps))}")
+    return Target(text if step != "last" else f"{run}@{number}", "", run, number)
+
+
+def _unknown(text: str, name: str) -> str:
+    known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
+    near = difflib.get_close_matches(name, [*known, *(Path(one).name for one in known)], n=1, cutoff=0.5)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return (
+        f"{text!r} is no run (a folder with config.yaml), no model (a folder with config.json), no builtin:NAME and no "
+        f"owner/name of the hub.{meant}"
+    )

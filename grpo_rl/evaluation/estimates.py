@@ -1,0 +1,167 @@
+"""Estimates from a sample of prompts: pass@k without bias, intervals by bootstrap, and tests of a difference. Pure functions.
+
+Axes: `_P` prompts, `_PN` the n responses to each prompt. All draws are seeded, so that the same responses give the same
+numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEVEL = 0.95
+RESAMPLES = 10_000
+SHUFFLES = 100_000
+EXACT_UP_TO = 16
+"""Prompts, or assignments of runs to two sides, up to which every sign or choice is counted and none is drawn."""
+_AT_ONCE = 2**22
+"""Numbers that are drawn at a time, so that memory stays the same for any number of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The mean difference between two models on the same prompts, or between two sets of runs."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    """The probability of a difference at least as large, either way, were the two sides exchangeable."""
+    least_p: float = 0.0
+    """The smallest `p` that so few values can give."""
+
+
+def pass_at_k(passed_P: np.ndarray, n: int, k: int) -> np.ndarray:
+    """Return for each prompt the unbiased estimate of the probability that one of k responses passes.
+
+    1 - C(n - c, k) / C(n, k) for c of n that passed, as the product 1 - prod_{i = n-c+1}^{n} (1 - k / i), which does not
+    overflow: Chen et al., "Evaluating large language models trained on code" (arXiv 2107.03374), section 2.1.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} responses to each prompt; there are {n}")
+    of_count = np.array([1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) for c in range(n + 1)])
+    found: np.ndarray = of_count[np.asarray(passed_P, dtype=np.int64)]
+    return found
+
+
+def ks_of(n: int) -> list[int]:
+    """Return the powers of two up to n, and n."""
+    return [*(2**exponent for exponent in range(n.bit_length()) if 2**exponent < n), n]
+
+
+def interval(values_P: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """Return the mean over the prompts and its 95 % interval: percentiles of the means of resampled prompts.
+
+    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. Prompts are drawn and not responses:
+    the question is what other prompts of this kind would give. One prompt has no interval: both ends are NaN.
+    """
+    values_P = np.asarray(values_P, dtype=np.float64)
+    if len(values_P) < 2:
+        return Estimate(float(values_P.mean()), math.nan, math.nan)
+    low, high = _percentiles(_resampled_means(values_P, seed, resamples))
+    return Estimate(float(values_P.mean()), low, high)
+
+
+def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 0) -> Difference:
+    """Return how much better the second model is on the same prompts.
+
+    The interval is that of a bootstrap over prompts, which keeps the two values of a prompt together. `p` is of a
+    permutation test: each prompt's difference keeps or changes its sign at random, which is what exchanging the two models
+    does (Good, "Permutation, parametric and bootstrap tests of hypotheses", 2005, section 3.2). All signs are counted for up
+    to 16 prompts that differ, else 100,000 are drawn and the data themselves count as one more.
+    """
+    differences_P = np.asarray(second_P, dtype=np.float64) - np.asarray(first_P, dtype=np.float64)
+    if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
+        raise ValueError(f"a paired test needs the same prompts: {len(first_P)} and {len(second_P)}")
+    found = interval(differences_P, seed=seed)
+    p, least = _sign_flips(differences_P, seed)
+    return Difference(found.mean, found.low, found.high, p, least)
+
+
+def difference_of_runs(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
+    """Return how much better the second set of runs is, where each run is one value: an exact permutation test.
+
+    `p` is the share of all ways to split the runs into two sets of these sizes whose means are at least as far apart; the
+    interval is a bootstrap over the runs of each side (Agarwal et al., "Deep reinforcement learning at the edge of the
+    statistical precipice", arXiv 2108.13264, section 4.1). With three runs a side `p` cannot be below 0.1: see `least_p`.
+    """
+    if min(len(first), len(second)) < 2:
+        raise ValueError("a test over runs needs at least two runs on each side")
+    first_R, second_R = (np.asarray(side, dtype=np.float64) for side in (first, second))
+    mean = float(second_R.mean() - first_R.mean())
+    differences = _resampled_means(second_R, seed + 1, RESAMPLES) - _resampled_means(first_R, seed, RESAMPLES)
+    low, high = _percentiles(differences)
+    values = np.concatenate([first_R, second_R])
+    total, size = values.sum(), len(first_R)
+    if math.comb(len(values), size) <= SHUFFLES:
+        chosen = np.array([values[list(some)].sum() for some in itertools.combinations(range(len(values)), size)])
+        least = (2.0 if len(first_R) == len(second_R) else 1.0) / len(chosen)
+        drawn = 0
+    else:
+        rng = np.random.default_rng(seed)
+        chosen = np.array([rng.permutation(values)[:size].sum() for _ in range(RESAMPLES)])
+        least, drawn = 1.0 / (RESAMPLES + 1), 1
+    apart = np.abs((total - chosen) / len(second_R) - chosen / size)
+    p = (np.count_nonzero(apart >= abs(mean) - _slack(values)) + drawn) / (len(chosen) + drawn)
+    return Difference(mean, low, high, float(p), least)
+
+
+def prompts_needed(differences_P: np.ndarray, wanted: float) -> int:
+    """Return how many prompts show a mean difference of `wanted` in four of five cases, at a level of 5 %.
+
+    n = ((1.96 + 0.84) * s / wanted)^2 for differences with standard deviation s: the usual formula for paired samples.
+    """
+    spread = float(np.std(differences_P, ddof=1)) if len(differences_P) > 1 else 0.0
+    return max(2, math.ceil(((1.96 + 0.84) * spread / wanted) ** 2)) if wanted else 2
+
+
+def _resampled_means(values: np.ndarray, seed: int, resamples: int) -> np.ndarray:
+    """Return the means of `resamples` draws with replacement of as many values as there are."""
+    rng, count = np.random.default_rng(seed), len(values)
+    at_once = max(1, _AT_ONCE // count)
+    parts = [
+        values[rng.integers(0, count, size=(min(at_once, resamples - start), count))].mean(axis=1)
+        for start in range(0, resamples, at_once)
+    ]
+    return np.concatenate(parts)
+
+
+def _percentiles(means: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _sign_flips(differences: np.ndarray, seed: int) -> tuple[float, float]:
+    """Return the two-sided p of the mean under random signs, and the smallest that there could be. Zeros have no sign."""
+    sizes = np.abs(differences[differences != 0])
+    if not len(sizes):
+        return 1.0, 1.0
+    observed, slack = abs(float(differences.sum())), _slack(differences)
+    if len(sizes) <= EXACT_UP_TO:
+        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(sizes))))
+        return float(np.mean(np.abs(signs @ sizes) >= observed - slack)), 2.0 / 2 ** len(sizes)
+    rng, count = np.random.default_rng(seed), 0
+    at_once = max(1, _AT_ONCE // len(sizes))
+    for start in range(0, SHUFFLES, at_once):
+        size = (min(at_once, SHUFFLES - start), len(sizes))
+        signs = rng.integers(0, 2, size=size, dtype=np.int8) * 2.0 - 1.0
+        count += int(np.count_nonzero(np.abs(signs @ sizes) >= observed - slack))
+    return (count + 1) / (SHUFFLES + 1), 1 / (SHUFFLES + 1)
+
+
+def _slack(values: np.ndarray) -> float:
+    """Return by how much two sums of these values may differ that are equal but for rounding."""
+    return float(1e-12 * (1.0 + np.abs(values).sum()))

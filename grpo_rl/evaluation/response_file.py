@@ -1,0 +1,183 @@
+"""The folder of an evaluation: settings that its responses depend on, and one growing file of responses for each model.
+
+    OUT/settings.json                        what all responses in the folder depend on, whatever the model
+    OUT/models/<name>/model.json             which model it was, with a digest of its weights
+    OUT/models/<name>/responses.jsonl        one line per response, as in a run's log of rollouts, and its `row` in the data
+    OUT/models/<name>/complete.json          the number of prompts, when all are answered
+
+Responses are appended prompt by prompt. A process that is killed leaves whole prompts and perhaps a part of one, which is
+sampled again: a second start goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.secrets import hide_known
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
+
+Record = dict[str, Any]
+SETTINGS, MODEL, RESPONSES, COMPLETE = "settings.json", "model.json", "responses.jsonl", "complete.json"
+_BLOCK = 65_536
+_BLOCKS = 32
+
+
+class EvaluationFolder:
+    """The folder of an evaluation, in which settings are the same for all models."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Note the settings in a new folder. Raises ConfigError, with what differs, in one of other settings."""
+        text, file = json.dumps(jsonable(settings), indent=1, sort_keys=True), self.path / SETTINGS
+        if file.is_file():
+            self._refuse_others(_read(file), json.loads(text), "the settings")
+            return
+        if (self.path / "models").is_dir():
+            raise ConfigError(f"{self.path} has responses and no {SETTINGS}: give another --output")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
+
+    def model(self, name: str, identity: Mapping[str, Any]) -> ResponseFile:
+        """Return the file of a model's responses. Raises ConfigError where the name stands for another model there."""
+        folder = self.path / "models" / _plain(name)
+        identity_text = json.dumps(jsonable(identity), indent=1, sort_keys=True)
+        if (folder / MODEL).is_file():
+            self._refuse_others(_read(folder / MODEL), json.loads(identity_text), f"the model {name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / MODEL, identity_text)
+        return ResponseFile(folder / RESPONSES)
+
+    def _refuse_others(self, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+        changed = [f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in sorted({*before, *now})
+                   if before.get(key) != now.get(key)]  # fmt: skip
+        if changed:
+            raise ConfigError(
+                [
+                    f"{self.path} has responses with other settings; give the same again, or another --output. {what} differ:",
+                    *changed,
+                ]
+            )
+
+
+class ResponseFile:
+    """The responses of one model, which are appended prompt by prompt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._complete = path, path.with_name(COMPLETE)
+
+    def groups(self, n: int) -> dict[int, list[Record]]:
+        """Return the n responses to each prompt that is complete, by the prompt's row, in the order of the samples."""
+        found: dict[int, dict[int, Record]] = defaultdict(dict)
+        for record in read_responses(self.path) if self.path.is_file() else ():
+            if isinstance(record.get("row"), int) and isinstance(record.get("sample"), int):
+                found[record["row"]][record["sample"]] = record
+        whole = {row: group for row, group in sorted(found.items()) if set(group) == set(range(n))}
+        return {row: [group[sample] for sample in range(n)] for row, group in whole.items()}
+
+    @property
+    def num_prompts(self) -> int | None:
+        """The number of prompts of the data, once all of them are answered; None before."""
+        try:
+            return int(json.loads(self._complete.read_text(encoding="utf-8"))["num_prompts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def complete(self, num_prompts: int) -> None:
+        """Note that all prompts are answered, and how many there are."""
+        write_whole(self._complete, json.dumps({"num_prompts": num_prompts}))
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Append all responses to some prompts; they are on the disk when this returns."""
+        text = "".join(hide_known(dump_line(record)) for record in records).encode("ascii")
+        with self.path.open("ab+") as file:
+            # A killed process may have left half a line; a new one must not be glued to it.
+            if file.tell() and not _ends_with_newline(file):
+                text = b"\n" + text
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_responses(path: Path) -> list[Record]:
+    """Return the lines of a jsonl file that are objects; a broken one, of a process that was killed, is left out."""
+    records = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    for line in text.split("\n"):
+        try:
+            record = json.loads(line) if line else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def identity_of(model: str) -> dict[str, Any]:
+    """Return what tells a model from others: a digest of its folder, the settings of an embedded one, a name on the hub."""
+    if model.startswith("builtin:"):
+        from grpo_rl.models.builtin import get_builtin  # which loads torch
+
+        return {"embedded model": model, "digest": get_builtin(model).content_hash()}
+    folder = Path(model)
+    return {"digest": weights_digest(folder)} if folder.is_dir() else {"name on the hub": model}
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a model folder: of its config, and of the sizes and of 32 blocks of each file of weights.
+
+    Reading all of a large model takes minutes. One optimizer step changes nearly every number, so blocks that are spread over
+    a file show it; a copy of a folder has the same digest.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        step = max(_BLOCK, size // _BLOCKS)
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): give another --output") from error
+    return found if isinstance(found, dict) else {}
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is complete or not there at all."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def _plain(name: str) -> str:
+    """Return a name for a folder: letters, digits, dots, and dashes for all else."""
+    return re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"

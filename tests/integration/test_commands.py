@@ -1,0 +1,103 @@
+"""The commands on the folder of a small real run: eval goes on where it was cut, generate feeds training, export is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, train
+
+from grpo_rl.__main__ import main
+from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.data.training_rows.supervised import load_demonstrations
+from grpo_rl.models import builtin
+from grpo_rl.models.load import load_tokenizer
+
+DATA = "task:arithmetic?split=val&num_rows=6"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("commands")
+    model = builtin.build("arithmetic", folder / "model")
+    words = [*arithmetic(model), "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    words = [word for word in words if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
+    return train(folder, "small", *words, "reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf")
+
+
+def command(run: Run, *words: str) -> str:
+    """`python -m grpo_rl` with these words, beside the run's folder; its screen is shown when it fails."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    line = [sys.executable, "-m", "grpo_rl", *words]
+    done = subprocess.run(line, cwd=run.path.parents[1], env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tmp_path: Path) -> None:
+    assert main(["export", f"{run.path}@2", "--output", str(tmp_path / "two")]) == 0
+    mine, theirs = load_file(tmp_path / "two" / "model.safetensors"), run.weights()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert (tmp_path / "two" / "config.json").read_text() == (run.path / "model" / "config.json").read_text()
+    assert "the checkpoint of step 2" in (tmp_path / "two" / "README.md").read_text()
+    assert main(["export", f"{run.path}@1"]) == 0
+    before = load_file(run.path / "exports" / "step_1" / "model.safetensors")
+    assert any(not torch.equal(before[name], theirs[name]) for name in theirs)
+
+
+def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: Run, tmp_path: Path) -> None:
+    output = ["--output", str(tmp_path / "out"), "--data", DATA, "-n", "4"]
+    command(run, "eval", f"{run.path}@start", *output)
+    [responses] = (tmp_path / "out" / "models").glob("*start/responses.jsonl")
+    whole = responses.read_text().splitlines(keepends=True)
+    assert len(whole) == 24
+    responses.write_text("".join(whole[:18])[:-30])  # four prompts, and a line of the fifth that was cut
+
+    screen = command(run, "eval", f"{run.path}@start", str(run.path), *output)
+    assert "goes on, 4 of 6 prompts are answered already" in screen
+    again = [json.loads(line) for line in responses.read_text().splitlines() if line.endswith("}")]
+    kept = {(line["row"], line["sample"]): line["response"] for line in again}
+    assert kept == {(line["row"], line["sample"]): line["response"] for line in map(json.loads, whole)}, "the same seeds"
+
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    [source] = summary["results"]
+    labels = [f"{run.path}@start", str(run.path)]
+    assert source["num_prompts"] == 6 and list(source["metrics"]["mean@4"]) == labels
+    values = [[line["reward"] for line in map(json.loads, whole)][start : start + 4] for start in range(0, 24, 4)]
+    mean = sum(map(sum, values)) / 24
+    assert source["metrics"]["mean@4"][labels[0]]["mean"] == pytest.approx(mean)
+    assert source["metrics"]["pass@4"][labels[0]]["mean"] == pytest.approx(sum(map(any, values)) / 6)
+    assert 0 < source[f"differences to {labels[0]}"]["mean@4"][labels[1]]["p"] <= 1
+    assert "differences" in screen and "written: " in screen
+
+
+def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "good.parquet"
+    screen = command(run, "generate", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output))
+    assert f"written: {output}" in screen and not output.with_name("good.parquet.work").exists()
+    rows = load_demonstrations(
+        [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model")), max_samples=-1
+    )
+    assert 0 < len(rows) <= 48
+
+
+def test_a_conversation_through_a_pipe(run: Run) -> None:
+    line = [sys.executable, "-m", "grpo_rl", "chat", str(run.path), "--temperature", "0", "--max-tokens", "6"]
+    done = subprocess.run(
+        line,
+        input="1+1=\n/nothing\n/reset\n1+1=\n",
+        cwd=run.path.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    lines = done.stdout.splitlines()
+    assert len(lines) % 2 == 0 and lines[: len(lines) // 2] == lines[len(lines) // 2 :], "greedy: the same answer again"
+    assert "there is no /nothing" in done.stderr and "forgotten" in done.stderr

@@ -1,0 +1,161 @@
+"""The command lines: help with an example, unknown words refused with the nearest, verl's words, exit codes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import grpo_rl
+from grpo_rl.__main__ import COMMANDS, main
+from grpo_rl.commands.arguments import Arguments
+from grpo_rl.commands.verl_words import of_evaluation, of_generation
+from grpo_rl.errors import ConfigError
+
+OWN = ["plan", "watch", "compare", "eval", "generate", "chat", "export"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: grpo-rl {name}") and f"example:\n  grpo-rl {name} " in out and err == ""
+    assert max(map(len, out.splitlines())) <= 128
+
+
+def test_every_command_is_named_and_can_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0 and main([]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
+    assert all(callable(import_module(module).main) for module, _ in COMMANDS.values())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"grpo_rl {grpo_rl.__version__}\n"
+
+
+def test_the_script_is_the_module() -> None:
+    root = Path(grpo_rl.__file__).parents[1]
+    assert 'grpo-rl = "grpo_rl.__main__:main"' in (root / "pyproject.toml").read_text()
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["wach", "run"]) == 2
+    assert "there is no command 'wach'. Did you mean watch?" in capsys.readouterr().err
+
+
+def test_words_without_a_command_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.save_frq=1"]) == 2
+    assert "trainer.save_freq" in capsys.readouterr().err
+    assert main(["plan", "trainer.device=cpu", "trainer.total_training_steps=3"]) == 0
+    assert capsys.readouterr().out.startswith("plan: recipe arithmetic/grpo")
+    assert main(["plan", "trainer.device=cpu", "--dry"]) == 2
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"plan": "--halp", "watch": "--onse", "compare": "--outpt", "export": "--pusch"}
+    wrong = options.get(name, "--temprature")
+    words = [name, "runs/x", "runs/y", wrong, "1"] if name == "compare" else [name, "runs/x", wrong, "1"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    near = {"--halp": "--help", "--onse": "--once", "--outpt": "--output", "--pusch": "--push"}.get(wrong, "--temperature")
+    assert f"there is no option {wrong}. Did you mean {near}?" in err and "Traceback" not in err
+
+
+def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
+    parser = Arguments("try", "Try it.", "grpo-rl try")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--data", action="append")
+    options, settings = parser.read_with_settings(
+        ["a", "data.max_prompt_length=8", "--data", "task:x?split=val&n=2", "b", "~trainer.seed", "+a.b={c: 1}"]
+    )
+    assert options.names == ["a", "b"] and options.data == ["task:x?split=val&n=2"]
+    assert settings == ["data.max_prompt_length=8", "~trainer.seed", "+a.b={c: 1}"]
+    with pytest.raises(ConfigError, match="no option --dat"):
+        parser.read(["--dat", "x"])
+
+
+def test_verls_words_of_generation_are_ours() -> None:
+    theirs = [
+        "model.path=/m",
+        "data.path=p.parquet",
+        "data.output_path=o.parquet",
+        "data.n_samples=4",
+        "rollout.temperature=0.7",
+    ]
+    theirs += [
+        "rollout.response_length=64",
+        "rollout.prompt_length=32",
+        "rollout.tensor_model_parallel_size=2",
+        "data.prompt_key=p",
+    ]
+    assert of_generation(theirs) == [
+        *("/m", "--data", "p.parquet", "--output", "o.parquet", "-n", "4", "--temperature", "0.7", "--max-tokens", "64"),
+        "data.max_prompt_length=32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "data.prompt_key=p",
+    ]
+
+
+def test_verls_words_of_evaluation_are_ours_or_answered() -> None:
+    theirs = ["data.path=[a.parquet,b.parquet]", "data.data_source_key=source", "data.reward_model_key=rm"]
+    theirs.append("custom_reward_function.path=my.py")
+    assert of_evaluation(theirs) == [
+        *("--data", "a.parquet", "--data", "b.parquet", "data.reward_fn_key=source"),
+        "data.ground_truth_key=rm.ground_truth",
+        "reward.custom_reward_function.path=my.py",
+    ]
+    with pytest.raises(ConfigError) as refused:
+        of_evaluation(["data.batch_size=128", "data.output_path=x.parquet"])
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
+        "data.batch_size",
+        "data.output_path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["eval"], 2, "needs a model or a run"),
+        (["eval", "builtin:nothing", "--data", "x"], 2, "there is no embedded model"),
+        (["eval", "builtin:arithmetic"], 2, "--data is missing"),
+        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--temperature", "0"], 2, "-n 1"),
+        (["eval", "builtin:arithmetic", "--data", "nowhere.jsonl"], 2, "there is no file"),
+        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "-n", "0"], 2, "below 1"),
+        (["generate", "builtin:arithmetic", "--output", "x.csv"], 2, ".jsonl or .parquet"),
+        (["generate", "a", "b"], 2, "needs one model"),
+        (["compare", "one"], 2, "is no run"),
+        (["watch", "one"], 2, "is no run"),
+        (["export", "builtin:arithmetic"], 2, "belongs to no run"),
+        (["chat", "builtin:arithmetic", "--max-tokens", "4000"], 2, "leaves no room"),
+    ],
+)
+def test_mistakes_end_with_their_exit_code_before_anything_starts(
+    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == code
+    out, err = capsys.readouterr()
+    assert said in err and "Traceback" not in out + err
+
+
+def documented() -> list[tuple[str, ...]]:
+    """Return the words of every command that docs/commands.md shows."""
+    page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    found = [shlex.split(line.partition("| ")[2] or line, comments=True) for line in lines if "grpo-rl" in line]
+    return [tuple(words[1:]) for words in found if words[1] in OWN]
+
+
+@pytest.mark.parametrize("words", documented(), ids=lambda words: " ".join(words)[:60])
+def test_a_documented_command_has_the_options(words: tuple[str, ...]) -> None:
+    module = import_module(COMMANDS[words[0]][0])
+    module._parser().read_with_settings(words[1:])
+
+
+def test_every_command_is_documented() -> None:
+    assert {words[0] for words in documented()} == set(OWN) - {"plan"}
+    page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []

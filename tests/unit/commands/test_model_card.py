@@ -1,0 +1,81 @@
+"""The model card, and what is refused before a model is pushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from command_folders import make_run
+
+from grpo_rl.__main__ import main
+from grpo_rl.commands.targets import run_config
+from grpo_rl.config.compose import compose
+from grpo_rl.evaluation.model_card import model_card
+from grpo_rl.telemetry.rundir import RunDir
+
+
+def test_the_card_says_what_was_trained_on_what_and_how_to_repeat_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "carded", "trainer.seed=7", "data.val_files=['hf:owner/sums?split=test']", solved=range(10))
+    card = model_card(RunDir(run), run_config(run), None, has_curve=True)
+    _, head, body = card.split("---\n", 2)
+    metadata = yaml.safe_load(head)
+    assert metadata["tags"] == ["grpo_rl", "reinforcement-learning", "grpo"] and "base_model" not in metadata
+    assert "# carded" in body and "`builtin:arithmetic`" in body and "after 3 steps" in body
+    assert "| val/arithmetic/mean@1 | 0.05 (step 0) | 0.5 (step 3) |" in body
+    assert "![curves](curves.png)" in body and "hf:owner/sums?split=test" in body
+    assert "trainer.seed: 7" in body and str(tmp_path) not in body.partition("## How to repeat it")[0]
+
+
+def test_the_configuration_in_the_folder_repeats_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "again", "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    (tmp_path / "run_config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    composed = compose([f"recipe={tmp_path / 'run_config.yaml'}", "trainer.experiment_name=again"])
+    assert composed.config.trainer.seed == 7 and composed.config.actor_rollout_ref.actor.clip_ratio_high == 0.28
+
+
+def test_a_checkpoints_card_ends_at_its_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "half")
+    card = model_card(RunDir(run), run_config(run), 2, has_curve=False)
+    assert "the checkpoint of step 2" in card and "(step 3)" not in card and "curves.png" not in card
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "named")
+    config = run_config(run)
+    config["actor_rollout_ref"]["model"]["path"] = "/m`\n# owned\x1b[2J"
+    config["data"]["train_files"] = ["a\n```\n# owned"]
+    card = model_card(RunDir(run), config, None, has_curve=False)
+    assert "\n# owned" not in card and "\x1b" not in card
+
+
+def test_a_push_without_the_hub_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, "kept")
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["export", str(run), "--push", "me/model"]) == 2
+    assert "HF_HUB_OFFLINE=1" in capsys.readouterr().err and not (run / "exports").exists()
+    assert main(["export", str(run), "--push", "a/b/c"]) == 2
+    assert "is no name of a repository" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["export", str(run), "--push", "me/model"]) == 2
+    assert "127.0.0.1 cannot be reached" in capsys.readouterr().err and not (run / "exports").exists()
+
+
+def test_the_exported_folder_has_card_configuration_and_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, "whole")
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert f"written: {tmp_path / 'out'} (" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "README.md", "run_config.yaml", "metrics.jsonl", "curves.png"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    assert main(["export", str(run), "--output", str(tmp_path / "mine")]) == 2

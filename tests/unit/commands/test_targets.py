@@ -1,0 +1,68 @@
+"""Names of models and runs: folders, steps, names below runs/, and what is said where there is nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_folders import make_run
+
+from grpo_rl.commands.targets import Target, find_run, find_target
+from grpo_rl.errors import CheckpointError, ConfigError, DataError
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_run(tmp_path / "runs" / "grpo_rl", "first")
+
+
+def model_in(folder: Path) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def checkpoint(run: Path, step: int) -> None:
+    (run / "checkpoints" / f"step_{step}").mkdir()
+    (run / "checkpoints" / f"step_{step}" / "manifest.json").write_text("{}")
+
+
+def test_a_run_is_its_exported_model_and_before_that_its_newest_checkpoint(run: Path) -> None:
+    with pytest.raises(DataError, match="no exported model and no checkpoint yet"):
+        find_target(str(run))
+    checkpoint(run, 2)
+    checkpoint(run, 10)
+    assert find_target(str(run)) == Target(f"{run}@10", "", run, 10)
+    model = model_in(run / "model")
+    assert find_target(str(run)) == Target(str(run), model, run)
+
+
+def test_a_step_names_a_checkpoint(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        find_target(f"{run}@4")
+    checkpoint(run, 4)
+    found = find_target(f"{run}@4")
+    assert (found.run, found.step, found.export_folder) == (run, 4, run / "exports" / "step_4")
+    assert find_target(f"{run}@last").step == 4
+    assert find_target(f"{run}@start").model == "builtin:arithmetic"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5; there are 4"):
+        find_target(f"{run}@5")
+
+
+def test_a_run_is_found_by_its_name_below_runs(run: Path) -> None:
+    assert find_run("first").resolve() == run.resolve()
+    assert find_run("grpo_rl/first").resolve() == run.resolve()
+    with pytest.raises(ConfigError, match="Did you mean"):
+        find_run("frist")
+
+
+def test_models_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = model_in(tmp_path / "m")
+    assert find_target("m") == Target("m", "m") and find_target(folder).model == folder
+    assert find_target("builtin:arithmetic").model == "builtin:arithmetic"
+    assert find_target("owner/name").model == "owner/name"
+    for wrong in ("../nothing", "nothing", "", "nothing@3"):
+        with pytest.raises(ConfigError, match="is no run"):
+            find_target(wrong)

@@ -1,0 +1,112 @@
+"""The statistics of evaluations, against values worked out by hand and against simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.evaluation.estimates import (
+    difference_of_runs,
+    interval,
+    ks_of,
+    paired_difference,
+    pass_at_k,
+    prompts_needed,
+)
+
+
+def test_pass_at_k_is_that_of_all_choices_of_k_responses() -> None:
+    # 2 of 4 pass. Of the 6 pairs one has no passing response: 5/6. Of the 4 triples none: 1.
+    assert pass_at_k(np.array([2]), 4, 1) == pytest.approx([1 / 2])
+    assert pass_at_k(np.array([2]), 4, 2) == pytest.approx([5 / 6])
+    assert pass_at_k(np.array([2]), 4, 3) == pytest.approx([1.0])
+    assert pass_at_k(np.array([0, 4]), 4, 2) == pytest.approx([0.0, 1.0])
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_counts_every_choice(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    passed = [index < c for index in range(n)]
+    choices = list(itertools.combinations(passed, k))
+    assert pass_at_k(np.array([c]), n, k)[0] == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_k_is_unbiased_where_the_share_of_best_ones_is_not() -> None:
+    rng, p, n, k = np.random.default_rng(0), 0.2, 10, 4
+    passed = rng.binomial(n, p, size=20_000)
+    truth = 1 - (1 - p) ** k
+    assert pass_at_k(passed, n, k).mean() == pytest.approx(truth, abs=0.01)
+    plugged_in = (1 - (1 - passed / n) ** k).mean()  # the estimate that Chen et al. warn of
+    assert abs(plugged_in - truth) > 0.03
+
+
+def test_pass_at_more_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass@5 needs"):
+        pass_at_k(np.array([1]), 4, 5)
+    assert ks_of(1) == [1] and ks_of(4) == [1, 2, 4] and ks_of(6) == [1, 2, 4, 6] and ks_of(16) == [1, 2, 4, 8, 16]
+
+
+def test_an_interval_has_the_width_of_the_normal_one_where_that_holds() -> None:
+    values = np.random.default_rng(1).normal(0.5, 1.0, size=400)
+    found = interval(values)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.mean == values.mean()
+    assert found.low == pytest.approx(values.mean() - half, abs=0.01)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.01)
+    assert interval(values) == found, "seeded: the same again"
+    assert math.isnan(interval(np.array([1.0])).low)
+
+
+def test_the_interval_covers_the_truth_in_about_95_of_100_samples() -> None:
+    rng = np.random.default_rng(2)
+    found = [interval(rng.binomial(8, 0.3, size=60) / 8, seed=number, resamples=600) for number in range(300)]
+    covered = sum(one.low <= 0.3 <= one.high for one in found)
+    assert 0.90 <= covered / 300 <= 0.985
+
+
+def test_a_paired_test_counts_all_signs_of_few_prompts() -> None:
+    # Differences 1, 1, 1, 0: three that differ have 8 signs, of which two (all plus, all minus) are as far from 0.
+    found = paired_difference(np.array([0.0, 0, 0, 1]), np.array([1.0, 1, 1, 1]))
+    assert found.mean == 0.75 and found.p == pytest.approx(2 / 8) and found.least_p == pytest.approx(2 / 8)
+    # Differences 3, -1: sums of signs 4, 2, -2, -4, of which all are at least |2|.
+    assert paired_difference(np.array([0.0, 1]), np.array([3.0, 0])).p == pytest.approx(1.0)
+    same = paired_difference(np.array([0.2, 0.4]), np.array([0.2, 0.4]))
+    assert (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_drawn_signs_agree_with_the_test_that_is_exact_for_large_samples() -> None:
+    rng = np.random.default_rng(3)
+    first, second = rng.normal(0, 1, 200), rng.normal(0.2, 1, 200)
+    differences = second - first
+    z = differences.mean() / (differences.std() / math.sqrt(200))
+    normal = math.erfc(abs(z) / math.sqrt(2))
+    assert paired_difference(first, second).p == pytest.approx(normal, abs=0.01)
+
+
+def test_without_a_difference_one_test_in_twenty_is_below_five_per_cent() -> None:
+    rng = np.random.default_rng(4)
+    found = [paired_difference(*rng.binomial(4, 0.5, size=(2, 14)) / 4).p for _ in range(400)]
+    assert np.mean(np.array(found) <= 0.05) <= 0.075
+
+
+def test_a_test_over_runs_counts_all_ways_to_split_them() -> None:
+    # Means 1 and 4: of the 20 ways to choose 3 of 6 runs only this one and its mirror are as far apart.
+    found = difference_of_runs([0.0, 1.0, 2.0], [3.0, 4.0, 5.0])
+    assert found.mean == 3.0 and found.p == pytest.approx(2 / 20) and found.least_p == pytest.approx(2 / 20)
+    assert found.low <= 3.0 <= found.high
+    # 2 against 3 runs: of 10 ways one is as far.
+    assert difference_of_runs([0.0, 0.0], [1.0, 1.0, 1.0]).p == pytest.approx(1 / 10)
+    assert difference_of_runs([1.0, 2.0], [2.0, 1.0]).p == 1.0
+    with pytest.raises(ValueError, match="two runs on each side"):
+        difference_of_runs([1.0], [2.0, 3.0])
+
+
+def test_the_prompts_that_a_difference_takes() -> None:
+    # s = 0.5 exactly: (2.8 * 0.5 / 0.1)^2 = 196.
+    differences = np.array([0.5, -0.5] * 50) * math.sqrt(99 / 100)
+    assert prompts_needed(differences, 0.1) == 196
