@@ -69,21 +69,49 @@ def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def named_full_tensors(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
+def named_full_tensors(
+    policy: PackedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names with whole tensors, aliases (a tied LM head) included. A collective.
 
     This is the sharded gather. Each rank holds a slice of every parameter; asking for one whole tensor makes all ranks
     send their slices to each other, so all of them have to ask for the same tensors in the same order, also those whose
     copy nothing reads. One tensor is whole at a time: the caller drops it before it asks for the next, and the memory
     needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
+
+    A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
+    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards.
     """
+    reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
     tied: Tensor | None = None
     for name, tensor in policy.lm.state_dict(keep_vars=True).items():
         if tensor is embedding and tied is not None:
             yield name, tied
             continue
-        whole = full_tensor(tensor.detach())
+        whole = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
             tied = whole
         yield name, whole
+
+
+def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
+    """Return all whole tensors in host memory where this rank is to `keep` them, else nothing. A collective."""
+    state = {}
+    for name, tensor in named_full_tensors(policy, device=device):
+        if keep:
+            state[name] = tensor.to("cpu")
+    return state
+
+
+def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+    """Return the whole of a sharded tensor on this device and in this type, cast before its slices travel. A collective."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device=device or tensor.device, dtype=wanted)
+    shard = tensor.to_local()
+    cast = shard.to(device=device or shard.device, dtype=wanted)
+    if cast is not shard:
+        placed = tensor.device_mesh, tensor.placements
+        tensor = DTensor.from_local(cast, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return tensor.full_tensor()

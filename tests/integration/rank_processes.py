@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -105,6 +106,73 @@ class RecordingActor(Recording, ActorWorker):
         finally:
             hook.remove()
         return sum(tokens)
+
+    def as_on_a_gpu(self) -> None:
+        """From now on, give memory back after each phase, as a rank on a GPU does, and note every move.
+
+        The device is called `cpu:0` here and host memory `cpu`: a move makes new tensors, as one to a GPU would.
+        """
+        self.memory.gives_back, self.memory.device = True, torch.device("cpu", 0)
+        self.moves: list[str] = []
+
+        def moving(name: str, move: Callable[[], None]) -> Callable[[torch.device], None]:
+            def noted(device: torch.device) -> None:
+                self.moves.append(f"{name} to {'host' if device.index is None else 'device'}")
+                move()
+
+            return noted
+
+        def new_weights() -> None:
+            self.model._apply(torch.clone)
+
+        def new_moments() -> None:
+            for state in self.optimizer.state.values():
+                state.update({key: value.clone() for key, value in state.items() if key != "step"})
+
+        self.memory.move_weights = moving("weights", new_weights)  # type: ignore[method-assign]
+        self.memory.move_moments = moving("moments", new_moments)  # type: ignore[method-assign]
+
+    def moves_of(self, method: str, *args: Any) -> tuple[list[str], list[str]]:
+        """Call a method; return the moves that it made, and the names of parameters that are whole after it."""
+        self.moves.clear()
+        getattr(self, method)(*args)
+        whole = [name for name, parameter in self.model.named_parameters() if not isinstance(parameter, DTensor)]
+        return list(self.moves), whole
+
+    def answer_and_moves(self, method: str, *args: Any) -> tuple[Any, tuple[list[str], list[str]]]:
+        """Call a method; return its answer, and what `moves_of` returns, where moves are noted."""
+        if not hasattr(self, "moves"):
+            return getattr(self, method)(*args), ([], [])
+        answers: list[Any] = []
+        self.answering = lambda *given: answers.append(getattr(self, method)(*given))
+        moved = self.moves_of("answering", *args)
+        return answers[0], moved
+
+    def sends_weights(self) -> tuple[list[str], list[str]]:
+        """Hand all weights out; return the types in which slices travelled, and those of the tensors in the buckets."""
+        travelled: list[str] = []
+        whole = DTensor.full_tensor
+
+        def noted(tensor: DTensor, **options: Any) -> Tensor:
+            travelled.append(str(tensor.to_local().dtype))
+            return whole(tensor, **options)
+
+        DTensor.full_tensor = noted  # type: ignore[method-assign, assignment]
+        try:
+            self.begin_weight_sync()
+            types = {dtype for bucket in iter(self.next_bucket, None) for dtype in bucket.dtypes}
+            self.end_weight_sync()
+        finally:
+            DTensor.full_tensor = whole  # type: ignore[method-assign]
+        return sorted(set(travelled)), sorted(types)
+
+    def same_objects(self) -> bool:
+        """Return whether the optimizer still refers to the model's parameters, and head and embedding are one, where tied."""
+        parameters = {id(parameter) for parameter in self.model.parameters()}
+        optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        lm = self.model.lm
+        tied = not lm.config.tie_word_embeddings or lm.lm_head.weight is lm.get_input_embeddings().weight
+        return tied and parameters == optimized
 
 
 class RecordingCritic(Recording, CriticWorker):
