@@ -118,8 +118,9 @@ class Cluster:
         address, _, port = places[0]
         if all(place[0] == address for place in places):
             address = "127.0.0.1"
-        timeout_s = self.config.trainer.collective_timeout_s
-        return [Rank(i, len(worker_set), address, port, self.plan.machine.device, timeout_s) for i in range(len(worker_set))]
+        trainer, size = self.config.trainer, len(worker_set)
+        timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
+        return [Rank(i, size, address, port, self.plan.machine.device, *timeouts) for i in range(size)]
 
     def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
@@ -205,7 +206,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     if engines is not None and engine_spec is not None:
         with cluster.console.progress("starting processes"):
             engines.where(plan.config.trainer.start_timeout_s)
-        refs = engines.start_build(rollout_factory, [(engine_spec,)] * len(engines))
+        refs = engines.start_build(rollout_factory, [(engine_spec, *_timeouts(plan))] * len(engines))
         starts.append((engines, refs, "starting the rollout engine"))
         if plan.engines_share_gpus:
             cluster.build(starts, began)
@@ -266,7 +267,7 @@ def _make_pool(
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(rollout_factory, spec)
+        return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))
 
     can_replace = actors is not None and cluster.supervisor.restarts
     vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
@@ -330,6 +331,11 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
     )
+
+
+def _timeouts(plan: Plan) -> tuple[float, float]:
+    """Return how long an engine may take to start, and for one call."""
+    return plan.config.trainer.start_timeout_s, plan.config.trainer.step_timeout_s
 
 
 def sender_spec(engine: EngineSpec) -> SenderSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
+from grpo_rl.models.sharded_load import local_of
 
 
 def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
@@ -37,6 +38,21 @@ def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, 
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None]) -> None:
+    """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
+
+    Not a collective: each rank reads for itself. Buffers keep the values that they were made with.
+    """
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(buffers[name])
+        for parameter in policy.parameters():
+            local_of(parameter).zero_()
+    read()
 
 
 def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device) -> None:

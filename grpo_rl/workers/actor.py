@@ -10,10 +10,10 @@ from torch import Tensor
 from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
-from grpo_rl.checkpoint import memory_state
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.models.sharded_load import local_of
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -47,7 +47,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
         fsdp.reshard(self.model)
-        shards = {name: memory_state.local(value.detach()) for name, value in self.model.named_parameters()}
+        shards = {name: local_of(value.detach()) for name, value in self.model.named_parameters()}
         return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def measure(self, batch: Batch | None) -> Tensor:

@@ -15,7 +15,7 @@ from grpo_rl.models.forward import Sequences
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
-from grpo_rl.workers.sharded_policy import compute_dtype, join_set
+from grpo_rl.workers.sharded_policy import compute_dtype, fill, join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -135,7 +135,7 @@ def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
-    """Return the model, sharded over the worker set; only rank 0 reads the weights.
+    """Return the model, sharded over the worker set; each rank reads its own rows.
 
     `checkpointing` is None for a frozen model.
     """
@@ -150,7 +150,9 @@ def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpoin
     mesh = init_device_mesh(device.type, (rank.world_size,))
     fsdp.shard(model, mesh, compute_dtype=compute_dtype(spec.dtype, device), reshard_after_forward=True)
     if not alone:
-        fsdp.materialize(model, _load(spec, on_meta=False, trained=trained) if rank.rank == 0 else None, device)
+        # A trained one may start from a language model, which has no head for scores.
+        new = ("score.weight", "score.bias") if trained else ()
+        fill(model, model.lm, spec.path, rank, device, lambda: _load(spec, on_meta=False, trained=trained), new)
     return model
 
 

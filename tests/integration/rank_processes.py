@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.models import forward, fsdp
+from grpo_rl.models import forward, fsdp, sharded_load
 from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
@@ -28,6 +28,43 @@ from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, 
 
 VOCAB = 64
 DEADLINE_S = 120.0
+
+
+READ = [0]
+"""Bytes, as float32, of the rows that this process has read into shards since its last build."""
+
+
+def count_reading() -> None:
+    """Count the rows that are cut out of safetensors files from now on."""
+    whole_open = sharded_load.safe_open
+
+    class Counting:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.opened = whole_open(path, framework=framework)
+
+        def __enter__(self) -> Counting:
+            self.opened.__enter__()
+            return self
+
+        def __exit__(self, *details: Any) -> None:
+            self.opened.__exit__(*details)
+
+        def keys(self) -> list[str]:
+            return self.opened.keys()
+
+        def get_slice(self, name: str) -> Any:
+            return CountingSlice(self.opened.get_slice(name))
+
+    class CountingSlice:
+        def __init__(self, rows: Any) -> None:
+            self.rows, self.get_shape = rows, rows.get_shape
+
+        def __getitem__(self, place: slice) -> Tensor:
+            read: Tensor = self.rows[place]
+            READ[0] += read.numel() * 4
+            return read
+
+    sharded_load.safe_open = Counting
 
 
 class Recording:
@@ -65,6 +102,15 @@ class Recording:
         """The next number of this rank's generator, which stays where it is."""
         with torch.random.fork_rng(devices=[]):
             return float(torch.rand(()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's model."""
+        return dict(self.trained.named_buffers())
+
+    def read_bytes(self) -> tuple[int, int]:
+        """Return how many bytes of weights this rank read when it was built, and how many it holds, as float32."""
+        held = sum(parameter.to_local().numel() * 4 for parameter in self.trained.parameters())  # type: ignore[operator]
+        return READ[0], held
 
     def schedule(self) -> tuple[int, list[float], list[float]]:
         """Return the schedule's step, the rates that it gives, and those that the optimizer will use."""
@@ -258,6 +304,7 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    count_reading()
     worker: RecordingActor | RecordingCritic | RecordingRewardModel | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
@@ -271,6 +318,7 @@ def _serve(pipe: Connection) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 gc.collect()
+                READ[0] = 0
                 worker = KINDS[type(args[0])](*args)
                 answer = None
             else:

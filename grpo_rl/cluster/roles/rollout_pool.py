@@ -398,10 +398,10 @@ def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
     return int.from_bytes(digest, "big") >> 1
 
 
-def rollout_factory(spec: Any) -> Any:
+def rollout_factory(spec: Any, start_timeout_s: float, call_timeout_s: float) -> Any:
     """Return a RolloutWorker, imported in the process that will run it."""
     from grpo_rl.workers.rollout import RolloutWorker
 
     if spec.tensor_parallel_size > 1:
         track_apart()
-    return RolloutWorker(spec)
+    return RolloutWorker(spec, start_timeout_s, call_timeout_s)
