@@ -106,7 +106,7 @@ def fill(
     """Fill a sharded policy around `lm` with the weights of a folder; those of the names `new` may be missing, and are 0 then.
 
     Where transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
-    their rows. Nobody waits in a collective for a rank that reads: that may take longer than collectives are given.
+    their rows. No collective is entered while a rank reads: that may take longer than collectives are given.
     """
     files = WeightFiles.find(path)
     if files is not None and files.fits(lm, new):

@@ -53,6 +53,8 @@ class Stored:
     ref: Any
     key: str
     """The value's key, different for every value."""
+    stays: bool = True
+    """True where calls that follow carry it too; one that does not stay leaves the last one that does where it is."""
 
 
 class InPieces(ABC):
@@ -124,6 +126,8 @@ class WorkerHost:
         """Return what the argument stands for; the last stored value stays, until another takes its place."""
         if not isinstance(argument, Stored):
             return argument
+        if not argument.stays:
+            return _get(argument.ref)
         if self._fetched[0] != argument.key:
             # The old one goes first: two shares of a batch need not fit beside each other.
             self._fetched = ("", None)

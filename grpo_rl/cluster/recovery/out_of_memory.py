@@ -103,6 +103,11 @@ def _room(error: Exception) -> tuple[str, float, float]:
     if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return "GPU's memory", free, total
+    return "machine's memory", *memory_room()
+
+
+def memory_room() -> tuple[float, float]:
+    """Return the free bytes and all bytes of this machine's memory, or of what its container may use."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -112,8 +117,8 @@ def _room(error: Exception) -> tuple[str, float, float]:
         limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
         used = float(Path("/sys/fs/cgroup/memory.current").read_text())
     except (OSError, ValueError):
-        return "machine's memory", free, total
-    return "machine's memory", min(free, limit - used), min(total, limit)
+        return free, total
+    return min(free, limit - used), min(total, limit)
 
 
 def _gib(num_bytes: float) -> str:
