@@ -228,6 +228,11 @@ class Plan:
         return roles.get("rollout") == roles.get("actor")
 
     @property
+    def engine_width(self) -> int:
+        """Return the bytes of one of the engine's weights."""
+        return 4 if self.engine is not None and self.engine.dtype == "float32" else 2
+
+    @property
     def engines_share_gpus(self) -> bool:
         """Return whether some other role works on the GPUs of the engines, so that neither may start beside the other."""
         engines = self.role("rollout")

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
+from grpo_rl.models.linear import Precision
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import PolicySpec, Rank
@@ -63,10 +64,20 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker set."""
-    chunk_tokens = spec.model.lm_head_chunk_tokens
-    return build_sharded(
-        spec, rank, device, lambda lm: PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens)
-    )
+    chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+
+    def wrap(lm: Any) -> PolicyModel:
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
+
+    return build_sharded(spec, rank, device, wrap)
+
+
+def head_precision(name: str, device_type: str) -> Precision:
+    """Return the precision that `auto` or another value of model.lm_head_precision stands for on a device of this type."""
+    if name == "auto":
+        return "tf32" if device_type == "cuda" else "float32"
+    assert name in ("float32", "tf32", "bfloat16")
+    return name  # type: ignore[return-value]
 
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
