@@ -6,11 +6,11 @@ a rank keeps its shards, and of these only what the configuration leaves on the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
@@ -35,12 +35,15 @@ class DeviceMemory:
         self.model, self.device, self.optimizer = model, device, optimizer
         self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
         self.gives_back = device.type == "cuda" if gives_back is None else gives_back
+        self._host = HostMemory()
+        self._away = False
+        """True between `vacate` and `occupy`: a pass that runs then all the same finds its weights by `load_weights`."""
 
     # ---- what a phase calls ------------------------------------------------------------------------------
 
     def load_weights(self) -> None:
         """Bring the parameters to the device, and nothing else: a pass without gradients reads no optimizer state."""
-        if self.param_offload:
+        if self.param_offload or self._away:
             self.move_weights(self.device)
 
     def load_all(self) -> None:
@@ -69,9 +72,11 @@ class DeviceMemory:
         self.move_weights(torch.device("cpu"))
         self.move_moments(torch.device("cpu"))
         self.free_cache()
+        self._away = True
 
     def occupy(self) -> None:
         """Bring back what the configuration keeps on the device between phases."""
+        self._away = False
         if not self.param_offload:
             self.move_weights(self.device)
         if not self.optimizer_offload:
@@ -81,12 +86,12 @@ class DeviceMemory:
 
     def move_weights(self, device: torch.device) -> None:
         """Move this rank's shards, and buffers. The parameters stay the same objects, which the optimizer refers to."""
-        move_module(self.model, device)
+        move_module(self.model, device, self._host)
 
     def move_moments(self, device: torch.device) -> None:
         """Move the optimizer's moments."""
         if self.optimizer is not None:
-            move_optimizer(self.optimizer, device)
+            move_optimizer(self.optimizer, device, self._host)
 
     def free_cache(self) -> None:
         """Give memory that the allocator holds and nothing uses back to the device."""
@@ -96,19 +101,40 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
 
-def move_module(model: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to a device."""
-    model.to(device)
+def move_module(model: nn.Module, device: torch.device, host: HostMemory) -> None:
+    """Move parameters and buffers to a device, or from a GPU into kept host memory."""
+    # Under FSDP `_apply` also tells the sharding where its shards are now, as `Module.to` does.
+    model._apply(lambda tensor: _moved(tensor, device, host, id(tensor)))
+    _finish(device)
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer's moments to a device."""
-    for state in optimizer.state.values():
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, host: HostMemory) -> None:
+    """Move the optimizer's moments to a device, or from a GPU into kept host memory."""
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             # AdamW's step counter stays where AdamW put it.
             if isinstance(value, Tensor) and key != "step":
-                state[key] = _moved(value, device)
+                state[key] = _moved(value, device, host, (id(parameter), key))
+    _finish(device)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device)
+def _moved(tensor: Tensor, device: torch.device, host: HostMemory, key: object) -> Tensor:
+    """Return the tensor on a device. A parameter or moment that leaves a GPU has its own place in host memory."""
+    is_moment = not isinstance(tensor, nn.Parameter) and not isinstance(key, int)
+    if device.type != "cpu" or tensor.device.type == "cpu" or not (is_moment or isinstance(tensor, nn.Parameter)):
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    return in_host_memory(tensor, host, key)
+
+
+def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:
+    """Return a tensor whose values, or whose rank's slice of them, are in kept host memory."""
+    if not isinstance(tensor, DTensor):
+        return host.keep(key, tensor.detach())
+    # As FSDP makes its own parameters: the slice with the description of the whole, which does not depend on the device.
+    return DTensor(host.keep(key, tensor.detach().to_local()), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for copies to the host: what they are read from may be overwritten, and they may be read, after this."""
+    if device.type == "cpu" and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import forward, fsdp, sharded_load
@@ -23,6 +24,7 @@ from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
+from grpo_rl.workers.device_memory import in_host_memory
 from grpo_rl.workers.reward_model import RewardModelWorker, TrainedRewardModelWorker
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec
 
@@ -168,12 +170,15 @@ class RecordingActor(Recording, ActorWorker):
 
             return noted
 
+        host = HostMemory()
+
         def new_weights() -> None:
-            self.model._apply(torch.clone)
+            self.model._apply(lambda tensor: in_host_memory(tensor.clone(), host, id(tensor)))
 
         def new_moments() -> None:
-            for state in self.optimizer.state.values():
-                state.update({key: value.clone() for key, value in state.items() if key != "step"})
+            for parameter, state in self.optimizer.state.items():
+                moments = {key: value for key, value in state.items() if key != "step"}
+                state.update({key: in_host_memory(value.clone(), host, (parameter, key)) for key, value in moments.items()})
 
         self.memory.move_weights = moving("weights", new_weights)  # type: ignore[method-assign]
         self.memory.move_moments = moving("moments", new_moments)  # type: ignore[method-assign]

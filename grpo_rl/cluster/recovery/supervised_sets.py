@@ -35,7 +35,8 @@ class Keeper:
     """A keeper brings a stateful set of ranks back: a state it had, and the updates made since, which are made again.
 
     The state is the one that the recipe builds, until there is a copy in memory (Ray's object store, one object per
-    rank) or a committed checkpoint. Updates are exact functions of state and arguments, so what comes out is bit-equal.
+    rank) or a committed checkpoint. On CPUs updates are exact functions of state and arguments, so what comes out is
+    bit-equal; on GPUs it is equal up to the rounding of kernels that add in any order.
     """
 
     def __init__(self, worker_set: SupervisedSet) -> None:

@@ -52,7 +52,7 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
-    log-probs are 8 times closer to float64 than bfloat16's (docs/performance.md), float32 on CPUs, where nothing else is faster."""
+    log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
 
