@@ -58,7 +58,7 @@ class Stored:
 
 
 class InPieces(ABC):
-    """A stored value that names other objects of the store, and is put together in the process that uses it."""
+    """A value that names objects of the store, and is put together in the process that uses it: an argument, or stored itself."""
 
     @abstractmethod
     def whole(self, fetch: Callable[[Any], Any]) -> Any:
@@ -124,10 +124,13 @@ class WorkerHost:
 
     def _value(self, argument: Any) -> Any:
         """Return what the argument stands for; the last stored value stays, until another takes its place."""
+        if isinstance(argument, InPieces):
+            return argument.whole(_get)
         if not isinstance(argument, Stored):
             return argument
         if not argument.stays:
-            return _get(argument.ref)
+            value = _get(argument.ref)
+            return value.whole(_get) if isinstance(value, InPieces) else value
         if self._fetched[0] != argument.key:
             # The old one goes first: two shares of a batch need not fit beside each other.
             self._fetched = ("", None)
