@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-"""How a matrix product of float32 tensors rounds its inputs: not at all, to 10 bits of mantissa, or to bfloat16's 7. Sums and
+"""The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's 7. Sums and
 results are float32 in all three."""
 
 
