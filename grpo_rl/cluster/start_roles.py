@@ -132,7 +132,7 @@ class Cluster:
     def vacated(self) -> Iterator[None]:
         """Clear the engines' GPUs of all ranks, inside of this context."""
         engines = self.plan.role("rollout")
-        pools = {role.name: role.pool for role in self.plan.roles}
+        pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
         ranks = [one for one in self.worker_sets if one.role != "rollout" and engines and pools[one.role] == engines.pool]
         try:
             for worker_set in ranks:

@@ -237,7 +237,9 @@ def _torch_attention(
 
     shares_heads = q.shape[1] != k.shape[1]
     # No window to the right is how this function writes a causal mask; it is FlashAttention 2 inside, which aligns it so.
-    return varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=shares_heads)
+    out = varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=shares_heads)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def register() -> None:

@@ -128,7 +128,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = without_storage  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_storage  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

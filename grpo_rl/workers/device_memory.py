@@ -131,7 +131,7 @@ def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:
     if not isinstance(tensor, DTensor):
         return host.keep(key, tensor.detach())
     # As FSDP makes its own parameters: the slice with the description of the whole, which does not depend on the device.
-    return DTensor(host.keep(key, tensor.detach().to_local()), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(host.keep(key, tensor.to_local().detach()), tensor._spec, requires_grad=False)
 
 
 def _finish(device: torch.device) -> None:
