@@ -22,10 +22,10 @@ from typing import Any
 
 from grpo_rl.child_processes import shielded
 from grpo_rl.cluster.processes.forks import ForkServer
-from grpo_rl.cluster.recovery.out_of_memory import memory_room
 from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 
 LEAST_STORE_BYTES = 2 * 2**30
@@ -113,7 +113,7 @@ class Connection(threading.Thread):
             self._options |= {
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": config.object_store_memory or store_bytes(*memory_room(), _shared_memory()),
+                "object_store_memory": config.object_store_memory or store_bytes(*machine_memory(), _shared_memory()),
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }

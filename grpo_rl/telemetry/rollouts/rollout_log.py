@@ -39,9 +39,12 @@ class RolloutLog:
     file is there in part. `flush` waits until all are there; a checkpoint is committed after it.
     """
 
-    def __init__(self, run_dir: RunDir, data_format: DataFormat = "jsonl", *, beside: bool = False) -> None:
+    def __init__(
+        self, run_dir: RunDir, data_format: DataFormat = "jsonl", *, beside: bool = False, token_groups: int = 0
+    ) -> None:
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._format = data_format
+        self._token_groups = token_groups
         self._jobs: queue.Queue[Callable[[], Path] | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True) if beside else None
@@ -60,9 +63,9 @@ class RolloutLog:
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.{self._format}"
         if self._thread is None:
-            return write_rollouts(path, rollouts, advantages)
+            return write_rollouts(path, rollouts, advantages, self._token_groups)
         self._raise_failure()
-        self._put(partial(write_rollouts, path, list(rollouts), advantages))
+        self._put(partial(write_rollouts, path, list(rollouts), advantages, self._token_groups))
         return path
 
     def flush(self) -> None:
@@ -114,16 +117,24 @@ class RolloutLog:
             raise failure
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
+) -> Path:
     """Write one line per rollout to `path`, which is complete or not there at all, and return it.
 
-    Where the name ends in `.zst` the lines are compressed.
+    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it. Where the name ends in `.zst`
+    the lines are compressed.
     """
+    with_tokens = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
-            line = hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index])))
-            file.write(line.encode("ascii"))
+            advantage = None if advantages is None else advantages[index]
+            line = dump_line(_record(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
+            hidden = hide_known(line)
+            if hidden != line:  # the tokens would give away what is hidden in the text
+                hidden = hide_known(dump_line(_record(rollout, advantage, with_tokens=False)))
+            file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
 
@@ -141,7 +152,7 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
             yield packed
 
 
-def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def _record(rollout: Rollout, advantage: float | None, *, with_tokens: bool) -> dict[str, Any]:
     logprobs = np.asarray(rollout.rollout_logprobs)
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
@@ -149,6 +160,8 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "steps": rollout.steps,
         "failure": rollout.failure,
         "failure_cause": rollout.failure_cause,
+        "token_ids": np.asarray(rollout.response_ids) if with_tokens else None,
+        "token_logprobs": [round(value, 4) for value in logprobs.tolist()] if with_tokens else None,
     }
     return {
         "prompt": rollout.prompt.text,
