@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_rl.checkpoint.policy_state import rng_state, set_rng_state, set_schedule
+from grpo_rl.models.sharded_load import local_of
 
 RankState = dict[str, Any]
 
 
 def num_bytes(policy: nn.Module, *, moments: bool = True) -> int:
     """Size of this rank's share: its weights, and with `moments` AdamW's two of each, in their own type."""
-    return sum((3 if moments else 1) * local(p).numel() * p.element_size() for p in policy.parameters())
+    return sum((3 if moments else 1) * local_of(p).numel() * p.element_size() for p in policy.parameters())
 
 
 def weights_of(policy: nn.Module) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def weights_of(policy: nn.Module) -> dict[str, Tensor]:
 def put_weights(weights: dict[str, Tensor], policy: nn.Module) -> None:
     """Give a rank, of the same place in a set of the same size, the weights of another. Not a collective."""
     for name, parameter in policy.named_parameters():
-        local(parameter).copy_(weights[name])
+        local_of(parameter).copy_(weights[name])
 
 
 def take(policy: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> RankState:
@@ -56,13 +56,8 @@ def put_back(
     set_rng_state(state["rng"])
 
 
-def local(tensor: Any) -> Tensor:
-    """This rank's shard, or the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _copy(tensor: Any) -> Tensor:
-    return local(tensor.detach()).to("cpu", copy=True)
+    return local_of(tensor.detach()).to("cpu", copy=True)
 
 
 def _like(value: Tensor, parameter: Any) -> Tensor:
@@ -70,5 +65,5 @@ def _like(value: Tensor, parameter: Any) -> Tensor:
     if value.dim() == 0:
         return value
     like = torch.zeros_like(parameter)
-    local(like).copy_(value)
+    local_of(like).copy_(value)
     return like

@@ -20,6 +20,7 @@ from grpo_rl.checkpoint.files import Files, flush, write_file
 from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
+from grpo_rl.models.sharded_load import local_of, rows_of
 
 TRAINING = "training.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -120,7 +121,7 @@ def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
     with Shards([_path(folder, "weights", number) for number in range(int(training["world_size"]))]) as shards:
         _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in policy.named_parameters()})
         for name, parameter in policy.named_parameters():
-            _local(parameter).copy_(shards.rows(name, *_rows(parameter)) if parameter.dim() else shards.whole(name))
+            local_of(parameter).copy_(shards.rows(name, *rows_of(parameter)) if parameter.dim() else shards.whole(name))
     return training
 
 
@@ -132,7 +133,7 @@ def share_bytes(share: Share) -> int:
 
 def state_bytes(policy: nn.Module, *, frozen: bool = False) -> int:
     """Return about how many bytes this rank writes: its rows of the weights and, unless frozen, of AdamW's two moments of each."""
-    return sum((1 if frozen else 3) * _local(p).numel() * p.element_size() for p in policy.parameters())
+    return sum((1 if frozen else 3) * local_of(p).numel() * p.element_size() for p in policy.parameters())
 
 
 def _path(folder: Path, kind: str, rank: int) -> Path:
@@ -159,7 +160,7 @@ def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
     if not shards.shapes[name]:
         return shards.whole(name)
     moment = torch.zeros_like(parameter, requires_grad=False)
-    _local(moment).copy_(shards.rows(name, *_rows(parameter)))
+    local_of(moment).copy_(shards.rows(name, *rows_of(parameter)))
     return moment
 
 
@@ -167,25 +168,9 @@ def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
     """Note this rank's rows of the tensor. What every rank has as a whole is rank 0's to write."""
     if not isinstance(tensor, DTensor) and rank != 0:
         return
-    rows = _local(tensor).detach()
-    start = _rows(tensor)[0] if tensor.dim() else 0
+    rows = local_of(tensor).detach()
+    start = rows_of(tensor)[0] if tensor.dim() else 0
     into[name] = Part(rows, start, tuple(tensor.shape))
-
-
-def _rows(tensor: Any) -> tuple[int, int]:
-    """First and last (exclusive) row that this rank has of a tensor: FSDP2 cuts as `torch.chunk` does."""
-    total = int(tensor.shape[0])
-    if not isinstance(tensor, DTensor):
-        return 0, total
-    size = -(-total // tensor.device_mesh.size())
-    start = min(tensor.device_mesh.get_local_rank() * size, total)
-    stop = min(start + size, total)
-    assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
-    return start, stop
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:

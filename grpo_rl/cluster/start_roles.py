@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -117,14 +118,29 @@ class Cluster:
         address, _, port = places[0]
         if all(place[0] == address for place in places):
             address = "127.0.0.1"
-        timeout_s = self.config.trainer.collective_timeout_s
-        return [Rank(i, len(worker_set), address, port, self.plan.machine.device, timeout_s) for i in range(len(worker_set))]
+        trainer, size = self.config.trainer, len(worker_set)
+        timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
+        return [Rank(i, size, address, port, self.plan.machine.device, *timeouts) for i in range(size)]
 
     def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
         for worker_set, refs, title in starts:
             with self.console.progress(title, since=began):
                 wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
+
+    @contextmanager
+    def vacated(self) -> Iterator[None]:
+        """Clear the engines' GPUs of all ranks, inside of this context."""
+        engines = self.plan.role("rollout")
+        pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
+        ranks = [one for one in self.worker_sets if one.role != "rollout" and engines and pools[one.role] == engines.pool]
+        try:
+            for worker_set in ranks:
+                worker_set.call("vacate")
+            yield
+        finally:
+            for worker_set in ranks:
+                worker_set.call("occupy")
 
     def pids(self) -> dict[str, int]:
         """Return the process id of every worker, by its name."""
@@ -166,39 +182,39 @@ class StartedRoles:
         return Roles(self.actor, self.rollout, rewarder, self.reference, self.critic, self.reward_model, recoveries)
 
 
+Ranked = tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
+"""A worker set of ranks, its factory, and the factory's arguments before and after the rank."""
+
+
 def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
-    """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides."""
+    """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides.
+
+    Processes start beside each other, for none touches a GPU before something is built in it. What is built in them comes up
+    beside each other, too, except for engines on the GPUs of others: vLLM sizes its cache by what is free on the
+    device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). So engines are built
+    alone, give their memory back where they can, and ranks come after.
+    """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:
         cluster.pool(planned.name)
     began = time.monotonic()
-    # All processes first: they start beside each other.
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
 
     starts: list[tuple[WorkerSet, list[ray.ObjectRef], str]] = []
-    if engines is not None:
+    if engines is not None and engine_spec is not None:
         with cluster.console.progress("starting processes"):
             engines.where(plan.config.trainer.start_timeout_s)
-        refs = engines.start_build(rollout_factory, [(engine_spec,)] * len(engines))
+        refs = engines.start_build(rollout_factory, [(engine_spec, *_timeouts(plan))] * len(engines))
         starts.append((engines, refs, "starting the rollout engine"))
-    spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))
-    ranked: list[tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = []
-    if actors is not None:
-        ranked.append((actors, actor_factory, (spec,), ()))
-    if references is not None:
-        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
-        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
-    if critics is not None:
-        ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
-    if scorers is not None and plan.trains_reward_model:
-        trained = trained_reward_model_spec(plan, cluster.reward_model_path)
-        ranked.append((scorers, trained_reward_model_factory, (trained,), ()))
-    elif scorers is not None:
-        frozen = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
-        ranked.append((scorers, reward_model_factory, (frozen,), ()))
+        if plan.engines_share_gpus:
+            cluster.build(starts, began)
+            starts = []
+            if engine_spec.sleep_mode:
+                refs = [worker.call("sleep") for worker in engines.workers]
+                wait_all(engines.workers, refs, plan.config.trainer.start_timeout_s, "rollout.sleep")
+    ranked = _ranked(cluster, plan, engine_spec, actors, references, critics, scorers)
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
@@ -213,6 +229,35 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     )
 
 
+def _ranked(
+    cluster: Cluster,
+    plan: Plan,
+    engine_spec: EngineSpec | None,
+    actors: SupervisedSet | None,
+    references: SupervisedSet | None,
+    critics: SupervisedSet | None,
+    scorers: SupervisedSet | None,
+) -> list[Ranked]:
+    """Return the worker sets of ranks that the plan has, with what is built in them."""
+    spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))
+    ranked: list[Ranked] = []
+    if actors is not None:
+        ranked.append((actors, actor_factory, (spec,), ()))
+    if references is not None:
+        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
+        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
+    if critics is not None:
+        ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
+    if scorers is not None and plan.trains_reward_model:
+        trained = trained_reward_model_spec(plan, cluster.reward_model_path)
+        ranked.append((scorers, trained_reward_model_factory, (trained,), ()))
+    elif scorers is not None:
+        frozen = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
+        ranked.append((scorers, reward_model_factory, (frozen,), ()))
+    return ranked
+
+
 def _make_pool(
     cluster: Cluster, engines: SupervisedSet | None, actors: SupervisedSet | None, spec: EngineSpec | None
 ) -> ReplicaPool | None:
@@ -222,10 +267,11 @@ def _make_pool(
     transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(rollout_factory, spec)
+        return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))
 
-    can_replace = actors is not None and transfer.can_lose_engines and cluster.supervisor.restarts
-    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor)
+    can_replace = actors is not None and cluster.supervisor.restarts
+    vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
+    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated)
     own = cluster.config.trainer.asynchronous
     options = PoolOptions(
         max_num_seqs=spec.max_num_seqs,
@@ -235,6 +281,7 @@ def _make_pool(
         max_staleness=None if cluster.plan.overlaps else 0,
         keep_cache=own.keep_cache,
         partial_rollout=own.partial_rollout,
+        starts_asleep=cluster.plan.engines_share_gpus and spec.sleep_mode,
     )
     return ReplicaPool(replicas, transfer, options)
 
@@ -291,6 +338,11 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
     )
+
+
+def _timeouts(plan: Plan) -> tuple[float, float]:
+    """Return how long an engine may take to start, and for one call."""
+    return plan.config.trainer.start_timeout_s, plan.config.trainer.step_timeout_s
 
 
 def sender_spec(engine: EngineSpec) -> SenderSpec:

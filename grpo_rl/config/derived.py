@@ -39,6 +39,8 @@ class Machine:
     """The device on which the models compute; trainer.device=auto is decided already."""
     cluster: bool = False
     """True where the workers run in a Ray cluster that this machine need not be part of."""
+    gpu_memory: int = 0
+    """Bytes of one GPU, where they are all alike; 0 where it was not looked up."""
 
     def world_size(self, config: Config) -> int:
         """Return the number of actor ranks over all nodes."""
@@ -323,3 +325,9 @@ def num_reward_model_ranks(config: Config, machine: Machine) -> int:
     own = config.reward.reward_model
     nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
     return nodes * reward_model_ranks_per_node(config, machine)
+
+
+def max_num_seqs(config: Config, device: str) -> int:
+    """Return the most responses that one replica samples at once: by default no more than a pass has tokens."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.max_num_seqs or min(1024 if device == "cuda" else 256, rollout.max_num_batched_tokens)

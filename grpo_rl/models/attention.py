@@ -4,15 +4,17 @@ Every linear layer of the model runs on the flat axis `[1, S, D]`; only attentio
 sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
 sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
 
-Where nothing is shared there are two ways, both exact: flash-attn's variable-length kernel (CUDA, where installed),
-and everywhere else SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token
-ever sees the padding. `prefix_attention.py` has the ways of blocks that continue one.
+On GPUs in half precision a variable-length kernel takes the blocks as they lie: flash-attn's where it is installed, else the one
+that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else it is SDPA over groups of blocks of
+similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact. `prefix_attention.py` has
+the ways of blocks that continue one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo_rl.models.prefix_attention import Family, GatheredKeys, families_of, masked_attention, split_attention
+from grpo_rl.models.prefix_attention import (
+    Family,
+    GatheredKeys,
+    families_of,
+    masked_attention,
+    repeated_heads,
+    split_attention,
+)
 
 ATTENTION_NAME = "grpo_rl_packed"
 # A sequence joins a padded group while this share of the group's length is its own.
@@ -133,21 +142,18 @@ def packed_attention(
     if packing.families and dropout:
         raise ValueError("attention weights that are dropped at random cannot be shared between sequences")
     keys = packing.keys
-    variable_length = _flash_attention() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-    if variable_length is not None:
+    kernel = variable_length_kernel(query, dropout)
+    if kernel is not None:
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        out = variable_length(
+        out = kernel(
             query[0].transpose(0, 1),
             k if keys is None else keys.gather(k),
             v if keys is None else keys.gather(v),
-            cu_seqlens_q=packing.cumulative_lengths,
-            cu_seqlens_k=packing.cumulative_lengths if keys is None else keys.cumulative_lengths,
-            max_seqlen_q=packing.max_length,
-            max_seqlen_k=packing.max_length,
-            dropout_p=dropout,
-            softmax_scale=scaling,
-            # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
-            causal=True,
+            packing.cumulative_lengths,
+            packing.cumulative_lengths if keys is None else keys.cumulative_lengths,
+            packing.max_length,
+            scaling,
+            dropout,
         )
         return out[None], None
     if keys is not None:
@@ -165,6 +171,7 @@ def _padded_groups(
     for group in packing.groups:
         rows, length = group.index_BL.shape
         q, k, v = (_rectangle(x, group, packing.uniform) for x in (query, key, value))
+        k, v = repeated_heads(q, k, v)
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -182,14 +189,57 @@ def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
     return flat.reshape(heads, rows, length, head_dim).transpose(0, 1)
 
 
-@functools.cache
-def _flash_attention() -> Any:
-    """Return flash-attn's variable-length function where the package is installed, else None."""
-    if importlib.util.find_spec("flash_attn") is None:
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, float], Tensor]
+"""Attention over blocks on a flat axis: queries [S, heads, head_dim], keys, values, where each one's blocks begin (int32,
+[num_blocks + 1]), the longest block, scale and dropout. A block's queries are the last of its keys."""
+
+
+def variable_length_kernel(query: Tensor, dropout: float) -> Kernel | None:
+    """Return the kernel that takes blocks as they lie, None where there is none for this device and type."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return None
+    if _has_flash_attention():
+        return _flash_attention
+    # Torch's own has no dropout.
+    return None if dropout else _torch_attention
+
+
+@functools.cache
+def _has_flash_attention() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, longest: int, scale: float | None, dropout: float
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func
+    out: Tensor = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=begin_q,
+        cu_seqlens_k=begin_k,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        dropout_p=dropout,
+        softmax_scale=scale,
+        # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
+        causal=True,
+    )
+    return out
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, longest: int, scale: float | None, dropout: float
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    shares_heads = q.shape[1] != k.shape[1]
+    # No window to the right is how this function writes a causal mask; it is FlashAttention 2 inside, which aligns it so.
+    out = varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=shares_heads)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
 
 The body of the model runs on a flat axis of all tokens. The LM head runs only where a token is
-trained, in float32 whatever the engine computes in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
+trained, with float32 logits whatever the layers compute in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
 `[tokens, vocabulary]` never exist at once.
 """
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
-from grpo_rl.models.linear import linear, use_fast_linear
+from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,14 @@ class PackedModel(nn.Module):
 class PolicyModel(PackedModel):
     """A causal LM from transformers whose forward pass returns per-token quantities instead of logits."""
 
-    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
+    def __init__(
+        self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048, precision: Precision = "float32"
+    ) -> None:
         super().__init__(lm)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.precision = precision
+        """The precision of the head's matrix products, whose results are float32."""
 
     def forward(
         self,
@@ -162,6 +166,7 @@ class PolicyModel(PackedModel):
             ref_head_VD=ref_head_VD,
             ref_bias_V=ref_bias_V,
             support=_support_of_chunks(sequences, self.chunk_tokens),
+            precision=self.precision,
         )
         logprobs_T, entropy_T, full_kl_T = columns
         return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
@@ -180,6 +185,7 @@ def _chunked_head(
     ref_head_VD: Tensor | None,
     ref_bias_V: Tensor | None,
     support: Sequence[tuple[Tensor, Tensor]] | None,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log-prob, entropy and KL to the reference of each trained token; None for what is not asked for."""
     chunks = []
@@ -197,6 +203,7 @@ def _chunked_head(
             ref_head_VD,
             ref_bias_V,
             None if support is None else support[number],
+            precision,
         )
         if recompute:
             chunks.append(checkpoint(_head, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -235,9 +242,10 @@ def _head(
     ref_head_VD: Tensor | None,
     ref_bias_V: Tensor | None,
     support: tuple[Tensor, Tensor] | None,
+    precision: Precision,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     left_out_TV = None if support is None else _left_out(len(target_T), len(head_VD), *support)
-    logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature, left_out_TV)
+    logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature, left_out_TV, precision)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
     logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
     if not want_entropy and ref_hidden_TD is None:
@@ -250,7 +258,7 @@ def _head(
     if ref_hidden_TD is None:
         return logprobs_T, entropy_T, None
     assert ref_head_VD is not None
-    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature, left_out_TV)
+    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature, left_out_TV, precision)
     if left_out_TV is not None:
         ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
     return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
@@ -264,9 +272,15 @@ def _left_out(num_tokens: int, num_ids: int, row_M: Tensor, id_M: Tensor) -> Ten
 
 
 def _head_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, left_out_TV: Tensor | None
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    temperature: float,
+    left_out_TV: Tensor | None,
+    precision: Precision,
 ) -> Tensor:
-    logits_TV = linear(hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float())
+    arguments = hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float()
+    logits_TV = linear(*arguments) if precision == "float32" else reduced_linear(*arguments, precision)
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
     if left_out_TV is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
+from grpo_rl.models.sharded_load import local_of
 
 
 def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
@@ -37,6 +38,21 @@ def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, 
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None]) -> None:
+    """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
+
+    Not a collective: each rank reads for itself. Buffers keep the values that they were made with.
+    """
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(buffers[name])
+        for parameter in policy.parameters():
+            local_of(parameter).zero_()
+    read()
 
 
 def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device) -> None:
@@ -69,21 +85,49 @@ def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def named_full_tensors(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
+def named_full_tensors(
+    policy: PackedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names with whole tensors, aliases (a tied LM head) included. A collective.
 
     This is the sharded gather. Each rank holds a slice of every parameter; asking for one whole tensor makes all ranks
     send their slices to each other, so all of them have to ask for the same tensors in the same order, also those whose
     copy nothing reads. One tensor is whole at a time: the caller drops it before it asks for the next, and the memory
     needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
+
+    A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
+    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards.
     """
+    reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
     tied: Tensor | None = None
     for name, tensor in policy.lm.state_dict(keep_vars=True).items():
         if tensor is embedding and tied is not None:
             yield name, tied
             continue
-        whole = full_tensor(tensor.detach())
+        whole = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
             tied = whole
         yield name, whole
+
+
+def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
+    """Return all whole tensors in host memory where this rank is to `keep` them, else nothing. A collective."""
+    state = {}
+    for name, tensor in named_full_tensors(policy, device=device):
+        if keep:
+            state[name] = tensor.to("cpu")
+    return state
+
+
+def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+    """Return the whole of a sharded tensor on this device and in this type, cast before its slices travel. A collective."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device=device or tensor.device, dtype=wanted)
+    shard = tensor.to_local()
+    cast = shard.to(device=device or shard.device, dtype=wanted)
+    if cast is not shard:
+        placed = tensor.device_mesh, tensor.placements
+        tensor = DTensor.from_local(cast, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return tensor.full_tensor()

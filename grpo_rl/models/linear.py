@@ -8,12 +8,18 @@ sums differs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's 7. Sums and
+results are float32 in all three."""
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -63,3 +69,58 @@ def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tens
 
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def reduced_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision) -> Tensor:
+    """Return `x @ weight_OI.T + bias_O` in float32, of inputs that are rounded as `precision` says; the gradients' products too."""
+    out: Tensor = _ReducedLinear.apply(x, weight_OI, precision)
+    return out if bias_O is None else out + bias_O
+
+
+class _ReducedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, precision: Precision) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.precision = precision
+        return reduced_product(x, weight_OI.t(), precision)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = reduced_product(grad, weight_OI, ctx.precision) if needs_x else None
+        return grad_x, reduced_product(grad.t(), x, ctx.precision) if needs_weight else None, None
+
+
+def reduced_product(one: Tensor, other: Tensor, precision: Precision) -> Tensor:
+    """Return `one @ other` of two float32 matrices in float32, of inputs that are rounded as `precision` says.
+
+    On a GPU tensor cores do it. Elsewhere the inputs are rounded and multiplied in float32, in which every product of two
+    rounded numbers is exact: the same values but for the order of the sums, and slower.
+    """
+    if precision == "bfloat16":
+        one, other = one.bfloat16(), other.bfloat16()
+        if one.is_cuda:
+            return torch.mm(one, other, out_dtype=torch.float32)
+        return one.float() @ other.float()
+    if one.is_cuda:
+        with _tf32():
+            return one @ other
+    return _rounded_to_tf32(one) @ _rounded_to_tf32(other)
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Allow tensor cores to round float32 inputs, inside of this context."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _rounded_to_tf32(x: Tensor) -> Tensor:
+    """Return float32 numbers of which the last 13 of 23 bits of mantissa are rounded away, ties away from zero."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)

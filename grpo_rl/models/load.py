@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _first_line(error: Exception) -> str:
 def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta: bool = False, key: str = POLICY_KEY) -> Any:
     """Return an AutoModelForCausalLM with float32 weights and packed attention.
 
-    `on_meta` gives the same module without storage, for ranks that receive their shards from rank 0.
+    `on_meta` gives the same module whose parameters have no storage, for ranks that fill in their shards later.
     """
     from transformers import AutoModelForCausalLM
 
@@ -110,8 +111,28 @@ def packed_model(
     if not on_meta:
         return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key, new=new)
     config._attn_implementation = attention.ATTENTION_NAME
-    with torch.device("meta"):
+    with parameters_on_meta():
         return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Give parameters that are made inside of this context no storage; buffers, which files do not have, are computed.
+
+    A rotary table is a function of the model's config, so that every rank makes its own.
+    """
+    register = nn.Module.register_parameter
+
+    def without_storage(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = without_storage  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def read_weights(

@@ -207,6 +207,18 @@ class GatheredKeys:
         return out
 
 
+def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them where SDPA needs it so.
+
+    On GPUs, of SDPA's kernels for float32 only the one that writes the whole [L, L] matrix takes shared heads; with heads of
+    their own the memory-efficient one takes them. CPUs have one kernel for both.
+    """
+    times = q.shape[1] // k.shape[1]
+    if not q.is_cuda or q.dtype != torch.float32 or times == 1:
+        return k, v
+    return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+
+
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, scaling: float | None) -> Tensor:
     """Return the outputs [S, heads, head_dim] of SDPA over rectangles of blocks, with a mask where they continue a prompt."""
     outputs = []
@@ -214,6 +226,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKe
         q = _rectangle(query, group.index_BL)
         k, v = (_Gather.apply(x[0], group.key_index_BK.reshape(-1), 1) for x in (key, value))
         k, v = (x.unflatten(1, tuple(group.key_index_BK.shape)).transpose(0, 1) for x in (k, v))
+        k, v = repeated_heads(q, k, v)
         num_queries, num_keys = q.shape[2], k.shape[2]
         mask = None
         if group.prompt_length:

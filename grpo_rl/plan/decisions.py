@@ -230,6 +230,18 @@ class Plan:
         return roles.get("rollout") == roles.get("actor")
 
     @property
+    def engine_width(self) -> int:
+        """Return the bytes of one of the engine's weights."""
+        return 4 if self.engine is not None and self.engine.dtype == "float32" else 2
+
+    @property
+    def engines_share_gpus(self) -> bool:
+        """Return whether some other role works on the GPUs of the engines, so that neither may start beside the other."""
+        engines = self.role("rollout")
+        others = {role.pool for role in self.roles if role.name != "rollout"}
+        return engines is not None and self.machine.device == "cuda" and engines.pool in others
+
+    @property
     def recomputes_old_logprobs(self) -> bool:
         """Return whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
         return self.passes.old_logprobs == "actor"

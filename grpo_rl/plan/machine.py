@@ -21,17 +21,19 @@ CORES_PER_CORE = 8
 def probe_machine(config: Config) -> Machine:
     """Return what this machine has. torch is imported only where there may be a GPU."""
     wanted = config.trainer.device
-    num_gpus = 0
+    num_gpus = gpu_memory = 0
     if wanted != "cpu" and _may_have_gpu():
         import torch
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpu_memory = min((torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus)), default=0)
     device = wanted if wanted != "auto" else ("cuda" if num_gpus else "cpu")
     return Machine(
         num_gpus=num_gpus,
         num_cpus=config.ray_kwargs.ray_init.num_cpus or available_cores(),
         device=device,
         cluster=bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+        gpu_memory=gpu_memory,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.plan.decisions import Plan, RoleMemory
+from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.rollout.engine import EngineSpec
 
@@ -18,18 +18,19 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device."""
     config, machine = plan.config, plan.machine
     model = config.actor_rollout_ref.model
-    head = model.lm_head_chunk_tokens * size.vocab * 4 * 3
     actor_width = _width(config.actor_rollout_ref.actor.fsdp_config.dtype, machine)
     roles = []
     if actor := plan.role("actor"):
-        activations = _activations(config, size, plan.passes.update, actor_width, model.enable_gradient_checkpointing) + head
+        activations = _activations(config, size, plan.passes.update, actor_width, model.enable_gradient_checkpointing)
+        activations += head_bytes(plan, size, gradient=True)
         state = size.num_params * _TRAINING_BYTES // actor.num_workers
         parts = f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}"
         roles.append(RoleMemory("actor", state + activations, parts))
     if reference := plan.role("reference"):
         weights = size.num_params * 4 // reference.num_workers
         # Without a backward pass only the layer that is being computed holds activations.
-        passing = _layer_activations(size, _tokens(config, plan.passes.reference), actor_width) + head
+        passing = _layer_activations(size, _tokens(config, plan.passes.reference), actor_width)
+        passing += head_bytes(plan, size, gradient=False)
         roles.append(RoleMemory("reference", weights + passing, f"weights {gib(weights)} + activations {gib(passing)}"))
     if critic := plan.role("critic"):
         roles.append(_critic(plan, critic.num_workers, size))
@@ -38,6 +39,41 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def head_bytes(plan: Plan, size: ModelSize, *, gradient: bool) -> int:
+    """Return the bytes of the LM head's tensors over the vocabulary, of one chunk of trained tokens, in float32.
+
+    Counted by running the head (`tests/unit/test_plan_gpu_memory.py`): logits and log-probs; with a gradient one more; two more
+    for the entropy, and for the exact KL.
+    """
+    tensors = 2
+    if gradient:
+        objective = plan.objective
+        tensors = 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
+    rule = plan.passes.update if gradient else plan.passes.reference
+    tokens = min(plan.config.actor_rollout_ref.model.lm_head_chunk_tokens, _tokens(plan.config, rule))
+    return tokens * size.vocab * 4 * tensors
+
+
+def needs_of_passes(plan: Plan, size: ModelSize, name: RoleName) -> int:
+    """Return the bytes of the activations of a role's largest pass, without the LM head's."""
+    config, machine = plan.config, plan.machine
+    if name == "reference":
+        width = _width(config.actor_rollout_ref.ref.fsdp_config.dtype, machine)
+        return _layer_activations(size, _tokens(config, plan.passes.reference), width)
+    if name == "reward_model":
+        own = config.reward.reward_model
+        one_layer = _layer_activations(size, own.max_token_len_per_gpu, _width(own.dtype, machine))
+        kept = size.layers * own.max_token_len_per_gpu * size.hidden * _width(own.dtype, machine)
+        return one_layer + kept if plan.trains_reward_model else one_layer
+    if name == "critic":
+        critic = config.critic
+        width = _width(critic.fsdp.dtype, machine)
+        return _activations(config, size, plan.passes.critic, width, critic.model.enable_gradient_checkpointing)
+    actor = config.actor_rollout_ref
+    width = _width(actor.actor.fsdp_config.dtype, machine)
+    return _activations(config, size, plan.passes.update, width, actor.model.enable_gradient_checkpointing)
 
 
 def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:

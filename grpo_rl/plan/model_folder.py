@@ -40,6 +40,8 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     num_params: int
+    tied: bool = False
+    """True where embedding and LM head are one."""
 
     def kv_bytes_per_token(self, width: int) -> int:
         """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
@@ -291,6 +293,7 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
         return None
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
+    size = replace(size, tied=bool(config.get("tie_word_embeddings")))
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)

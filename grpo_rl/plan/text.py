@@ -22,6 +22,7 @@ from grpo_rl.config.derived import (
     max_staleness,
 )
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
@@ -383,6 +384,8 @@ def _memory(plan: Plan) -> Rows:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
+    if plan.model is not None:
+        yield from gpu_memory.lines(plan, plan.model)
 
 
 def _notes(config: Config, plan: Plan) -> Rows:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from grpo_rl.config.derived import max_num_seqs
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -76,7 +77,7 @@ class EngineSpec:
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            max_num_seqs=rollout.max_num_seqs,
+            max_num_seqs=max_num_seqs(cfg, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -162,7 +163,7 @@ class RolloutEngine(Protocol):
         """Forget every unfinished request; no Completion comes for them."""
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Join the group that weights are broadcast in; only with weight_backend=nccl, and once."""
+        """Join the group that weights are broadcast in, in place of an earlier one; only with weight_backend=nccl."""
 
     def start_weight_update(self, version: int) -> None:
         """Begin to receive weights `version`, which must not be below the present one.

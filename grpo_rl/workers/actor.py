@@ -11,10 +11,10 @@ from torch import Tensor
 from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
-from grpo_rl.checkpoint import memory_state
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.models.sharded_load import local_of
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -28,15 +28,14 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     """One FSDP2 rank of the actor."""
 
     role = "actor"
-    # The weights go to the engines next; `end_weight_sync` moves them away.
-    keeps_gpu = True
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
         sender = spec.sender
-        dtype = getattr(torch, sender.dtype) if sender.dtype else None
-        self.sender = make_sender(sender.backend, sender.bucket_bytes, dtype, sender.verify, rank.rank, rank.timeout_s)
+        self._wire_dtype: torch.dtype | None = getattr(torch, sender.dtype) if sender.dtype else None
+        backend, size = sender.backend, sender.bucket_bytes
+        self.sender = make_sender(backend, size, self._wire_dtype, sender.verify, rank.rank, rank.timeout_s)
         self._buckets: Iterator[WeightBucket] | None = None
 
     def build(self) -> PolicyModel:
@@ -52,7 +51,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
-        shards = {name: memory_state.local(value.detach()) for name, value in self.model.named_parameters()}
+        fsdp.reshard(self.model)
+        shards = {name: local_of(value.detach()) for name, value in self.model.named_parameters()}
         return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def measure(self, batch: Batch | None) -> Tensor:
@@ -132,8 +132,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def begin_weight_sync(self) -> int:
         """Get ready to hand out the weights; return their size in bytes as float32."""
-        self.onload()
-        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.model))
+        # Nothing is loaded: each shard comes to the device by itself, when its tensor is gathered.
+        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype))
         return sum(parameter.numel() * 4 for parameter in self.model.parameters())
 
     def next_bucket(self) -> WeightBucket | None:
@@ -147,9 +147,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return self.sender.sent_digests()
 
     def end_weight_sync(self) -> None:
-        """Release what was held for the engines, and the GPU's memory where it is theirs now."""
+        """Release what was held for the engines: buckets, and the memory that the allocator kept for them."""
         self._buckets = None
-        self.offload()
+        self.memory.release()
 
     # ---- the trained model ------------------------------------------------------------------------------
 
@@ -158,10 +158,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
         A collective.
         """
-        self.onload()
-        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.model)}
+        state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
         if self.rank.rank == 0:
             self.model.lm.save_pretrained(folder, state_dict=state)
+        self.memory.free_cache()
 
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
+from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, sequences_of
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
@@ -27,26 +28,36 @@ class ReferenceWorker:
         self.share_prompts = spec.share_prompts
         self.policy = build_policy(spec, rank, self.device)
         self.files = RankFiles(self.policy, None, None, rank.rank)
-        self.offload = offload
-        if offload:
-            self.policy.to("cpu")
+        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload)
+        self.memory.release()
 
     @torch.no_grad()
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
         """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states."""
         fault_point("reference.logprobs")
-        if self.offload:
-            self.policy.to(self.device)
+        self.memory.load_weights()
         batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
         inputs = (sequences_of(batch, self.device, share_prompts=self.share_prompts) for batch in batches)
-        outputs = [self.policy(sequences, want_hidden=want_hidden) for sequences in inputs]
-        columns = {"logprobs_T": torch.cat([output.logprobs_T.cpu() for output in outputs])}
-        if want_hidden:
-            columns["hidden_TD"] = torch.cat([output.hidden_TD.cpu() for output in outputs])
-        if self.offload:
-            fsdp.reshard(self.policy)
-            self.policy.to("cpu")
-        return columns
+        logprobs: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for sequences in inputs:
+            output = self.policy(sequences, want_hidden=want_hidden)
+            logprobs.append(output.logprobs_T.cpu())
+            if want_hidden:
+                hidden.append(output.hidden_TD.cpu())
+            # Of this pass nothing stays on the device: the next one needs the memory, and so does `release`.
+            del output
+        self.memory.release()
+        columns = {"logprobs_T": torch.cat(logprobs)}
+        return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
+
+    def vacate(self) -> None:
+        """Move everything to host memory, so that an engine can be built on this device."""
+        self.memory.vacate()
+
+    def occupy(self) -> None:
+        """Bring back what belongs on the device."""
+        self.memory.occupy()
 
     def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
         """Return whether all of `logprobs` are finite, and its columns, to be left in the store."""

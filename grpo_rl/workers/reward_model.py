@@ -14,7 +14,8 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import Sequences
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.types import Batch
-from grpo_rl.workers.sharded_policy import compute_dtype, join_set
+from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.sharded_policy import compute_dtype, fill, join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -29,19 +30,24 @@ class RewardModelWorker:
         self.spec = spec
         self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
-        if spec.param_offload:
-            self.model.to("cpu")
+        self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
+        self.memory.release()
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
         """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        if self.spec.param_offload:
-            self.model.to(self.device)
+        self.memory.load_weights()
         columns = _scores(self.model, micro_batches, self.device)
-        if self.spec.param_offload:
-            fsdp.reshard(self.model)
-            self.model.to("cpu")
+        self.memory.release()
         return columns
+
+    def vacate(self) -> None:
+        """Move everything to host memory, so that an engine can be built on this device."""
+        self.memory.vacate()
+
+    def occupy(self) -> None:
+        """Bring back what belongs on the device."""
+        self.memory.occupy()
 
 
 class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
@@ -59,18 +65,16 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
         """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        self.onload()
+        self.memory.load_weights()
         self.model.eval()
         columns = _scores(self.model, micro_batches, self.device)
         self.model.train()
-        self.offload()
+        self.memory.release()
         return columns
 
     def position_scores(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return the score at each trained token of the micro-batches."""
-        columns = self.per_token(share, micro_batches)
-        self.offload()
-        return columns
+        return self.per_token(share, micro_batches)
 
     def measure(self, batch: Batch | None) -> Tensor:
         if batch is None:
@@ -112,11 +116,10 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
 
         A collective.
         """
-        self.onload()
-        state = {name: tensor.to("cpu") for name, tensor in fsdp.named_full_tensors(self.model)}
+        state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
         if self.rank.rank == 0:
             self.model.lm.save_pretrained(folder, state_dict=state)
-        self.offload()
+        self.memory.free_cache()
 
 
 def _scores(model: ScoreModel, micro_batches: Sequence[ScoreBatch | None], device: torch.device) -> list[Tensor | None]:
@@ -132,7 +135,7 @@ def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
-    """Return the model, sharded over the worker set; only rank 0 reads the weights.
+    """Return the model, sharded over the worker set; each rank reads its own rows.
 
     `checkpointing` is None for a frozen model.
     """
@@ -147,7 +150,9 @@ def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpoin
     mesh = init_device_mesh(device.type, (rank.world_size,))
     fsdp.shard(model, mesh, compute_dtype=compute_dtype(spec.dtype, device), reshard_after_forward=True)
     if not alone:
-        fsdp.materialize(model, _load(spec, on_meta=False, trained=trained) if rank.rank == 0 else None, device)
+        # A trained one may start from a language model, which has no head for scores.
+        new = ("score.weight", "score.bias") if trained else ()
+        fill(model, model.lm, spec.path, rank, device, lambda: _load(spec, on_meta=False, trained=trained), new)
     return model
 
 

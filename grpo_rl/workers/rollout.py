@@ -32,13 +32,13 @@ class RolloutWorker:
     The engine lives in that thread alone. Every other call is handed over and runs between two steps, so
     methods may be called from any number of threads; each waits at most `call_timeout_s`. An error that a
     call makes is raised to its caller and the worker goes on; an error in a step ends the worker, and
-    every later call raises it.
+    every later call raises it. Building the engine may take `start_timeout_s`.
 
     Between the start and the end of a weight update the engine holds tensors of two versions; the thread takes
     buckets then and steps no further, and goes on with the unfinished requests afterwards.
     """
 
-    def __init__(self, spec: EngineSpec, start_timeout_s: float = 600.0, call_timeout_s: float = 600.0) -> None:
+    def __init__(self, spec: EngineSpec, start_timeout_s: float, call_timeout_s: float) -> None:
         # It imports transformers, which a process that only describes workers does not need.
         from grpo_rl.rollout.model_info import response_decoder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
+from grpo_rl.models.linear import Precision
+from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import PolicySpec, Rank
 
@@ -32,7 +34,8 @@ def join_set(rank: Rank) -> torch.device:
     timeout = datetime.timedelta(seconds=rank.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=_store(rank, timeout),
+        # The ranks come to it while others still start.
+        store=_store(rank, datetime.timedelta(seconds=max(rank.timeout_s, rank.start_timeout_s))),
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timeout,
@@ -62,17 +65,24 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker set."""
-    chunk_tokens = spec.model.lm_head_chunk_tokens
-    return build_sharded(
-        spec, rank, device, lambda lm: PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens)
-    )
+    chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+
+    def wrap(lm: Any) -> PolicyModel:
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
+
+    return build_sharded(spec, rank, device, wrap)
+
+
+def head_precision(name: str, device_type: str) -> Precision:
+    """Return the precision that `auto` or another value of model.lm_head_precision stands for on a device of this type."""
+    if name == "auto":
+        return "tf32" if device_type == "cuda" else "float32"
+    assert name in ("float32", "tf32", "bfloat16")
+    return name  # type: ignore[return-value]
 
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
-    """Return what `wrap` makes of the language model, sharded over the worker set.
-
-    Only rank 0 reads the weights; the others get their shards from it.
-    """
+    """Return what `wrap` makes of the language model, sharded over the worker set; each rank reads its own rows."""
     model = spec.model
     own_code, key = model.trust_remote_code, spec.path_key
     config = load.load_config(model.path, trust_remote_code=own_code, override=model.override_config, key=key)
@@ -92,8 +102,43 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         reshard_after_forward=spec.reshard_after_forward,
     )
     if not alone:
-        fsdp.materialize(policy, wrap(_whole_lm(spec)) if rank.rank == 0 else None, device)
+        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)))
     return policy
+
+
+def fill(
+    policy: PackedModel,
+    lm: Any,
+    path: str,
+    rank: Rank,
+    device: torch.device,
+    whole: Callable[[], PackedModel],
+    new: Sequence[str] = (),
+) -> None:
+    """Fill a sharded policy around `lm` with the weights of a folder; those of the names `new` may be missing, and are 0 then.
+
+    Where transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
+    their rows. No collective is entered while a rank reads: that may take longer than collectives are given.
+    """
+    files = WeightFiles.find(path)
+    if files is not None and files.fits(lm, new):
+        fsdp.materialize_from(policy, device, lambda: files.read_into(lm))
+        wait_for_all(rank)
+        return
+    read = whole() if rank.rank == 0 else None
+    wait_for_all(rank)
+    fsdp.materialize(policy, read, device)
+
+
+def wait_for_all(rank: Rank) -> None:
+    """Wait until every rank of the set has come here; no collective, whose time is limited otherwise."""
+    store = dist.distributed_c10d._get_default_store()
+    place = store.add("here", 1) - 1
+    # Each time the whole set has passed makes another key.
+    time_through = place // rank.world_size
+    if place % rank.world_size == rank.world_size - 1:
+        store.set(f"all here {time_through}", "")
+    store.wait([f"all here {time_through}"], datetime.timedelta(seconds=max(rank.timeout_s, rank.start_timeout_s)))
 
 
 def _whole_lm(spec: PolicySpec) -> Any:

@@ -24,6 +24,9 @@ class Rank:
     device: str
     """cpu or cuda; a cuda process sees exactly one GPU."""
     timeout_s: float
+    """The longest wait in a collective."""
+    start_timeout_s: float = 0.0
+    """The longest wait for the others while models are loaded, where that is longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
+from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.sharded_policy import join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
 
@@ -60,8 +61,6 @@ class TrainedRank(ABC, Generic[S, M]):
 
     role: ClassVar[str]
     """The name of the kind in fault points."""
-    keeps_gpu: ClassVar[bool] = False
-    """True where the model stays on the GPU after an update, because a call that follows reads it there."""
 
     def __init__(self, spec: S, rank: Rank) -> None:
         self.spec = spec
@@ -73,6 +72,9 @@ class TrainedRank(ABC, Generic[S, M]):
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
+        offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
+        self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
+        self.memory.release()
 
     @abstractmethod
     def build(self) -> M:
@@ -93,12 +95,11 @@ class TrainedRank(ABC, Generic[S, M]):
 
         A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
-        self.onload()
+        self.memory.load_all()
         batch = update.complete(share)
         results = [self._optimizer_step(batch, step) for step in update.steps]
         self.optimizer.zero_grad(set_to_none=True)
-        if not self.keeps_gpu:
-            self.offload()
+        self.memory.release()
         return results
 
     def _optimizer_step(self, batch: Batch, step: OptimizerStep) -> dict[str, float]:
@@ -152,10 +153,11 @@ class TrainedRank(ABC, Generic[S, M]):
     @torch.no_grad()
     def per_token(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return what `measure` says of each trained token of the micro-batches, one after the other, on the CPU."""
-        self.onload()
+        self.memory.load_weights()
         self.model.eval()
         columns = [self.measure(share.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
         self.model.train()
+        self.memory.release()
         return torch.cat(columns)
 
     def measure(self, batch: Batch | None) -> Tensor:
@@ -184,6 +186,7 @@ class TrainedRank(ABC, Generic[S, M]):
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, by any number of ranks."""
         self.files.load(Path(folder))
+        self.memory.release()
 
     def state_bytes(self) -> int:
         """Return the size of a `snapshot`."""
@@ -203,25 +206,17 @@ class TrainedRank(ABC, Generic[S, M]):
         """Go on from a `snapshot` of a rank in the same place of a set of the same size."""
         fsdp.reshard(self.model)
         memory_state.put_back(state, self.model, self.optimizer, self.scheduler)
+        self.memory.release()
 
     # ---- memory -----------------------------------------------------------------------------------------
 
-    def onload(self) -> None:
-        """Bring to the device what was moved to host memory."""
-        if self.spec.param_offload:
-            self.model.to(self.device)
-        if self.spec.optimizer_offload:
-            move_optimizer(self.optimizer, self.device)
+    def vacate(self) -> None:
+        """Move everything to host memory, so that an engine can be built on this device."""
+        self.memory.vacate()
 
-    def offload(self) -> None:
-        """Move to host memory what the configuration keeps there between calls."""
-        if self.spec.param_offload:
-            fsdp.reshard(self.model)
-            self.model.to("cpu")
-        if self.spec.optimizer_offload:
-            move_optimizer(self.optimizer, torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def occupy(self) -> None:
+        """Bring back what belongs on the device."""
+        self.memory.occupy()
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:
@@ -256,15 +251,6 @@ def step_optimizer(
         optimizer.step()
         scheduler.step()
     return {"same/nonfinite": float(not finite)}
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer's moments."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            # AdamW's step counter stays where AdamW put it.
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = value.to(device)
 
 
 def _gpu_memory_share(device: torch.device) -> float:

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.models import forward, fsdp
+from grpo_rl.models import forward, fsdp, sharded_load
 from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
+from grpo_rl.workers.device_memory import in_host_memory
 from grpo_rl.workers.reward_model import RewardModelWorker, TrainedRewardModelWorker
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec
 
 VOCAB = 64
 DEADLINE_S = 120.0
+
+
+READ = [0]
+"""Bytes, as float32, of the rows that this process has read into shards since its last build."""
+
+
+def count_reading() -> None:
+    """Count the rows that are cut out of safetensors files from now on."""
+    whole_open = sharded_load.safe_open
+
+    class Counting:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.opened = whole_open(path, framework=framework)
+
+        def __enter__(self) -> Counting:
+            self.opened.__enter__()
+            return self
+
+        def __exit__(self, *details: Any) -> None:
+            self.opened.__exit__(*details)
+
+        def keys(self) -> list[str]:
+            return self.opened.keys()
+
+        def get_slice(self, name: str) -> Any:
+            return CountingSlice(self.opened.get_slice(name))
+
+    class CountingSlice:
+        def __init__(self, rows: Any) -> None:
+            self.rows, self.get_shape = rows, rows.get_shape
+
+        def __getitem__(self, place: slice) -> Tensor:
+            read: Tensor = self.rows[place]
+            READ[0] += read.numel() * 4
+            return read
+
+    sharded_load.safe_open = Counting
 
 
 class Recording:
@@ -64,6 +104,15 @@ class Recording:
         """The next number of this rank's generator, which stays where it is."""
         with torch.random.fork_rng(devices=[]):
             return float(torch.rand(()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's model."""
+        return dict(self.trained.named_buffers())
+
+    def read_bytes(self) -> tuple[int, int]:
+        """Return how many bytes of weights this rank read when it was built, and how many it holds, as float32."""
+        held = sum(parameter.to_local().numel() * 4 for parameter in self.trained.parameters())  # type: ignore[operator]
+        return READ[0], held
 
     def schedule(self) -> tuple[int, list[float], list[float]]:
         """Return the schedule's step, the rates that it gives, and those that the optimizer will use."""
@@ -105,6 +154,76 @@ class RecordingActor(Recording, ActorWorker):
         finally:
             hook.remove()
         return sum(tokens)
+
+    def as_on_a_gpu(self) -> None:
+        """From now on, give memory back after each phase, as a rank on a GPU does, and note every move.
+
+        The device is called `cpu:0` here and host memory `cpu`: a move makes new tensors, as one to a GPU would.
+        """
+        self.memory.gives_back, self.memory.device = True, torch.device("cpu", 0)
+        self.moves: list[str] = []
+
+        def moving(name: str, move: Callable[[], None]) -> Callable[[torch.device], None]:
+            def noted(device: torch.device) -> None:
+                self.moves.append(f"{name} to {'host' if device.index is None else 'device'}")
+                move()
+
+            return noted
+
+        host = HostMemory()
+
+        def new_weights() -> None:
+            self.model._apply(lambda tensor: in_host_memory(tensor.clone(), host, id(tensor)))
+
+        def new_moments() -> None:
+            for parameter, state in self.optimizer.state.items():
+                moments = {key: value for key, value in state.items() if key != "step"}
+                state.update({key: in_host_memory(value.clone(), host, (parameter, key)) for key, value in moments.items()})
+
+        self.memory.move_weights = moving("weights", new_weights)  # type: ignore[method-assign]
+        self.memory.move_moments = moving("moments", new_moments)  # type: ignore[method-assign]
+
+    def moves_of(self, method: str, *args: Any) -> tuple[list[str], list[str]]:
+        """Call a method; return the moves that it made, and the names of parameters that are whole after it."""
+        self.moves.clear()
+        getattr(self, method)(*args)
+        whole = [name for name, parameter in self.model.named_parameters() if not isinstance(parameter, DTensor)]
+        return list(self.moves), whole
+
+    def answer_and_moves(self, method: str, *args: Any) -> tuple[Any, tuple[list[str], list[str]]]:
+        """Call a method; return its answer, and what `moves_of` returns, where moves are noted."""
+        if not hasattr(self, "moves"):
+            return getattr(self, method)(*args), ([], [])
+        answers: list[Any] = []
+        self.answering = lambda *given: answers.append(getattr(self, method)(*given))
+        moved = self.moves_of("answering", *args)
+        return answers[0], moved
+
+    def sends_weights(self) -> tuple[list[str], list[str]]:
+        """Hand all weights out; return the types in which slices travelled, and those of the tensors in the buckets."""
+        travelled: list[str] = []
+        whole = DTensor.full_tensor
+
+        def noted(tensor: DTensor, **options: Any) -> Tensor:
+            travelled.append(str(tensor.to_local().dtype))
+            return whole(tensor, **options)
+
+        DTensor.full_tensor = noted  # type: ignore[method-assign, assignment]
+        try:
+            self.begin_weight_sync()
+            types = {dtype for bucket in iter(self.next_bucket, None) for dtype in bucket.dtypes}
+            self.end_weight_sync()
+        finally:
+            DTensor.full_tensor = whole  # type: ignore[method-assign]
+        return sorted(set(travelled)), sorted(types)
+
+    def same_objects(self) -> bool:
+        """Return whether the optimizer still refers to the model's parameters, and head and embedding are one, where tied."""
+        parameters = {id(parameter) for parameter in self.model.parameters()}
+        optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        lm = self.model.lm
+        tied = not lm.config.tie_word_embeddings or lm.lm_head.weight is lm.get_input_embeddings().weight
+        return tied and parameters == optimized
 
 
 class RecordingCritic(Recording, CriticWorker):
@@ -190,6 +309,7 @@ class RankProcesses:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    count_reading()
     worker: RecordingActor | RecordingCritic | RecordingRewardModel | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
@@ -203,6 +323,7 @@ def _serve(pipe: Connection) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 gc.collect()
+                READ[0] = 0
                 worker = KINDS[type(args[0])](*args)
                 answer = None
             else:

@@ -53,6 +53,8 @@ class Stored:
     ref: Any
     key: str
     """The value's key, different for every value."""
+    stays: bool = True
+    """True where calls that follow carry it too; one that does not stay leaves the last one that does where it is."""
 
 
 class InPieces(ABC):
@@ -126,6 +128,9 @@ class WorkerHost:
             return argument.whole(_get)
         if not isinstance(argument, Stored):
             return argument
+        if not argument.stays:
+            value = _get(argument.ref)
+            return value.whole(_get) if isinstance(value, InPieces) else value
         if self._fetched[0] != argument.key:
             # The old one goes first: two shares of a batch need not fit beside each other.
             self._fetched = ("", None)

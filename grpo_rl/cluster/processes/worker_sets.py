@@ -170,9 +170,12 @@ class WorkerSet:
         """Start making the worker object in every process; one tuple of arguments per rank."""
         return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
 
-    def store(self, values: Sequence[Any]) -> list[Stored]:
-        """Put values that several calls carry into the object store; the result is passed in a value's place."""
-        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
+    def store(self, values: Sequence[Any], *, stays: bool = True) -> list[Stored]:
+        """Put values that several calls carry into the object store; the result is passed in a value's place.
+
+        `stays`: processes keep the value for the next call.
+        """
+        return [Stored(ray.put(value), uuid.uuid4().hex, stays) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results by rank."""

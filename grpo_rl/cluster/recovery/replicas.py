@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, wait_all
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.errors import ClusterError, GrpoRlError
 
 Build = Callable[[Worker], ray.ObjectRef]
+Vacated = Callable[[], AbstractContextManager[None]]
+"""A function that clears the engines' GPUs of everything else, for as long as the context lasts."""
 
 
 class Replicas:
@@ -22,11 +25,22 @@ class Replicas:
     call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it waits among the
     `ready` until it has been given the current weights. `lose` may be called from any thread, everything else from the
     controller's.
+
+    Where engines share GPUs with ranks, `vacated` clears them for an engine that is built. Then a replacement waits, as a
+    process with nothing in it, until the controller calls `build_apart`: at a time when no rank works.
     """
 
-    def __init__(self, worker_set: WorkerSet, build: Build | None = None, supervisor: Supervisor | None = None) -> None:
+    def __init__(
+        self,
+        worker_set: WorkerSet,
+        build: Build | None = None,
+        supervisor: Supervisor | None = None,
+        vacated: Vacated | None = None,
+    ) -> None:
         self.worker_set = worker_set
         self.supervisor = supervisor
+        self._vacated = vacated
+        self._unbuilt: list[Worker] = []
         self.serving = list(worker_set.workers)
         self._build = build
         self._lock = threading.Lock()
@@ -55,6 +69,26 @@ class Replicas:
         """Return the replacements that are built and lack nothing but the weights."""
         with self._lock:
             return [worker for worker in self._ready if worker not in self._gone]
+
+    def build_apart(self) -> list[Worker]:
+        """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return those.
+
+        vLLM counts every change of the GPU's free memory while it starts as its own, and wants its share of all memory free
+        before. So the ranks leave the GPUs, and come back when the new engine has given its memory back.
+        """
+        with self._lock:
+            waiting, self._unbuilt = [worker for worker in self._unbuilt if worker not in self._gone], []
+        if not waiting or self._vacated is None or self._build is None or self.supervisor is None:
+            return []
+        timeout_s = self.supervisor.start_timeout_s
+        with self._vacated():
+            refs = [self._build(worker) for worker in waiting]
+            built = list(settle(waiting, refs, timeout_s, "start rollout again", self.failed))
+            refs = [worker.call("sleep") for worker in built]
+            built = list(settle(built, refs, timeout_s, "rollout.sleep", self.failed))
+        for worker in built:
+            self._made(worker)
+        return built
 
     def serve(self, worker: Worker, version: int) -> None:
         """Let a replacement serve, which holds the current weights, those of this version."""
@@ -119,6 +153,11 @@ class Replicas:
         timeout_s = self.supervisor.start_timeout_s
         try:
             self.worker_set.locate([fresh], timeout_s)
+            if self._vacated is not None:
+                with self._lock:
+                    self._unbuilt.append(fresh)
+                self._changed.set()
+                return
             wait_all([fresh], [self._build(fresh)], timeout_s, f"start {fresh.name} again")
         except WorkerFailed as error:
             self.lose(fresh, str(error))
@@ -126,6 +165,11 @@ class Replicas:
         except GrpoRlError as error:
             self._give_up(error)
             return
+        self._made(fresh)
+
+    def _made(self, fresh: Worker) -> None:
+        """Note that a replacement is built."""
+        assert self.supervisor is not None
         self.supervisor.log.on_restart(fresh.name, fresh.pid)
         with self._lock:
             self._ready.append(fresh)

@@ -43,6 +43,8 @@ class PoolOptions:
     """True where requests keep the keys and values of the old weights after a weight update (see RolloutEngine)."""
     partial_rollout: bool = True
     """True where requests may live through a weight update; else those that have begun end first."""
+    starts_asleep: bool = False
+    """True where the engines gave their memory back when they were built, and their weights with it."""
 
 
 class ReplicaPool:
@@ -65,7 +67,8 @@ class ReplicaPool:
         self.version = 0
         """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._actor: ActorRole | None = None
-        self._asleep = False
+        self._sleeping: set[Worker] = set(replicas.serving) if options.starts_asleep else set()
+        """The replicas that have given their memory back, and have no weights."""
         self._keeps_weights = False
         self._updates_in_flight: bool | None = None
         """True where the engines take weights while requests are unfinished; None as long as none has said so."""
@@ -92,14 +95,14 @@ class ReplicaPool:
         """
         self._actor = actor
         self.replicas.drop_lost()
-        if self.version == actor.version and not self._asleep:
+        self._build_lost()
+        if self.version == actor.version and not self._sleeping.intersection(self.replicas.serving):
             return {}
         if self._ledger.begun and not (self.options.partial_rollout and self._can_update_in_flight()):
             while self._ledger.begun:
                 self._collect(POLL_S * 2, top_up=False)
         workers = self.replicas.serving + self.replicas.ready()
-        num_bytes = self._update(workers, actor.version, wake=self._asleep) if workers else 0
-        self._asleep = False
+        num_bytes = self._update(workers, actor.version) if workers else 0
         self.version = actor.version
         return {"rollout/weight_bytes": float(num_bytes)}
 
@@ -130,8 +133,18 @@ class ReplicaPool:
             self._updates_in_flight = all(answers.values()) if answers else None
         return self._updates_in_flight is not False
 
-    def _update(self, workers: list[Worker], version: int, *, wake: bool = False) -> int:
+    def _build_lost(self) -> None:
+        """Build replacements that share GPUs with ranks. No rank works now; before, memory for an engine was not there."""
+        if self.options.sleeps:
+            self._sleeping.update(self.replicas.build_apart())
+        else:
+            self.replicas.build_apart()
+
+    def _update(self, workers: list[Worker], version: int) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
+
+        Those that sleep take memory for their weights before, and for their cache when the actor has given back what it
+        used for the transfer. The phases before this one have given theirs back when they ended.
 
         Each replica gets three messages: that an update begins (it samples no further, for it will hold tensors of two
         versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
@@ -141,15 +154,16 @@ class ReplicaPool:
         assert actor is not None
         alive = list(workers)
 
-        def call(method: str, *arguments: Any) -> dict[Worker, Any]:
+        def call(method: str, *arguments: Any, only: Collection[Worker] | None = None) -> dict[Worker, Any]:
             nonlocal alive
-            refs = [worker.call(method, *arguments) for worker in alive]
-            answers = settle(alive, refs, self.options.step_timeout_s, f"rollout.{method}", failed)
-            alive = list(answers)
+            asked = alive if only is None else [worker for worker in alive if worker in only]
+            refs = [worker.call(method, *arguments) for worker in asked]
+            answers = settle(asked, refs, self.options.step_timeout_s, f"rollout.{method}", failed)
+            alive = [worker for worker in alive if worker in answers or worker not in asked]
             return answers
 
-        if wake:
-            call("wake_up", "weights")
+        sleeping = self._sleeping.intersection(workers)
+        call("wake_up", "weights", only=sleeping)
         call("start_weight_update", version)
         lost: set[Worker] = set()
 
@@ -164,8 +178,8 @@ class ReplicaPool:
             alive = [worker for worker in alive if worker not in lost]
         versions = call("finish_weight_update", self.options.keep_cache)
         actor.worker_set.call("end_weight_sync")
-        if wake:
-            call("wake_up", "kv_cache")
+        call("wake_up", "kv_cache", only=sleeping)
+        self._sleeping -= sleeping
         for worker, live in versions.items():
             if live != version:
                 raise WeightVersionError(f"{worker.name} serves weights of version {live} after an update to {version}")
@@ -263,7 +277,7 @@ class ReplicaPool:
             serving = self.replicas.serving
             calls = [worker.call("sleep") for worker in serving]
             settle(serving, calls, self.options.step_timeout_s, "rollout.sleep", self.replicas.failed)
-            self._asleep = True
+            self._sleeping.update(serving)
         return [finished[one] for one in ids]
 
     def _collect(self, wait_s: float, *, top_up: bool = True) -> None:
@@ -305,11 +319,14 @@ class ReplicaPool:
     def _admit(self) -> None:
         """Bring the ledger up to date with the replicas that serve; replacements that are ready get the weights first."""
         self.replicas.drop_lost()
+        if not self.replicas.serving and not self._keeps_weights:
+            # Otherwise the next weight transfer is soon enough: the others sample meanwhile.
+            self._build_lost()
         for worker in [worker for worker in self._ledger.in_flight if worker not in self.replicas.serving]:
             if number := self._ledger.leave(worker):
                 self.replicas.note_resampled(number)
         ready = self.replicas.ready()
-        if self.version == 0:
+        if self.version == 0 and not self._sleeping.intersection(ready):
             for worker in ready:
                 self.replicas.serve(worker, 0)
         # An actor that has trained on has other weights by now: a replica that comes late waits for the next update.
@@ -381,10 +398,10 @@ def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
     return int.from_bytes(digest, "big") >> 1
 
 
-def rollout_factory(spec: Any) -> Any:
+def rollout_factory(spec: Any, start_timeout_s: float, call_timeout_s: float) -> Any:
     """Return a RolloutWorker, imported in the process that will run it."""
     from grpo_rl.workers.rollout import RolloutWorker
 
     if spec.tensor_parallel_size > 1:
         track_apart()
-    return RolloutWorker(spec)
+    return RolloutWorker(spec, start_timeout_s, call_timeout_s)

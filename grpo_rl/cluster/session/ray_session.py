@@ -25,10 +25,11 @@ from grpo_rl.cluster.processes.forks import ForkServer
 from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 
-# Weights travel through shared memory two buckets at a time; batches are small beside them.
-OBJECT_STORE_BYTES = 2 * 2**30
+LEAST_STORE_BYTES = 2 * 2**30
+"""The smallest object store that is chosen: weights travel through it two buckets at a time."""
 WATCH_S = 15.0
 START_S = 120.0
 LOOK_S = 60.0
@@ -112,7 +113,7 @@ class Connection(threading.Thread):
             self._options |= {
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
+                "object_store_memory": config.object_store_memory or store_bytes(*machine_memory(), _shared_memory()),
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
@@ -295,3 +296,22 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def store_bytes(free: float, total: float, shared: float) -> int:
+    """Return the size of the object store where `free` bytes of memory and `shared` bytes of /dev/shm are free.
+
+    The store takes memory for what is in it and no more, so that room costs nothing. What has no room is written to disk, and
+    a step over 65 million tokens is 0.8 GB of ids and log-probs alone. Where /dev/shm is small Ray puts the store into files.
+    """
+    most = min(0.3 * min(free, total), 0.8 * shared)
+    return max(LEAST_STORE_BYTES, int(most))
+
+
+def _shared_memory() -> float:
+    """Return the free bytes of /dev/shm, 0 where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0.0
+    return float(found.f_bavail * found.f_frsize)

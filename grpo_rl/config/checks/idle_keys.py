@@ -40,6 +40,7 @@ def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bo
         idle[f"{_A}.kl_loss_type"] = "the KL has no weight in the loss"
     if config.ray_kwargs.ray_init.address is not None:
         idle["ray_kwargs.ray_init.num_cpus"] = "it is for a local cluster"
+        idle["ray_kwargs.ray_init.object_store_memory"] = "it is for a local cluster"
     for key, why in idle.items():
         value = value_of(config, key)
         if value != leaves()[key].default:

@@ -141,7 +141,7 @@ def _lengths(config: Config) -> Iterator[str]:
             f"reward.overlong_buffer.len={buffer}: longer than data.max_response_length={config.data.max_response_length}; "
             f"at most {config.data.max_response_length}"
         )
-    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+    if rollout.max_num_seqs is not None and rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield (
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: less than one token for each of "
             f"actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} responses; at least {rollout.max_num_seqs}"
@@ -191,6 +191,9 @@ def _without_gpus(config: Config) -> Iterator[str]:
     for key, wanted in offload.items():
         if wanted:
             yield f"{key}=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
+    precision = parts.model.lm_head_precision
+    if precision in ("tf32", "bfloat16"):
+        yield f"actor_rollout_ref.model.lm_head_precision={precision}: is faster on GPUs only, and this run has none; auto or float32"
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     if backend in ("ipc", "nccl"):
         yield f"{_BACKEND}={backend}: moves weights between GPUs, and this run has none; auto or object_store"

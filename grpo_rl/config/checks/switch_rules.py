@@ -236,6 +236,10 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
             config.ray_kwargs.ray_init.address is None,
             "is for a local cluster, not for ray_init.address",
         ),
+        "ray_kwargs.ray_init.object_store_memory": (
+            config.ray_kwargs.ray_init.address is None,
+            "is for a local cluster, not for ray_init.address",
+        ),
         "ray_kwargs.ray_init.wait_for_nodes_s": (
             has_address,
             "needs ray_kwargs.ray_init.address; a local cluster has one node",

@@ -74,6 +74,9 @@ _TEMPERATURE = "engines raise smaller temperatures to 0.01; above 100 all tokens
 Temperature = Annotated[float, Range(ge=0.01, le=100, reason=_TEMPERATURE)]
 TemperatureOrGreedy = Annotated[float, Range(ge=0.01, le=100, zero=True, reason=_TEMPERATURE)]
 MemoryShare = Annotated[float, Range(ge=0.01, lt=1, reason="an engine needs some of a device's memory, and never gets all")]
+StoreBytes = Annotated[
+    int, Range(ge=75 * 2**20, le=2**46, reason="Ray takes at least 75 MiB, and no machine has more than 64 TiB")
+]
 Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
 ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
 Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]

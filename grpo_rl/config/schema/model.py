@@ -50,6 +50,9 @@ class ModelConfig:
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
+    """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
+    log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
 
@@ -272,8 +275,8 @@ class RolloutConfig:
     """GPU, colocated: the engine gives its memory back while the actor trains."""
     enforce_eager: bool | None = None
     """No compilation and CUDA graphs; null: true on CPU, false on GPU."""
-    max_num_seqs: Rollouts = 256
-    """Most responses that one replica samples at once."""
+    max_num_seqs: Rollouts | None = None
+    """Most responses that one replica samples at once; null: 1024 on GPUs, as vLLM on large ones, and 256 on CPUs."""
     max_num_batched_tokens: Tokens = 8192
     """Most tokens in one forward pass of the engine."""
     max_model_len: Tokens | None = None

@@ -19,6 +19,7 @@ from grpo_rl.config.schema.kinds import (
     Seconds,
     Seed,
     Staleness,
+    StoreBytes,
     Updates,
 )
 
@@ -160,6 +161,9 @@ class RayInitConfig:
     """Address of a running cluster (`auto`, or ray://...); null: a local one, or the job's own under `ray job submit`."""
     num_cpus: Cores | None = None
     """CPUs of a local cluster; null: all."""
+    object_store_memory: StoreBytes | None = None
+    """Bytes of a local cluster's object store, through which a step's tokens, weights on CPUs and copies for recovery go; what
+    does not fit goes to disk. null: 30 % of the memory that is free, at most 80 % of /dev/shm and at least 2 GiB."""
     wait_for_nodes_s: Seconds = 5.0
     """The time that too small a cluster has to grow, by late nodes or an autoscaler; then the run ends."""
     allow_insecure: bool = False

@@ -43,6 +43,9 @@ class NcclSender(BaseSender):
             return
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
         self._communicator = trainer_init(
             {
                 "master_address": rendezvous.master_address,

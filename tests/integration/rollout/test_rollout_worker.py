@@ -18,6 +18,8 @@ from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, 
 from grpo_rl.types import Completion, Request, Sampling
 from grpo_rl.workers.rollout import RolloutWorker
 
+START_S = 120.0
+
 FAULTY = str(Path(__file__).with_name("faulty_engine.py"))
 
 
@@ -31,7 +33,7 @@ def make_spec(tiny_qwen3: Callable[[bool], Path]) -> Callable[[str], EngineSpec]
 
 @pytest.fixture(scope="module", params=["vllm", "hf"])
 def worker(request: pytest.FixtureRequest, make_spec: Callable[[str], EngineSpec]) -> Iterator[RolloutWorker]:
-    worker = RolloutWorker(make_spec(request.param))
+    worker = RolloutWorker(make_spec(request.param), START_S, START_S)
     yield worker
     worker.close()
 
@@ -129,7 +131,7 @@ def test_aborting_forgets_running_and_unpolled_responses(worker: RolloutWorker) 
 
 
 def test_an_error_in_a_step_is_raised_with_its_cause_by_every_later_call(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"))
+    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
     worker.submit(requests_for("doomed", 2))
     with pytest.raises(ClusterError, match="FloatingPointError: logits are not finite") as caught:
         worker.poll(timeout_s=30)
@@ -140,7 +142,7 @@ def test_an_error_in_a_step_is_raised_with_its_cause_by_every_later_call(make_sp
 
 
 def test_responses_that_ended_before_the_failure_are_not_lost(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"))
+    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
     worker.submit([*requests_for("short", 1, max_tokens=1), *requests_for("long", 1, max_tokens=9)])
     deadline = time.monotonic() + 30
     while worker.stats()["num_steps"] < 2:
@@ -154,13 +156,13 @@ def test_responses_that_ended_before_the_failure_are_not_lost(make_spec: Callabl
 
 def test_an_engine_that_cannot_start_raises_its_own_error(make_spec: Callable[[str], EngineSpec]) -> None:
     with pytest.raises(MemoryError, match="no room for the cache"):
-        RolloutWorker(make_spec(f"{FAULTY}:cannot_start"))
+        RolloutWorker(make_spec(f"{FAULTY}:cannot_start"), START_S, START_S)
     with pytest.raises(ConfigError, match="unknown rollout engine 'vlm'"):
-        RolloutWorker(make_spec("vlm"))
+        RolloutWorker(make_spec("vlm"), START_S, START_S)
 
 
 def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), call_timeout_s=0.2)
+    worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), START_S, 0.2)
     worker.submit(requests_for("slow", 1))
     with pytest.raises(ClusterError, match=r"did not answer received_digests within 0\.2 s"):
         worker.received_digests()
@@ -168,7 +170,7 @@ def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline(mak
 
 
 def test_a_closed_worker_refuses_calls(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec("hf"))
+    worker = RolloutWorker(make_spec("hf"), START_S, START_S)
     worker.close()
     worker.close()
     with pytest.raises(ClusterError, match="closed"):

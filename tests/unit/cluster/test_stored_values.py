@@ -8,6 +8,8 @@ import pytest
 
 from grpo_rl.cluster.processes import worker_host
 from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHost
+from grpo_rl.cluster.recovery.supervised_sets import Keeper
+from grpo_rl.cluster.session.ray_session import store_bytes
 
 
 class Echo:
@@ -59,3 +61,56 @@ def test_a_value_that_is_gone_is_reported_as_any_other_failure_and_asked_for_aga
         with pytest.raises(RemoteError, match="the object is gone"):
             host.call("both", Stored("lost", "3"))
     assert host.call("both", Stored("a", "1")) == ("A", None)
+
+
+def test_a_value_of_one_call_only_leaves_the_kept_one_where_it_is(fetched: list[str]) -> None:
+    host, share, once = make_host(), Stored("share", "1"), Stored("update", "2", stays=False)
+    assert host.call("both", share, once) == ("SHARE", "UPDATE")
+    assert host.call("both", share) == ("SHARE", None)
+    assert fetched == ["share", "update"] and host._fetched == ("1", "SHARE")
+
+
+class StoringSet:
+    """The part of a worker set that a keeper uses: a store, and calls that are noted."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.calls: list[tuple[str, Any]] = []
+
+    def store(self, values: Any, *, stays: bool = True) -> list[Stored]:
+        self.values += values
+        return [Stored(f"ref {len(self.values)}", str(len(self.values)), stays) for _ in values]
+
+    def parts(self, method: str) -> list[str]:
+        return [method]
+
+    def call_once(self, method: str, arguments: Any) -> None:
+        self.calls.append((method, arguments))
+
+
+def test_updates_that_a_recovery_may_make_again_lie_in_the_store_and_not_in_the_controllers_memory() -> None:
+    ranks = StoringSet()
+    keeper = Keeper(ranks)  # type: ignore[arg-type]
+    share = Stored("share", "s")
+    sent = keeper.stored([(share, "columns")])
+    assert sent == [(share, Stored("ref 1", "1", stays=False))] and ranks.values == ["columns"]
+    keeper.after("update", sent)
+    keeper.restore()
+    assert ranks.calls == [("update", sent)], "the same references again: nothing is sent twice"
+    keeper.in_memory = True
+    assert keeper.stored([(share, "columns")]) == [(share, "columns")]
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "shared", "size"),
+    [
+        (500, 1000, 500, 150),
+        (500, 1000, 100, 80),
+        (900, 100, 500, 30),
+        (4, 8, 8, 2),
+        (500, 1000, 0.06, 2),
+    ],
+    ids=["a large machine", "a small /dev/shm", "a container's limit", "a laptop", "a container's own /dev/shm"],
+)
+def test_the_object_store_grows_with_the_machine(free: float, total: float, shared: float, size: float) -> None:
+    assert store_bytes(free * 2**30, total * 2**30, shared * 2**30) == size * 2**30

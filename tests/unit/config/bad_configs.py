@@ -180,6 +180,7 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{A}.use_dynamic_bsz=false"], f"{A}.use_dynamic_bsz=false", "needs"),
     ([f"{A}.fsdp_config.param_offload=true"], f"{A}.fsdp_config.param_offload", "no GPU"),
     ([f"{R}.checkpoint_engine.backend=nccl"], f"{R}.checkpoint_engine.backend", "GPUs"),
+    (["actor_rollout_ref.model.lm_head_precision=tf32"], "actor_rollout_ref.model.lm_head_precision=tf32", "GPUs only"),
     ([f"{R}.tensor_model_parallel_size=3"], f"{R}.tensor_model_parallel_size=3", "must divide"),
     ([f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.2"], f"{A}.clip_ratio", "no effect"),
     ([f"{A}.policy_loss.loss_mode=gpg", f"{A}.clip_ratio=0.1"], f"{A}.clip_ratio=0.1", "no option clip_low or clip_high"),

@@ -175,6 +175,7 @@ READ: dict[str, Reader] = {
     "trainer.on_alarm": _if(lambda c: c.trainer.stop_on),
     "trainer.critic_warmup": _role("critic"),
     "ray_kwargs.ray_init.num_cpus": _if(lambda c: not c.ray_kwargs.ray_init.address),
+    "ray_kwargs.ray_init.object_store_memory": _if(lambda c: not c.ray_kwargs.ray_init.address),
     "ray_kwargs.ray_init": _if(lambda c: c.ray_kwargs.ray_init.address),
     "ray_kwargs.ray_init.address": _if(lambda c: True),
     "data.reward_fn_key": _if(lambda c: c.data.data_source is None),

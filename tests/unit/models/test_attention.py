@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
+from grpo_rl.models import attention
 from grpo_rl.models.attention import MIN_FILL, Packing, packed_attention
+from grpo_rl.models.prefix_attention import GatheredKeys, repeated_heads
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -109,3 +117,85 @@ def test_dropout_drops_attention_weights_and_keeps_their_mean():
     # Every weight is 1/length; half of them are dropped and the rest doubled.
     assert out.std() > 0.01
     assert float(out.mean()) == pytest.approx(1.0, abs=0.05)
+
+
+# ---- variable-length kernels, of which this machine can run none ------------------------------------------
+
+
+def described(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn as its documentation describes it, block by block on a CPU."""
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1]), "shared heads have to be announced"
+    repeat = query.shape[1] // key.shape[1]
+    blocks = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_seq_q), itertools.pairwise(cu_seq_k), strict=True):
+        assert q1 - q0 <= max_q and k1 - k0 <= max_k
+        q = query[q0:q1].transpose(0, 1).double()
+        k, v = (x[k0:k1].repeat_interleave(repeat, 1).transpose(0, 1).double() for x in (key, value))
+        # The last query is the last key: FlashAttention aligns a causal mask at the lower right since its version 2.1.
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -math.inf)
+        blocks.append((scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype))
+    return torch.cat(blocks)
+
+
+def test_the_arguments_of_torchs_kernel_are_those_of_the_installed_torch() -> None:
+    """The stand-in takes what the real function takes, so that a call of it is a call of the real one."""
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    for name, parameter in inspect.signature(described).parameters.items():
+        assert (parameters[name].kind, parameters[name].default) == (parameter.kind, parameter.default), name
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(monkeypatch, kv_heads, shared) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", described)
+    torch.manual_seed(kv_heads)
+    block_lengths = torch.tensor([5, 3, 2, 7, 1, 4])
+    # The second and third continue the first, the last two the fourth.
+    continues = torch.tensor([-1, 0, 0, -1, 3, 3]) if shared else None
+    size = int(block_lengths.sum())
+    query, key, value = torch.randn(4, size, 8), torch.randn(kv_heads, size, 8), torch.randn(kv_heads, size, 8)
+    expected = run(query, key, value, Packing.of(block_lengths, "cpu", continues), scaling=0.3)
+    # As on a GPU: keys of each block are copied together, and the kernel is there.
+    packing = Packing.of(block_lengths, "cpu", continues)
+    starts = block_lengths.cumsum(0) - block_lengths
+    keys = None if continues is None else GatheredKeys.of(starts, block_lengths, continues, "cpu")
+    kernel = attention._torch_attention
+    monkeypatch.setattr(attention, "variable_length_kernel", lambda query, dropout: kernel)
+    out = run(query, key, value, dataclasses.replace(packing, keys=keys), scaling=0.3)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+
+
+def on_a_gpu(dtype: torch.dtype) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 6, 8))
+
+
+def test_half_precision_on_a_gpu_has_a_kernel_with_and_without_flash_attn(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda: False)
+    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._torch_attention
+    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.1) is None, "torch's kernel has no dropout"
+    assert attention.variable_length_kernel(on_a_gpu(torch.float32), 0.0) is None
+    assert attention.variable_length_kernel(torch.zeros(1, dtype=torch.bfloat16), 0.0) is None, "a CPU has none"
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda: True)
+    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.1) is attention._flash_attention
+
+
+def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_matrix() -> None:
+    key = torch.randn(1, 2, 6, 8)
+    repeated, _ = repeated_heads(on_a_gpu(torch.float32), key, key)
+    assert repeated.shape == (1, 4, 6, 8) and torch.equal(repeated[:, 1], key[:, 0]) and torch.equal(repeated[:, 2], key[:, 1])
+    for query in (on_a_gpu(torch.bfloat16), torch.zeros(1, 4, 6, 8)):
+        assert repeated_heads(query, key, key)[0] is key

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_rl.models.linear import FastLinear, linear, use_fast_linear
+from grpo_rl.models.linear import FastLinear, linear, reduced_linear, reduced_product, use_fast_linear
 
 
 def _inputs(shape: tuple[int, ...], out: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -48,3 +48,42 @@ def test_only_plain_linear_layers_are_exchanged_and_their_parameters_stay() -> N
     use_fast_linear(model)
     assert [type(module) for module in model] == [FastLinear, Own, nn.LayerNorm]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+# ---- reduced precision, as tensor cores round ------------------------------------------------------------------
+
+ROUNDINGS = {"bfloat16": 2.0**-8, "tf32": 2.0**-11}
+
+
+@pytest.mark.parametrize("precision", ROUNDINGS)
+def test_only_inputs_are_rounded_and_sums_are_float32(precision) -> None:
+    x, weight = torch.randn(40, 300), torch.randn(50, 300)
+    bias = torch.randn(50)
+    out = reduced_linear(x, weight, bias, precision)
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert out.dtype == torch.float32
+    limit = 2 * ROUNDINGS[precision] * (x.double().abs() @ weight.double().abs().t())
+    assert ((out - exact).abs() <= limit + 1e-5).all()
+    # Numbers that have no more bits than that are not rounded at all.
+    few = torch.randint(-8, 8, (30, 20)).float()
+    assert torch.equal(reduced_linear(few, few, None, precision), few @ few.t())
+
+
+@pytest.mark.parametrize("precision", ROUNDINGS)
+def test_gradients_are_those_of_the_product_up_to_the_rounding(precision) -> None:
+    x, weight = (torch.randn(12, 30, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(12, 12)
+    reduced_linear(x, weight, None, precision).backward(upstream)
+    found = x.grad, weight.grad
+    x.grad = weight.grad = None
+    (x @ weight.t()).backward(upstream)
+    for ours, exact in zip(found, (x.grad, weight.grad), strict=True):
+        assert ours is not None and exact is not None and ours.dtype == torch.float32
+        assert float((ours - exact).norm() / exact.norm()) < 2 * ROUNDINGS[precision]
+
+
+def test_tf32_keeps_ten_bits_and_rounds_to_the_nearest() -> None:
+    step = 2.0**-10
+    values = torch.tensor([1.0, 1.0 + step, 1.0 + 0.49 * step, 1.0 + 0.51 * step, -(1.0 + 0.51 * step), 0.0])
+    rounded = reduced_product(values[:, None], torch.ones(1, 1), "tf32")[:, 0]
+    assert rounded.tolist() == [1.0, 1.0 + step, 1.0, 1.0 + step, -(1.0 + step), 0.0]

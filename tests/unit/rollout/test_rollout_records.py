@@ -20,6 +20,8 @@ from grpo_rl.rollout.weights.update_order import WeightUpdate
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling, Versions, extended
 from grpo_rl.workers.rollout import RolloutWorker
 
+START_S = 120.0
+
 # ---- arrays --------------------------------------------------------------------------------------------
 
 
@@ -104,7 +106,7 @@ def poll_all(worker: RolloutWorker, count: int) -> list[Completion]:
 
 
 def test_responses_come_with_their_text_without_special_tokens(folder: Path) -> None:
-    worker = RolloutWorker(EngineSpec(str(folder), 64, name="hf"))
+    worker = RolloutWorker(EngineSpec(str(folder), 64, name="hf"), START_S, START_S)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     try:
         worker.submit([Request(f"r{i}", (5, 6, 7), Sampling(40, seed=i, temperature=3.0)) for i in range(30)])
@@ -118,7 +120,7 @@ def test_responses_come_with_their_text_without_special_tokens(folder: Path) -> 
 
 
 def test_a_worker_samples_nothing_between_the_start_and_the_end_of_an_update_and_then_goes_on(folder: Path) -> None:
-    worker = RolloutWorker(EngineSpec(str(folder), 512, name="hf"))
+    worker = RolloutWorker(EngineSpec(str(folder), 512, name="hf"), START_S, START_S)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     try:
         assert worker.updates_in_flight()

@@ -1,0 +1,134 @@
+"""Weights from safetensors files straight into shards: every rank reads its own rows of each tensor, and nothing else.
+
+No process ever holds the whole model: 70 billion parameters are 280 GB in float32, for each role that starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def rows_of(tensor: Any) -> tuple[int, int]:
+    """Return the first and last (exclusive) row that this rank has of a tensor: FSDP2 cuts as `torch.chunk` does."""
+    total = int(tensor.shape[0])
+    if not isinstance(tensor, DTensor):
+        return 0, total
+    size = -(-total // tensor.device_mesh.size())
+    start = min(tensor.device_mesh.get_local_rank() * size, total)
+    stop = min(start + size, total)
+    assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
+    return start, stop
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's shard, or the tensor itself where it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WeightFiles:
+    """The safetensors files of a model's folder, or of its place in the hub's cache."""
+
+    def __init__(self, file_of: dict[str, Path]) -> None:
+        self._file_of = file_of
+
+    @staticmethod
+    def find(path: str) -> WeightFiles | None:
+        """Return the files by the names of their tensors; None where the weights are in files of another kind."""
+        index = _file(path, _INDEX)
+        if index is not None:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files = {name: _file(path, name) for name in set(names.values())}
+            if None in files.values():
+                return None
+            return WeightFiles({name: file for name, stored in names.items() if (file := files[stored]) is not None})
+        single = _file(path, _SINGLE)
+        if single is None:
+            return None
+        with safe_open(single, framework="pt") as opened:
+            return WeightFiles(dict.fromkeys(opened.keys(), single))
+
+    def fits(self, lm: Any, new: Sequence[str] = ()) -> bool:
+        """Return whether the files have every parameter of `lm` by its name and in its shape, but for those in `new`.
+
+        Otherwise transformers has to rename or rearrange them, which it does to whole tensors.
+        """
+        if getattr(lm.config, "quantization_config", None) is not None or _is_rearranged(lm):
+            return False
+        shapes = self._shapes()
+        for names, parameter in _named(lm):
+            stored = next((name for name in names if name in shapes), None)
+            if stored is None and not set(names).intersection(new):
+                return False
+            if stored is not None and shapes[stored] != tuple(parameter.shape):
+                return False
+        return True
+
+    @torch.no_grad()
+    def read_into(self, lm: Any) -> None:
+        """Fill this rank's rows of every parameter of `lm` that has storage; those that no file has become 0."""
+        missing: list[Any] = []
+        wanted: dict[Path, list[tuple[str, Any]]] = {}
+        for names, parameter in _named(lm):
+            if parameter.device.type == "meta":
+                continue  # a head that the model around `lm` has dropped
+            stored = next((name for name in names if name in self._file_of), None)
+            if stored is None:
+                missing.append(parameter)
+            else:
+                wanted.setdefault(self._file_of[stored], []).append((stored, parameter))
+        for path, entries in wanted.items():
+            with safe_open(path, framework="pt") as opened:
+                for name, parameter in entries:
+                    start, stop = rows_of(parameter)
+                    local_of(parameter).copy_(opened.get_slice(name)[start:stop])
+        for parameter in missing:
+            local_of(parameter).zero_()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in set(self._file_of.values()):
+            with safe_open(path, framework="pt") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        return shapes
+
+
+def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:
+    """Return every parameter once, with all its names: a tied head is in files under one of them."""
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return list(by_id.values())
+
+
+def _is_rearranged(lm: Any) -> bool:
+    """Return whether transformers changes names or layouts of this model's weights when it reads them."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    kinds = [type(lm).__name__, str(getattr(lm.config, "model_type", ""))]
+    return any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
+
+
+def _file(path: str, name: str) -> Path | None:
+    """Return a file of a model's folder or, for a name on the hub, of its cache; None where there is none."""
+    from transformers.utils.hub import cached_file
+
+    if Path(path).is_dir():
+        return Path(path) / name if (Path(path) / name).is_file() else None
+    found = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)

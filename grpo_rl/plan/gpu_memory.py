@@ -1,0 +1,137 @@
+"""The roles of a run added up on one GPU, phase by phase: the least GPU on which each phase finds its memory.
+
+Estimates, from the model's sizes: no GPU has confirmed them. What cannot be computed is assumed, and said below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_rl.plan.decisions import Plan, RoleName
+from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes
+from grpo_rl.plan.model_folder import ModelSize, model_size
+
+CONTEXT = int(0.6 * GIB)
+"""Assumed: what CUDA and its libraries take in each process, before any tensor."""
+NCCL_BUFFERS = int(0.4 * GIB)
+"""Assumed: NCCL's buffers in a process of a set of several ranks."""
+GRAPHS = int(0.8 * GIB)
+"""Assumed: CUDA graphs and their pool, which a sleeping engine keeps."""
+SLACK = 1.1
+"""Assumed: memory that torch's allocator holds for tensors of other sizes, as a factor of what tensors take."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPhase:
+    """A phase of a step on one GPU: what all processes there take together."""
+
+    name: str
+    num_bytes: int
+    engine_share: float = 0.0
+    """The share of the whole GPU that the engine takes besides."""
+
+    @property
+    def least_gpu(self) -> int:
+        """Return the memory of the smallest GPU on which it fits."""
+        return int(self.num_bytes / (1 - self.engine_share))
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """A set of ranks on the GPU: the bytes that it keeps between phases, and those at its peak."""
+
+    phase: str
+    rest: int
+    peak: int
+
+
+def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
+    """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
+    if plan.machine.device != "cuda" or plan.role("actor") is None:
+        return ()
+    residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
+    at_rest = sum(one.rest for one in residents)
+    phases = []
+    asleep = awake = 0.0
+    if plan.engine is not None and plan.colocated:
+        awake = plan.engine.gpu_memory_utilization
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        share = 0.0 if plan.engine.sleep_mode else awake
+        phases.append(GpuPhase("sampling", at_rest, awake))
+        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
+        weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
+        sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
+        phases.append(GpuPhase("weight transfer", sync, share))
+    else:
+        share = 0.0
+    for one in residents:
+        phases.append(GpuPhase(one.phase, int(at_rest - one.rest + one.peak + asleep), share))
+    return tuple(phases)
+
+
+def lines(plan: Plan, size: ModelSize) -> list[tuple[str, str]]:
+    """Return what the plan's page says of the phases: the largest, and the least GPU for all of them."""
+    phases = gpu_phases(plan, size)
+    if not phases:
+        return []
+    parts = [f"{one.name} {gib(one.num_bytes)}" + (f" + {one.engine_share:.0%}" if one.engine_share else "") for one in phases]
+    tight = max(phases, key=lambda one: one.least_gpu)
+    verdict = f"needs a GPU of {gib(tight.least_gpu)} or more, for the {tight.name}"
+    there = plan.machine.gpu_memory
+    if there and tight.least_gpu > there:
+        verdict += f"; these have {gib(there)}: {_advice(plan, tight)}"
+    return [("together", f"{verdict}; {', '.join(parts)} (estimated, not run)")]
+
+
+def _advice(plan: Plan, phase: GpuPhase) -> str:
+    actor = "actor_rollout_ref.actor"
+    if phase.name == "sampling":
+        return f"lower rollout.gpu_memory_utilization, or set {actor}.fsdp_config.param_offload and optimizer_offload"
+    return f"more GPUs, {actor}.fsdp_config.param_offload and optimizer_offload, or lower ppo_max_token_len_per_gpu"
+
+
+def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
+    """Return what the ranks of a role take on one GPU of the actor's pool; None where there are none."""
+    role = plan.role(name)
+    if role is None or role.pool != "actor":
+        return None
+    config = plan.config
+    actor, ref, critic, scorer = (
+        config.actor_rollout_ref.actor.fsdp_config,
+        config.actor_rollout_ref.ref.fsdp_config,
+        config.critic.fsdp,
+        config.reward.reward_model,
+    )
+    trains = name in ("actor", "critic") or (plan.trains_reward_model and name == "reward_model")
+    own = {"critic": plan.critic_model, "reward_model": scorer.model_path}.get(name)
+    size = (model_size(own) or size) if own else size
+    offloads = {
+        "actor": (actor.param_offload, actor.optimizer_offload),
+        "reference": (ref.param_offload, True),
+        "critic": (critic.param_offload, critic.optimizer_offload),
+        "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
+    }[name]
+    shard = size.num_params // role.num_workers
+    keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
+    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
+    tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)
+    if name in ("actor", "reference"):
+        tensors += head_bytes(plan, size, gradient=trains)
+    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
+    return _Resident(phase, int(shard * keeps * SLACK) + process, int(tensors * SLACK) + process)
+
+
+def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:
+    """Return the bytes of parameters that FSDP has whole at a time: the root's, in float32, and two layers' in bfloat16.
+
+    A pass with gradients has those of the root and of a layer, too, in float32. With one rank all layers stay gathered.
+    """
+    embeddings = size.vocab * size.hidden * (1 if size.tied or name in ("critic", "reward_model") else 2)
+    layer = (size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)) // size.layers
+    role = plan.role(name)
+    whole = size.layers if role is not None and role.num_workers == 1 else 2
+    return embeddings * 4 + whole * layer * 2 + ((embeddings + layer) * 4 if trains else 0)
+
+
+def _largest(size: ModelSize) -> int:
+    return size.vocab * size.hidden

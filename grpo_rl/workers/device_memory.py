@@ -1,0 +1,140 @@
+"""The part of a model and its optimizer that lies on the device: more while a phase of the step works, less between phases.
+
+Several roles and the rollout engine may share one GPU, so a phase is over only when it has given back what it took. At rest
+a rank keeps its shards, and of these only what the configuration leaves on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.models import fsdp
+from grpo_rl.models.forward import PackedModel
+
+
+class DeviceMemory:
+    """Moves a model and its optimizer between the device and host memory.
+
+    `gives_back` says whether other processes wait for the device's memory; by default those of a GPU do. On a CPU a phase
+    leaves the gathered parameters where they are: the next one reads them again, and nothing else wants their memory.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        param_offload: bool,
+        optimizer_offload: bool = False,
+        gives_back: bool | None = None,
+    ) -> None:
+        self.model, self.device, self.optimizer = model, device, optimizer
+        self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
+        self.gives_back = device.type == "cuda" if gives_back is None else gives_back
+        self._host = HostMemory()
+        self._away = False
+        """True between `vacate` and `occupy`: a pass that runs then all the same finds its weights by `load_weights`."""
+
+    # ---- what a phase calls ------------------------------------------------------------------------------
+
+    def load_weights(self) -> None:
+        """Bring the parameters to the device, and nothing else: a pass without gradients reads no optimizer state."""
+        if self.param_offload or self._away:
+            self.move_weights(self.device)
+
+    def load_all(self) -> None:
+        """Bring everything to the device that an optimizer step reads."""
+        self.load_weights()
+        # Also where it is configured to stay there: a checkpoint is restored into the memory where the parameters are.
+        if self.gives_back or self.optimizer_offload:
+            self.move_moments(self.device)
+
+    def release(self) -> None:
+        """End a phase: drop gathered parameters, move what is configured to host memory, free what the allocator holds."""
+        if self.gives_back or self.param_offload:
+            # The root keeps embedding, norm and head whole after a forward pass, and with one rank every layer does.
+            fsdp.reshard(self.model)
+        if self.param_offload:
+            self.move_weights(torch.device("cpu"))
+        if self.optimizer_offload:
+            self.move_moments(torch.device("cpu"))
+        self.free_cache()
+
+    # ---- what the controller asks for while an engine is built on this device -----------------------------
+
+    def vacate(self) -> None:
+        """Move everything to host memory, whatever the configuration keeps on the device."""
+        fsdp.reshard(self.model)
+        self.move_weights(torch.device("cpu"))
+        self.move_moments(torch.device("cpu"))
+        self.free_cache()
+        self._away = True
+
+    def occupy(self) -> None:
+        """Bring back what the configuration keeps on the device between phases."""
+        self._away = False
+        if not self.param_offload:
+            self.move_weights(self.device)
+        if not self.optimizer_offload:
+            self.move_moments(self.device)
+
+    # ---- the moves ---------------------------------------------------------------------------------------
+
+    def move_weights(self, device: torch.device) -> None:
+        """Move this rank's shards, and buffers. The parameters stay the same objects, which the optimizer refers to."""
+        move_module(self.model, device, self._host)
+
+    def move_moments(self, device: torch.device) -> None:
+        """Move the optimizer's moments."""
+        if self.optimizer is not None:
+            move_optimizer(self.optimizer, device, self._host)
+
+    def free_cache(self) -> None:
+        """Give memory that the allocator holds and nothing uses back to the device."""
+        if self.device.type == "cuda":
+            # Memory that another process had mapped is kept until this process asks whether it still does.
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+def move_module(model: nn.Module, device: torch.device, host: HostMemory) -> None:
+    """Move parameters and buffers to a device, or from a GPU into kept host memory."""
+    # Under FSDP `_apply` also tells the sharding where its shards are now, as `Module.to` does.
+    model._apply(lambda tensor: _moved(tensor, device, host, id(tensor)))
+    _finish(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, host: HostMemory) -> None:
+    """Move the optimizer's moments to a device, or from a GPU into kept host memory."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            # AdamW's step counter stays where AdamW put it.
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = _moved(value, device, host, (id(parameter), key))
+    _finish(device)
+
+
+def _moved(tensor: Tensor, device: torch.device, host: HostMemory, key: object) -> Tensor:
+    """Return the tensor on a device. A parameter or moment that leaves a GPU has its own place in host memory."""
+    is_moment = not isinstance(tensor, nn.Parameter) and not isinstance(key, int)
+    if device.type != "cpu" or tensor.device.type == "cpu" or not (is_moment or isinstance(tensor, nn.Parameter)):
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    return in_host_memory(tensor, host, key)
+
+
+def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:
+    """Return a tensor whose values, or whose rank's slice of them, are in kept host memory."""
+    if not isinstance(tensor, DTensor):
+        return host.keep(key, tensor.detach())
+    # As FSDP makes its own parameters: the slice with the description of the whole, which does not depend on the device.
+    return DTensor(host.keep(key, tensor.to_local().detach()), tensor._spec, requires_grad=False)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for copies to the host: what they are read from may be overwritten, and they may be read, after this."""
+    if device.type == "cpu" and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,400 @@
+"""The order of calls where engines and ranks share GPUs or meet by NCCL, with worker sets that only note what they are asked.
+
+No GPU is needed: the order is all that is looked at. What it does to memory was not measured here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster import start_roles
+from grpo_rl.cluster.processes.worker_sets import WorkerDied, WorkerFailed
+from grpo_rl.cluster.recovery import replicas as replicas_module
+from grpo_rl.cluster.recovery.replicas import Replicas
+from grpo_rl.cluster.roles import rollout_pool, weight_sync
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.make import make_plan
+from grpo_rl.rollout.weights.buckets import WeightBucket
+
+ONE_GPU = Machine(num_gpus=1, num_cpus=8, device="cuda")
+TWO_GPUS = Machine(num_gpus=2, num_cpus=8, device="cuda")
+CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BASE = ["data.train_files=task:arithmetic?num_rows=1000", "actor_rollout_ref.model.path=builtin:arithmetic"]
+BASE += ["data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=8", "trainer.total_epochs=1"]
+BUCKET = WeightBucket(("w",), ("float32",), ((1,),))
+
+
+class Log(list[str]):
+    """The events, in their order."""
+
+    def since(self, event: str) -> list[str]:
+        """The events from the last of this name on."""
+        return self[len(self) - 1 - self[::-1].index(event) :]
+
+
+class FakeWorker:
+    """A process that notes its calls. A call in `fails` raises instead of answering; one in `hangs` never answers."""
+
+    def __init__(self, name: str, log: Log, answers: dict[str, Callable[..., Any]] | None = None) -> None:
+        self.name, self.log, self.pid, self.verdict = name, log, 1, None
+        self.answers = answers or {}
+        self.fails: dict[str, Exception] = {}
+        self.hangs: set[str] = set()
+        build = SimpleNamespace(remote=lambda *arguments: self.call("build"))
+        pair = SimpleNamespace(remote=lambda method: self.call_pair(method))
+        self.actor = SimpleNamespace(build=build, call_pair=SimpleNamespace(options=lambda num_returns: pair))
+
+    def call(self, method: str, *arguments: Any) -> Ref:
+        self.log.append(f"{self.name} {method}")
+        if method in self.hangs:
+            return Ref(None, None, hangs=True)
+        if method in self.fails:
+            return Ref(None, self.fails.pop(method))
+        return Ref(self.answers.get(method, lambda *_: None)(*arguments), None)
+
+    def call_pair(self, method: str) -> tuple[Ref, Ref]:
+        ref = self.call(method)
+        return Ref(ref.value is not None, ref.error, ref.hangs), ref
+
+    def again(self) -> FakeWorker:
+        return FakeWorker(self.name, self.log, self.answers)
+
+    def kill(self, verdict: str | None = None) -> None:
+        self.log.append(f"{self.name} killed")
+
+
+class Ref:
+    """What a call returns."""
+
+    def __init__(self, value: Any, error: Exception | None, hangs: bool = False) -> None:
+        self.value, self.error, self.hangs = value, error, hangs
+
+    def get(self) -> Any:
+        assert not self.hangs, "this call never ends: nothing may wait for it alone"
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class FakeSet:
+    """A worker set over such processes."""
+
+    call_timeout_s = 1.0
+
+    def __init__(self, role: str, size: int, log: Log, answers: Callable[[int], dict[str, Any]] = lambda rank: {}) -> None:
+        self.role, self.log, self.make = role, log, answers
+        self.workers = [FakeWorker(f"{role}{rank}", log, answers(rank)) for rank in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def where(self, timeout_s: float) -> list[tuple[str, int, int]]:
+        return [("127.0.0.1", 1, 1000 + len(self.log))] * len(self)
+
+    def locate(self, workers: Sequence[Any], timeout_s: float) -> None:
+        self.log.append(f"{self.role} located")
+
+    def start_build(self, factory: Any, arguments: Sequence[Any]) -> list[Ref]:
+        return [worker.call("build") for worker in self.workers]
+
+    def begin(self, recipe: Callable[[], list[Ref]]) -> list[Ref]:
+        return recipe()
+
+    def built(self) -> None:
+        self.log.append(f"{self.role} built")
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [ref.get() for ref in [worker.call(method, *arguments) for worker in self.workers]]
+
+    def recover(self, error: Exception, what: str) -> None:
+        self.log.append(f"{self.role} started again")
+        self.workers = [FakeWorker(worker.name, self.log, self.make(rank)) for rank, worker in enumerate(self.workers)]
+
+
+def settle(workers: Any, refs: Any, timeout_s: float, what: str, on_loss: Callable[[Any, WorkerFailed], None]) -> Any:
+    answers = {}
+    for worker, ref in zip(workers, refs, strict=True):
+        try:
+            answers[worker] = ref.get()
+        except WorkerFailed as error:
+            on_loss(worker, error)
+    return answers
+
+
+def wait_all(workers: Any, refs: Any, timeout_s: float, what: str, on_tick: Callable[[], None] | None = None) -> list[Any]:
+    if on_tick is not None:
+        on_tick()
+    return [ref.get() for ref in refs]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (start_roles, rollout_pool, weight_sync, replicas_module):
+        for name, function in (("settle", settle), ("wait_all", wait_all), ("fetch", lambda worker, ref, what: ref.get())):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+
+    def wait(refs: Sequence[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        return [ref for ref in refs if not ref.hangs], []
+
+    fake_ray = SimpleNamespace(wait=wait, get=lambda refs, timeout: [ref.get() for ref in refs])
+    monkeypatch.setattr(weight_sync, "ray", fake_ray)
+
+
+# ---- the start ------------------------------------------------------------------------------------------
+
+
+class FakeCluster(start_roles.Cluster):
+    """A cluster whose worker sets only note what is built in them; the waiting for it is noted, too."""
+
+    def __init__(self, plan: Plan, log: Log) -> None:
+        supervisor = SimpleNamespace(restarts=True, monitor=SimpleNamespace(watch=lambda *_: None), closed=False)
+        console: Any = SimpleNamespace(progress=lambda *_, **__: contextlib.nullcontext(), warn=log.append)
+        super().__init__(plan, "model", "", Path(), console)
+        self.log, self.supervisor = log, supervisor  # type: ignore[assignment]
+
+    def pool(self, name: str) -> Any:
+        return None
+
+    def start(self, name: Any, environment: Any = None) -> Any:
+        role = self.plan.role(name)
+        return None if role is None else FakeSet(name, role.num_workers, self.log)
+
+    def ranks(self, worker_set: Any) -> list[Any]:
+        return [None] * len(worker_set)
+
+    def build(self, starts: Any, began: float | None = None) -> None:
+        self.log.append(f"waited for {', '.join(title.removeprefix('starting the ') for _, _, title in starts)}")
+
+
+def start_events(machine: Machine, *words: str) -> Log:
+    log = Log()
+    plan = make_plan(compose([*BASE, *words]), machine)
+    start_roles.start_roles(FakeCluster(plan, log), plan, None)
+    return log
+
+
+def test_on_one_gpu_the_engine_is_built_alone_and_sleeps_before_any_rank_touches_the_device() -> None:
+    assert start_events(ONE_GPU) == [
+        "rollout0 build",
+        "waited for rollout engine",
+        "rollout0 sleep",
+        "actor0 build",
+        "reference0 build",
+        "waited for actor, reference",
+        "actor built",
+        "reference built",
+    ]
+
+
+def test_an_engine_that_keeps_its_memory_is_built_alone_all_the_same() -> None:
+    events = start_events(ONE_GPU, f"{R}.free_cache_engine=false")
+    assert events[:3] == ["rollout0 build", "waited for rollout engine", "actor0 build"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [(CPU, ()), (TWO_GPUS, (f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", "trainer.n_gpus_per_node=1"))],
+    ids=["on a CPU", "apart"],
+)
+def test_engines_on_devices_of_their_own_come_up_beside_the_ranks(machine, words) -> None:
+    events = [event for event in start_events(machine, *words) if "connect" not in event]
+    waits = [event for event in events if event.startswith("waited")]
+    assert waits == ["waited for rollout engine, actor, reference"] and not any("sleep" in event for event in events)
+
+
+# ---- a step ---------------------------------------------------------------------------------------------
+
+
+def supervisor_of(log: Log) -> Any:
+    notes = SimpleNamespace(
+        failed=lambda *_: None, on_restart=lambda *_: None, recovered=lambda *_: None, count=lambda *_: None
+    )
+    monitor = SimpleNamespace(watch=lambda *_: None, forget=lambda *_: None)
+    return SimpleNamespace(
+        monitor=monitor, log=notes, budget=SimpleNamespace(spend=lambda *_: None), closed=False, start_timeout_s=1.0
+    )
+
+
+def engines_of(log: Log, size: int, state: dict[str, int]) -> FakeSet:
+    def started(version: int) -> None:
+        state["version"] = version
+
+    answers = {"start_weight_update": started, "finish_weight_update": lambda keep: state["version"]}
+    return FakeSet("rollout", size, log, lambda rank: answers)
+
+
+def actors_of(log: Log, size: int, buckets: int = 2) -> FakeSet:
+    def answers(rank: int) -> dict[str, Any]:
+        left = [0]
+
+        def begin() -> int:
+            left[0] = buckets
+            return 4
+
+        def following() -> WeightBucket | None:
+            left[0] -= 1
+            return BUCKET if left[0] >= 0 else None
+
+        return {"begin_weight_sync": begin, "next_bucket": following}
+
+    return FakeSet("actor", size, log, answers)
+
+
+class Shared:
+    """A pool of engines on the GPUs of ranks."""
+
+    def __init__(self, size: int = 2, *, sleeps: bool = True, backend: Any = "object_store", shares: bool = True) -> None:
+        self.log = Log()
+        self.engines, self.ranks = engines_of(self.log, size, {}), actors_of(self.log, 1)
+        self.actor: Any = SimpleNamespace(worker_set=self.ranks, version=0)
+        self.replicas = Replicas(
+            self.engines,  # type: ignore[arg-type]
+            lambda worker: worker.call("build"),
+            supervisor_of(self.log),
+            self.vacated if shares else None,
+        )
+        transfer = Transfer(backend, self.ranks, self.engines, 1)  # type: ignore[arg-type]
+        options = PoolOptions(4, sleeps=sleeps, verify_checksum=False, step_timeout_s=1.0, starts_asleep=sleeps)
+        self.pool = ReplicaPool(self.replicas, transfer, options)
+
+    @contextlib.contextmanager
+    def vacated(self) -> Iterator[None]:
+        self.log.append("ranks leave")
+        yield
+        self.log.append("ranks come back")
+
+    def lose(self, number: int) -> None:
+        """End a replica, and wait until the thread that replaces it has done what it can."""
+        import threading
+
+        before = set(threading.enumerate())
+        self.replicas.lose(self.engines.workers[number], "killed")  # type: ignore[arg-type]
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+
+
+def test_engines_that_started_asleep_get_the_first_weights_and_their_cache_last() -> None:
+    shared = Shared(1)
+    shared.pool.sync_weights(shared.actor)
+    assert shared.log == [
+        "rollout0 wake_up",
+        "rollout0 start_weight_update",
+        "actor0 begin_weight_sync",
+        "actor0 next_bucket",
+        "rollout0 load_bucket",
+        "actor0 next_bucket",
+        "rollout0 load_bucket",
+        "actor0 next_bucket",
+        "rollout0 finish_weight_update",
+        "actor0 end_weight_sync",
+        "rollout0 wake_up",
+    ]
+    shared.log.clear()
+    shared.pool.sync_weights(shared.actor)
+    assert shared.log == [], "it is awake and has these weights"
+
+
+def test_a_lost_engine_is_built_at_the_next_transfer_on_a_device_without_ranks() -> None:
+    shared = Shared(2)
+    shared.pool.sync_weights(shared.actor)
+    shared.log.clear()
+    shared.lose(1)
+    shared.pool._admit()
+    assert shared.log == ["rollout1 killed", "rollout located"], "the others sample meanwhile, and ranks may work"
+    shared.log.clear()
+    shared.actor.version = 1
+    shared.pool.sync_weights(shared.actor)
+    assert shared.log[:4] == ["ranks leave", "rollout1 build", "rollout1 sleep", "ranks come back"]
+    assert shared.log.count("rollout1 wake_up") == 2 and shared.log.count("rollout0 wake_up") == 0
+    assert [worker.name for worker in shared.replicas.serving] == ["rollout0", "rollout1"]
+
+
+def test_the_only_engine_is_built_again_at_once_unless_the_ranks_are_at_work() -> None:
+    shared = Shared(1)
+    shared.pool.sync_weights(shared.actor)
+    shared.lose(0)
+    shared.log.clear()
+    with shared.pool.keep_weights():
+        shared.pool._admit()
+        assert shared.log == []
+    shared.pool._admit()
+    assert shared.log[:4] == ["ranks leave", "rollout0 build", "rollout0 sleep", "ranks come back"]
+    assert [worker.name for worker in shared.replicas.serving] == ["rollout0"]
+
+
+def test_an_engine_of_its_own_device_is_built_in_the_background_as_before() -> None:
+    shared = Shared(2, sleeps=False, shares=False)
+    shared.lose(1)
+    assert shared.log == ["rollout1 killed", "rollout located", "rollout1 build"]
+
+
+# ---- NCCL -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_made_anew_when_its_members_are_other_processes() -> None:
+    apart = Shared(2, sleeps=False, backend="nccl", shares=False)
+    assert apart.log == ["actor0 connect", "rollout0 connect", "rollout1 connect"]
+    apart.actor.version = 1
+    apart.pool.sync_weights(apart.actor)
+    assert apart.log.count("actor0 connect") == 1, "nothing has changed"
+    apart.ranks.recover(WorkerFailed("out of memory"), "actor.update with micro-batches of half the size")
+    apart.actor.version = 2
+    apart.pool.sync_weights(apart.actor)
+    assert apart.log.count("actor0 connect") == 2 and apart.log.count("rollout1 connect") == 2
+    apart.lose(1)
+    apart.log.clear()
+    apart.actor.version = 3
+    apart.pool.sync_weights(apart.actor)
+    assert apart.log.count("actor0 connect") == 1 and len(apart.replicas.serving) == 2
+
+
+@pytest.mark.parametrize("dies", ["an engine", "the sender"])
+def test_a_broadcast_that_loses_a_member_ends_all_that_wait_in_it(dies) -> None:
+    apart = Shared(2, sleeps=False, backend="nccl", shares=False)
+    engine, sender = apart.engines.workers[1], apart.ranks.workers[0]
+    # The others never answer: a collective without one of its members does not end.
+    apart.engines.workers[0].hangs.add("load_bucket")
+    if dies == "an engine":
+        engine.fails["load_bucket"] = WorkerDied("killed", [])
+        original = sender.answers["next_bucket"]
+        calls: list[int] = []
+
+        def following() -> Any:
+            calls.append(1)
+            return original()
+
+        sender.answers["next_bucket"] = following
+    else:
+        engine.hangs.add("load_bucket")
+        original = sender.answers["next_bucket"]
+
+        def dying() -> Any:
+            sender.fails["next_bucket"] = WorkerDied("killed", [])
+            return original()
+
+        sender.answers["next_bucket"] = dying
+    apart.actor.version = 1
+    apart.pool.sync_weights(apart.actor)
+    assert {"rollout0 killed", "rollout1 killed", "actor started again"} <= set(apart.log)
+    assert apart.log.count("actor started again") == 1
+    for worker in apart.engines.workers:
+        worker.hangs.clear()
+    for _ in range(200):
+        if len(apart.replicas.ready()) == 2:
+            break
+        apart.replicas.wait_for_one(0.05)
+    apart.pool._admit()
+    assert len(apart.replicas.serving) == 2, "both are back, in a group with the new rank"
+    assert apart.log.since("actor0 connect")[:3] == ["actor0 connect", "rollout0 connect", "rollout1 connect"]

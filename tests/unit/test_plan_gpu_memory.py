@@ -1,0 +1,149 @@
+"""The roles of a run added up on one GPU, and what the LM head really takes. No GPU has confirmed the estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine, max_num_seqs
+from grpo_rl.models.forward import _chunked_head
+from grpo_rl.plan import gpu_memory
+from grpo_rl.plan.decisions import Plan, decide
+from grpo_rl.plan.memory import GIB, head_bytes, memory_by_role
+from grpo_rl.plan.model_folder import model_size
+from grpo_rl.plan.text import describe
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
+SIZES = {
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064,
+           "num_attention_heads": 28, "num_key_value_heads": 4},
+    "14b": {"hidden_size": 5120, "num_hidden_layers": 48, "intermediate_size": 13824, "vocab_size": 152064,
+            "num_attention_heads": 40, "num_key_value_heads": 8},
+}  # fmt: skip
+BASE = ["data.train_files=task:arithmetic?num_rows=1000", "data.train_batch_size=64", f"{A}.ppo_mini_batch_size=16"]
+BASE += [f"{R}.n=8", "trainer.total_epochs=1", "data.max_prompt_length=1024", "data.max_response_length=3072"]
+
+
+def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS) -> Plan:
+    settings = SIZES[size] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    composed = compose([*BASE, f"actor_rollout_ref.model.path={tmp_path}", *words])
+    plan, model = decide(composed.config, machine, num_train_rows=1000), model_size(str(tmp_path))
+    assert model is not None
+    plan = dataclasses.replace(plan, model=model, memory=memory_by_role(plan, model))
+    return dataclasses.replace(plan, text=describe(composed, plan))
+
+
+def phases_of(plan: Plan) -> dict[str, gpu_memory.GpuPhase]:
+    assert plan.model is not None
+    return {phase.name: phase for phase in gpu_memory.gpu_phases(plan, plan.model)}
+
+
+def test_every_phase_has_all_processes_of_the_gpu(tmp_path) -> None:
+    phases = phases_of(plan_of(tmp_path, "7b"))
+    assert list(phases) == ["sampling", "weight transfer", "update", "reference"]
+    alone = phases_of(plan_of(tmp_path, "7b", f"{A}.use_kl_loss=false"))
+    # The reference's weights, 7.6 billion in float32 over 8 ranks, and its process lie on the GPU while others work.
+    for name in ("sampling", "weight transfer", "update"):
+        added = phases[name].num_bytes - alone[name].num_bytes
+        assert 7.6e9 * 4 / 8 < added < 7.6e9 * 4 / 8 * 1.2 + 2 * GIB, name
+    assert phases["sampling"].engine_share == 0.5 and phases["update"].engine_share == 0.0
+    # A sleeping engine's graphs and context, the embedding and head whole, with gradients: none of it was counted before.
+    state_and_activations = next(need for need in plan_of(tmp_path, "7b").memory if need.role == "actor").num_bytes
+    assert phases["update"].num_bytes > state_and_activations + 2 * 2 * 152064 * 3584 * 4
+
+
+def test_what_is_kept_in_host_memory_is_on_the_gpu_only_while_it_is_used(tmp_path) -> None:
+    there = phases_of(plan_of(tmp_path, "14b"))
+    offload = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_offload=true"]
+    away = phases_of(plan_of(tmp_path, "14b", *offload))
+    assert there["update"].num_bytes == away["update"].num_bytes
+    # 14.8 billion parameters, 12 bytes each, over 8 ranks.
+    assert there["sampling"].num_bytes - away["sampling"].num_bytes > 14.7e9 * 12 / 8
+    assert there["sampling"].least_gpu > 80 * GIB * 0.5 > away["sampling"].num_bytes
+
+
+def test_an_engine_that_keeps_its_memory_narrows_every_phase(tmp_path) -> None:
+    phases = phases_of(plan_of(tmp_path, "7b", f"{R}.free_cache_engine=false"))
+    assert all(phase.engine_share == 0.5 for phase in phases.values())
+    assert phases["update"].least_gpu == pytest.approx(2 * phases["update"].num_bytes, rel=1e-6)
+
+
+def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:
+    small = dataclasses.replace(GPUS, gpu_memory=24 * GIB)
+    page = " ".join(plan_of(tmp_path, "14b", machine=small).render().split())
+    assert "these have 24.0 GiB" in page and "optimizer_offload" in page and "not run" in page
+    page = " ".join(plan_of(tmp_path, "14b", machine=dataclasses.replace(GPUS, gpu_memory=500 * GIB)).render().split())
+    assert "needs a GPU of" in page and "these have" not in page
+    assert "needs a GPU" not in plan_of(tmp_path, "7b", machine=Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
+
+
+class Peak(TorchDispatchMode):
+    """The largest sum of bytes of tensors of at least `least` bytes that were there at one time."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.now, self.largest = least, 0, 0
+        self.live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.least:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.largest = max(self.largest, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.live.pop(key, 0)
+
+
+OBJECTIVES = {
+    "neither": [],
+    "entropy": [f"{A}.entropy_coeff=0.01"],
+    "exact KL": [f"{A}.kl_loss_type=full"],
+    "both": [f"{A}.entropy_coeff=0.01", f"{A}.kl_loss_type=full"],
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_the_heads_logits_take_what_the_plan_says(tmp_path, objective, precision) -> None:
+    words = [*OBJECTIVES[objective], "actor_rollout_ref.model.lm_head_chunk_tokens=64"]
+    plan = plan_of(tmp_path, "7b", *words)
+    assert plan.model is not None
+    vocab = 2048
+    told = head_bytes(plan, dataclasses.replace(plan.model, vocab=vocab), gradient=True)
+    hidden_TD, head_VD = torch.randn(256, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
+    entropy, full = plan.objective.needs_entropy, plan.objective.needs_full_kl
+    with Peak(64 * vocab * 2) as peak:
+        columns = _chunked_head(
+            hidden_TD, head_VD, None, torch.randint(vocab, (256,)), 0.9, 64, want_entropy=entropy,
+            ref_hidden_TD=torch.randn(256, 16) if full else None, ref_head_VD=torch.randn(vocab, 16) if full else None,
+            ref_bias_V=None, support=None, precision=precision,  # type: ignore[arg-type]
+        )  # fmt: skip
+        torch.stack([column.sum() for column in columns if column is not None]).sum().backward()
+    assert peak.largest == pytest.approx(told, rel=0.15)
+
+
+def test_more_responses_at_once_on_gpus_and_never_more_than_a_pass_has_tokens() -> None:
+    config = compose([*BASE, "actor_rollout_ref.model.path=builtin:arithmetic"]).config
+    assert (max_num_seqs(config, "cuda"), max_num_seqs(config, "cpu")) == (1024, 256)
+    config = compose([*BASE, "actor_rollout_ref.model.path=builtin:arithmetic", f"{R}.max_num_batched_tokens=512"]).config
+    assert max_num_seqs(config, "cuda") == 512
+    config = compose([*BASE, "actor_rollout_ref.model.path=builtin:arithmetic", f"{R}.max_num_seqs=64"]).config
+    assert max_num_seqs(config, "cuda") == max_num_seqs(config, "cpu") == 64
