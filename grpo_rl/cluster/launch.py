@@ -34,6 +34,7 @@ from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.rewards.runtime.runner import RewardRunner
+    from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
@@ -133,7 +134,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
     if rewarder is not None:
         stack.callback(rewarder.close)
-    sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
+    sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)
     timeline = stack.enter_context(closing(_timeline(run_dir, console, inputs.rules)))
 
@@ -142,7 +143,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, rollout_log(launch, stack), launch.status, launch.stop, timeline),
+        Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -155,11 +156,11 @@ def train(launch: Launch, stack: ExitStack) -> None:
     leave_results(launch, context.roles, timeline, training.step)
 
 
-def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
+def rollout_log(launch: Launch, stack: ExitStack, sinks: Sinks) -> RolloutLog:
     """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 
-    log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True)
+    log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True, written=sinks.written)
     stack.callback(log.close)
     return log
 
