@@ -11,8 +11,8 @@ from types import FrameType
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.plan.make import make_plan
-from grpo_rl.sweep.points import Point, Sweep, sweep_of, with_places
 from grpo_rl.sweep.outcome import summarize
+from grpo_rl.sweep.points import Point, Sweep, sweep_of, with_places
 from grpo_rl.telemetry.rundir import refuse_taken
 from grpo_rl.telemetry.status import read_status
 
