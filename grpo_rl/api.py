@@ -110,7 +110,7 @@ def _pass_on(lines: IO[str], write: Callable[[str], Any]) -> None:
             write(line)
 
 
-def _wait(process: subprocess.Popen[str], grace_s: float) -> int:
+def _wait(process: subprocess.Popen[Any], grace_s: float) -> int:
     """Return the exit code. An interrupt asks the run to stop; a second one, or the end of the grace period, kills it."""
     try:
         return process.wait()

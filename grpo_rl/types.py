@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -302,6 +302,8 @@ class Batch:
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
     held: Held | None = None
     """The places of ids, log-probs and supports, rollout by rollout, where the batch has none of their values."""
+    elsewhere: Mapping[str, Any] | None = None
+    """The places of columns that ranks worked out and left in the store, by the columns' names, which are on `meta` here."""
 
     def __post_init__(self) -> None:
         if (self.positions_T is None) != (self.trained_lengths_N is None):
@@ -347,6 +349,7 @@ class Batch:
 
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
+        assert self.elsewhere is None, "columns that lie elsewhere are cut where they are read"
         index_K = torch.as_tensor(index_K, dtype=torch.long)
         columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
         lengths = {"_S": self.sequence_lengths_N, "_T": self.trained_lengths_N, "_TD": self.trained_lengths_N}
@@ -374,6 +377,7 @@ class Batch:
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
+        assert self.elsewhere is None, "columns that lie elsewhere are of all tokens"
         if self.trains_whole_responses:
             return self.replace(positions_T=self.response_positions()).keep(trained_T)
         token_index = trained_T.nonzero()[:, 0]
@@ -388,7 +392,7 @@ class Batch:
             step_rewards_K=None,
         )
 
-    def replace(self, **columns: Tensor | Held | None) -> Batch:
+    def replace(self, **columns: Tensor | Held | Mapping[str, Any] | None) -> Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 

@@ -74,10 +74,16 @@ class Replica:
 class PretendedRank:
     """A rank that has its share, and computes nothing."""
 
-    def logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]]) -> Any:
+    def logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]], *wanted: Any) -> Any:
         import torch
 
-        return torch.zeros(int(sum(share.trained_lengths_N[list(rows)].sum() for rows in micro_batches)))
+        column_T = torch.zeros(int(sum(share.trained_lengths_N[list(rows)].sum() for rows in micro_batches)))
+        return {"logprobs_T": column_T} if wanted else column_T
+
+    def left_logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]], *_: Any) -> Any:
+        from grpo_rl.workers.sharded_policy import left_columns
+
+        return left_columns(self.logprobs(share, micro_batches, False))
 
     def update(self, share: Any, update: Any) -> list[dict[str, float]]:
         assert len(share.token_ids_S) == int(share.sequence_lengths_N.sum())
@@ -157,6 +163,8 @@ def main() -> None:
         "--log", choices=("none", "jsonl", "jsonl.zst"), default="none", help="write all rollouts, beside the steps"
     )
     parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
+    parser.add_argument("--reference", action="store_true", help="the ranks compute reference log-probs, too")
+    parser.add_argument("--read-logprobs", action="store_true", help="the controller reads them, as for a KL in the reward")
     parser.add_argument("--steps", type=int, default=3, help="measured ones, after one that warms everything up")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="functions of the controller to list")
     options = parser.parse_args()
@@ -216,6 +224,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.recovery.replicas import Replicas
     from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
     from grpo_rl.cluster.roles.actor_role import ActorRole
+    from grpo_rl.cluster.roles.reference_role import ReferenceRole
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
     from grpo_rl.cluster.roles.weight_sync import Transfer
     from grpo_rl.config.derived import MicroBatchRule
@@ -247,7 +256,11 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
         forward_rule=rule,
         old_logprobs="none" if options.mini_batches == 1 else "actor",
         objective=Objective.from_config(actor),
+        leaves_logprobs=not options.read_logprobs,
     )
+    reference = None
+    if options.reference:
+        reference = ReferenceRole(ranks, rule=rule, want_hidden=False, leaves_logprobs=not options.read_logprobs)
     settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
     pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
@@ -256,7 +269,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
         log = RolloutLog(RunDir.create(folder, "bench"), options.log, beside=True)
         stack.callback(log.close)
     output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
-    roles = Roles(actor=role, rollout=pool, rewarder=Rewarder())
+    roles = Roles(actor=role, rollout=pool, rewarder=Rewarder(), reference=reference)
     return SyncSchedule(Context(config, roles, train, None, output, options.steps + 1))
 
 

@@ -250,6 +250,7 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
         objective=plan.objective,
         tokenizer=tokenizer,
         splits=plan.passes.splits,
+        leaves_logprobs=plan.passes.leaves_logprobs,
     )
 
 
@@ -258,7 +259,13 @@ def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
     passes, planned = plan.passes, plan.role("reference")
     moves = planned is not None and planned.stateful
     role = MovingReferenceRole if moves else ReferenceRole
-    return role(worker_set, rule=passes.reference, want_hidden=plan.objective.needs_full_kl, splits=passes.splits)
+    return role(
+        worker_set,
+        rule=passes.reference,
+        want_hidden=plan.objective.needs_full_kl,
+        splits=passes.splits,
+        leaves_logprobs=passes.leaves_logprobs,
+    )
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:

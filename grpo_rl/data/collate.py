@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ def _held(rollouts: Sequence[Rollout]) -> Held:
     )
 
 
-def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the steps of all rollouts back to back, where the rollouts have steps."""
     if not _all_have("steps", rollouts):
         return {}

@@ -73,6 +73,8 @@ class Passes:
     critic: MicroBatchRule
     splits: bool
     """True where a pass that runs out of memory is cut smaller and repeated."""
+    leaves_logprobs: bool
+    """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,9 @@ def _roles(
     rollout = config.actor_rollout_ref.rollout
 
     def cores(processes: int) -> int:
-        # Roles of one pool take turns on the cores; the processes of one role do not, and a pool of its own has its own cores.
-        apart = trains and not derived.is_colocated(config)
+        # Roles of one pool take turns on the cores; the processes of one role do not. On a CPU the cores are what a pool of its
+        # own has.
+        apart = trains and machine.device == "cpu" and not derived.is_colocated(config)
         beside = _num_replicas(config, machine) + ranks if apart or derived.overlaps(config) else processes
         return max(1, machine.num_cpus // beside)
 
@@ -379,6 +382,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
+        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
     )
 
 

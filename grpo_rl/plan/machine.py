@@ -40,6 +40,16 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Return whether this processor multiplies matrices of bfloat16 in its own instructions; None where that cannot be read."""
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return None if flags is None else bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags))
+
+
 def _may_have_gpu() -> bool:
     """Return whether a driver is there: a device file of the common ones, or the library that torch would load."""
     if any(Path(driver).exists() for driver in _GPU_DRIVERS):

@@ -25,6 +25,7 @@ from grpo_rl.config.derived import (
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.machine import multiplies_bfloat16
 from grpo_rl.plan.memory import gib
 from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
@@ -393,6 +394,9 @@ def _notes(config: Config, plan: Plan) -> Rows:
             "-",
             f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU",
         )
+    half = "bfloat16" in (config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype)
+    if machine.device == "cpu" and half and multiplies_bfloat16() is False:
+        yield "-", "bfloat16: this processor has no instructions for it (amx_bf16, avx512_bf16), so float32 is faster here"
     if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
         yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
     total = plan.sizes.total_steps

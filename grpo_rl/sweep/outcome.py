@@ -82,27 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _result(folder: Path, point: Point) -> Result:
     records = read_metrics(folder / "metrics.jsonl")
-    values: dict[str, float] = {}
     series: dict[str, Curve] = {}
     scores = [(int(record["step"]), score) for record in records if (score := validation_score(record)) is not None]
     rewards = [(int(record["step"]), record["reward/mean"]) for record in records if "reward/mean" in record]
     if scores:
-        values["validation"] = scores[-1][1]
         series["validation"] = Curve.of("validation", scores)
     if rewards:
-        values["reward"] = statistics.fmean(value for _, value in rewards[-LAST_STEPS:])
-        series["reward"] = Curve.of("training reward", rewards)
+        series["reward"] = Curve.of("training reward", rewards, LAST_STEPS)
     for name, key in LOSSES.items():
         points = [(int(record["step"]), record[key]) for record in records if key in record]
         if points:
-            values[name] = points[-1][1] if key == "val/loss" else statistics.fmean(value for _, value in points[-LAST_STEPS:])
-            series[name] = Curve.of(name, points)
+            series[name] = Curve.of(name, points, 1 if key == "val/loss" else LAST_STEPS)
+    values = {name: curve.end for name, curve in series.items()}
     seconds = [record["timing_s/step"] for record in records if "timing_s/step" in record]
     if seconds:
         values["s/step"] = statistics.median(seconds)
     # A validation before and at the end makes no curve; the reward of every step does.
     long = [curve for curve in series.values() if len(curve.steps) > 2]
-    curve = (long or list(series.values()) or [Curve("", (), ())])[0]
+    curve = (long or list(series.values()) or [Curve("", (), (), 0.0)])[0]
     state = str(read_status(folder).get("state", "not started"))
     return Result(point, state, sum(record["step"] > 0 for record in records), values, curve)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.sharded_policy import build_policy, sequences_of
+from grpo_rl.workers.sharded_policy import build_policy, left_columns, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -44,6 +45,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return the current policy's log-probs of the micro-batches' trained tokens."""
         return self.per_token(share, micro_batches)
+
+    def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+        """Return whether all of `logprobs` are finite, and the column, to be left in the store."""
+        return left_columns({"logprobs_T": self.logprobs(share, micro_batches)})
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""

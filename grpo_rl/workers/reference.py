@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
-from grpo_rl.workers.sharded_policy import build_policy, join_set, sequences_of
+from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, sequences_of
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
@@ -46,6 +47,10 @@ class ReferenceWorker:
             fsdp.reshard(self.policy)
             self.policy.to("cpu")
         return columns
+
+    def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
+        """Return whether all of `logprobs` are finite, and its columns, to be left in the store."""
+        return left_columns(self.logprobs(share, micro_batches, want_hidden))
 
     # ---- iterated training: new weights, which are part of checkpoints, and survive this process. No collectives ----
 

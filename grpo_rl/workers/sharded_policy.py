@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp, load
@@ -122,3 +123,12 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.support_ids_M,
         batch.group_N if share_prompts else None,
     )
+
+
+def left_columns(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
+    """Return whether all numbers of columns on the CPU are finite, and the columns as Ray's object store takes them.
+
+    Arrays of float32 are read where they lie; numpy has no type for bfloat16, so such columns stay tensors.
+    """
+    finite = all(bool(torch.isfinite(column).all()) for column in columns.values())
+    return finite, {name: column.numpy() if column.dtype == torch.float32 else column for name, column in columns.items()}

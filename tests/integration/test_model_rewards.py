@@ -160,6 +160,21 @@ def test_a_run_trains_on_the_rewards_of_steps_that_the_model_gives(folders: dict
     assert run.steps[1]["reward/reward_model/num_steps"] > 1
 
 
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_reward_model_and_critic_work_beside_the_sampling(folders: dict[str, Path], tmp_path: Path, schedule: str) -> None:
+    apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1"]
+    critic = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=4", f"trainer.schedule={schedule}"]
+    run = train(tmp_path, schedule, *words(folders), *apart, *critic, "data.max_response_length=4")
+    assert sorted(run.steps) == [1, 2, 3, 4] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
+    assert all(row["critic/grad_norm"] > 0 for row in run.steps.values())
+    assert max(row["staleness/max"] for row in run.steps.values()) == 1
+    records = [record for step in run.steps for record in run.rollouts(step)]
+    whole = [r for r in records if r["finish_reason"] == "length" and len(r["response"]) == r["response_length"]]
+    expected = plain_scores(folders["scorer"], [record["prompt"] + record["response"] for record in whole])
+    assert len(whole) >= 8
+    assert [record["reward_parts"]["reward_model"] for record in whole] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.fixture(scope="module")
 def vllm_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a vLLM server of the random policy, in a process of its own."""

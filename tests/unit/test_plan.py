@@ -13,7 +13,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.machine import probe_machine
+from grpo_rl.plan.machine import multiplies_bfloat16, probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import memory_by_role
 from grpo_rl.plan.model_folder import model_size
@@ -324,3 +324,20 @@ def test_the_plan_for_another_machine_names_the_command_that_installs_a_tracker(
     text = " ".join(plan_of(*words, machine=EIGHT_GPUS).render().split())
     assert "trainer.logger: wandb is not installed on this machine; a run needs it: python -m pip install wandb==" in text
     assert "python -m pip install wandb==" in problems_of(words[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"), [("fpu amx_bf16 amx_tile", True), ("fpu avx512f avx512_bf16", True), ("fpu avx2 avx512f", False)]
+)
+def test_a_processor_says_whether_it_multiplies_bfloat16(tmp_path, flags, found):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbogomips\t: 1\n")
+    assert multiplies_bfloat16(info) is found
+    assert multiplies_bfloat16(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("able", "noted"), [(True, False), (False, True), (None, False)])
+def test_the_plan_notes_bfloat16_on_a_processor_that_has_no_instructions_for_it(monkeypatch, able, noted):
+    monkeypatch.setattr("grpo_rl.plan.text.multiplies_bfloat16", lambda: able)
+    page = make_plan(compose(["recipe=arithmetic/grpo", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"])).render()
+    assert ("this processor has no instructions" in " ".join(page.split())) is noted

@@ -262,3 +262,14 @@ def test_a_decision_outside_the_plan_is_noticed(tmp_path: Path) -> None:
 def test_the_objective_is_made_from_the_configuration_in_one_place() -> None:
     files = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "Objective.from_config(" in file.read_text()]
     assert files == ["plan/algorithm.py"]
+
+
+def test_on_a_cpu_pools_apart_have_cores_of_their_own_under_every_schedule() -> None:
+    for schedule in ("sync", "one_step_off", "async"):
+        apart = plan_of(f"trainer.schedule={schedule}", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", machine=CPU)
+        assert {role.name: role.threads for role in apart.roles if role.name in ("rollout", "actor")} == {
+            "rollout": 1,
+            "actor": 1,
+        }
+    shared = plan_of(machine=CPU)
+    assert {role.name: role.threads for role in shared.roles if role.name in ("rollout", "actor")} == {"rollout": 2, "actor": 2}

@@ -56,7 +56,7 @@ class Stored:
 
 
 class InPieces(ABC):
-    """A stored value that names other objects of the store, and is put together in the process that uses it."""
+    """A value that names objects of the store, and is put together in the process that uses it: an argument, or stored itself."""
 
     @abstractmethod
     def whole(self, fetch: Callable[[Any], Any]) -> Any:
@@ -122,6 +122,8 @@ class WorkerHost:
 
     def _value(self, argument: Any) -> Any:
         """Return what the argument stands for; the last stored value stays, until another takes its place."""
+        if isinstance(argument, InPieces):
+            return argument.whole(_get)
         if not isinstance(argument, Stored):
             return argument
         if self._fetched[0] != argument.key:

@@ -27,7 +27,7 @@ _KEYS = {
     "rollout": "actor_rollout_ref.rollout.max_num_seqs, gpu_memory_utilization (GPU) or kv_cache_gib (CPU)",
     "reward_model": "reward.reward_model.max_token_len_per_gpu, param_offload",
 }
-_MAY_SPLIT = ("update", "logprobs", "values")
+_MAY_SPLIT = ("update", "logprobs", "left_logprobs", "values")
 
 
 def out_of_memory(error: Exception) -> OutOfMemory | None:
@@ -61,16 +61,25 @@ class Cut:
         self.rule = rule
         self.splits = splits
 
-    def call(self, method: str, lengths: Sequence[Sequence[int]], arguments: Callable[[MicroBatchRule], Any]) -> list[Any]:
-        """Results of `method` by rank, called with what `arguments` makes of the rule.
+    def call(
+        self,
+        method: str,
+        lengths: Sequence[Sequence[int]],
+        arguments: Callable[[MicroBatchRule], Any],
+        *,
+        for_two: bool = False,
+    ) -> list[Any]:
+        """Return the results of `method` by rank, called with what `arguments` makes of the rule.
 
-        `lengths` are those of the sequences of each mini-batch. Raises OutOfMemory where memory ran out and it is not
-        to be split, or one sequence alone is too long.
+        `lengths` are those of the sequences of each mini-batch. With `for_two` a result is a pair of a value and the reference
+        to a second one (`SupervisedSet.call_for_two`). Raises OutOfMemory where memory ran out and it is not to be
+        split, or one sequence alone is too long.
         """
+        call = self.worker_set.call_for_two if for_two else self.worker_set.call_each
         longest = max((max(some, default=0) for some in lengths), default=0)
         while True:
             try:
-                return self.worker_set.call_each(method, arguments(at_least(self.rule, longest)))
+                return call(method, arguments(at_least(self.rule, longest)))
             except OutOfMemory as error:
                 smaller = halved(at_least(self.rule, longest), lengths, len(self.worker_set)) if self.splits else None
                 if smaller is None:

@@ -145,11 +145,29 @@ class SupervisedSet(WorkerSet):
 
         A set that fails is made anew, and asked again.
         """
+
+        def begin() -> list[tuple[ray.ObjectRef, ray.ObjectRef]]:
+            return [tuple(w.actor.call_pair.options(num_returns=2).remote(method)) for w in self.workers]
+
+        return [ref for _, ref in self._first_of_two(method, begin)]
+
+    def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, ray.ObjectRef]]:
+        """Call a method that returns a pair on every rank; return the first values, and references to the second ones.
+
+        The second ones were not fetched. A set that fails is made anew, and asked again.
+        """
+        return self._first_of_two(
+            method, lambda: [w.call_for_two(method, *own) for w, own in zip(self.workers, arguments, strict=True)]
+        )
+
+    def _first_of_two(
+        self, method: str, begin: Callable[[], list[tuple[ray.ObjectRef, ray.ObjectRef]]]
+    ) -> list[tuple[Any, ray.ObjectRef]]:
         while True:
             try:
-                pairs = [w.actor.call_pair.options(num_returns=2).remote(method) for w in self.workers]
-                wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
-                return [pair[1] for pair in pairs]
+                pairs = begin()
+                firsts = wait_all(self.workers, [pair[0] for pair in pairs], self.call_timeout_s, f"{self.role}.{method}")
+                return [(first, pair[1]) for first, pair in zip(firsts, pairs, strict=True)]
             except WorkerFailed as error:
                 self.recover(error, f"{self.role}.{method}")
 

@@ -19,7 +19,7 @@ from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
+from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call, with_columns_left
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.data.collate import with_rollout_logprobs
@@ -57,8 +57,11 @@ class ActorRole:
         objective: Objective,
         tokenizer: Any = None,
         splits: bool = False,
+        leaves_logprobs: bool = False,
     ) -> None:
         self.worker_set = worker_set
+        self.leaves_logprobs = leaves_logprobs
+        """True where old log-probs stay in the store: nothing reads them but the ranks."""
         self.config = config
         self.objective = objective
         self.train_cut = Cut(worker_set, train_rule, splits)
@@ -87,7 +90,12 @@ class ActorRole:
             # For what the controller computes with them. The ranks have the engine's log-probs, and send none here.
             batch = with_rollout_logprobs(batch)
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", self._deal(batch)))
+        dealt = self._deal(batch)
+        if self.leaves_logprobs:
+            found = with_columns_left(self.forward_cut, batch, dealt, {"old_logprobs_T": "logprobs_T"})
+            if found is not None:
+                return found
+        return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", dealt))
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.roles.shares import Share
+from grpo_rl.cluster.roles.shares import LeftColumn, Share, UpdateOfLeft
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.balance import Prompts, cut_shares, split_over_ranks
 from grpo_rl.types import Batch, Counts, Metrics, segments_at
@@ -89,15 +89,21 @@ class Dealt:
             tokens[index if self.units is None else self.units[index]] += lengths[index]
         return list(tokens.values())
 
-    def updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
-        """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
+    def updates(
+        self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]
+    ) -> list[Update | UpdateOfLeft]:
+        """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps.
+
+        Of columns that ranks left in the store the places are sent.
+        """
         trained_T = None
+        left: dict[str, LeftColumn] = {name: place for name, place in (batch.elsewhere or {}).items() if name in names}
         if batch.positions_T is not self.batch.positions_T:
             trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
             trained_S[batch.positions_T] = True
             whole = self.batch.trains_whole_responses
             trained_T = trained_S[self.batch.response_positions() if whole else self.batch.positions_T]
-        columns = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+        columns = {name: getattr(batch, name) for name in names if name not in left and getattr(batch, name) is not None}
         # A number that all tokens of a rollout share, as most advantages are, is sent once for each rollout.
         per_token = {name: column for name, column in columns.items() if name.endswith("_T")}
         per_rollout = {name: per_rollout_values(column, batch.trained_lengths_N) for name, column in per_token.items()}
@@ -105,7 +111,7 @@ class Dealt:
         if "advantages_T" in names and batch.advantages_N is not None:
             shared["advantages_T"] = batch.advantages_N
         lengths_N, whole_N = batch.trained_lengths_N, self.batch.trained_lengths_N
-        updates = []
+        updates: list[Update | UpdateOfLeft] = []
         for share, rank_steps in zip(self.shares, steps, strict=True):
             rows = torch.tensor(share, dtype=torch.long)
             own = {
@@ -115,7 +121,12 @@ class Dealt:
             }
             kept = None if trained_T is None else segments_at(trained_T, whole_N, rows)
             spread = {name: values[rows] for name, values in shared.items()}
-            updates.append(Update(own, kept, tuple(rank_steps), spread))
+            update = Update(own, kept, tuple(rank_steps), spread)
+            if left:
+                places = {name: column.select(rows.numpy()) for name, column in left.items()}
+                updates.append(UpdateOfLeft(update, lengths_N[rows].numpy(), places))
+            else:
+                updates.append(update)
         return updates
 
 
@@ -176,7 +187,7 @@ class UpdateCall:
 
     lengths: list[list[int]]
     """The tokens of what stays together in a micro-batch, for each mini-batch."""
-    arguments: Callable[[MicroBatchRule], list[tuple[Any, Update]]]
+    arguments: Callable[[MicroBatchRule], list[tuple[Any, Update | UpdateOfLeft]]]
     """Returns the arguments of each rank, with micro-batches by this rule."""
     counts: list[Counts]
     """The divisors of each step: those of its whole mini-batch."""
@@ -204,7 +215,7 @@ def update_call(
     trained = [[index for index in indices if alive_N[index]] for indices in mini_batches]
     counts = [Counts.of(batch.trained_lengths_N[indices], batch.group_N[indices]) for indices in mini_batches]
 
-    def arguments(rule: MicroBatchRule) -> list[tuple[Any, Update]]:
+    def arguments(rule: MicroBatchRule) -> list[tuple[Any, Update | UpdateOfLeft]]:
         steps: list[list[OptimizerStep]] = [[] for _ in dealt.shares]
         for number, indices in enumerate(trained):
             planned = dealt.micro_batches([index for index in indices if not silent[index]], rule)
@@ -220,16 +231,38 @@ def update_call(
 
 def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:
     """Return the ranks' results of a pass over the whole batch, and the rollouts that they are of, in that order."""
+    orders, results = _pass(cut, method, dealt, arguments)
+    return torch.tensor([index for order in orders for index in order], dtype=torch.long), results
+
+
+def with_columns_left(cut: Cut, batch: Batch, dealt: Dealt, keys: Mapping[str, str], *arguments: Any) -> Batch | None:
+    """Return the batch with columns that the ranks work out and leave in the store: `keys` has their names in the results.
+
+    None where one of their numbers is not finite: a pass that returns the values shows which.
+    """
+    orders, results = _pass(cut, "left_logprobs", dealt, arguments, for_two=True)
+    if not all(finite for finite, _ in results):
+        return None
+    refs = tuple(ref for _, ref in results)
+    source_N, start_N = LeftColumn.places(orders, batch.trained_lengths_N.numpy())
+    columns = {name: LeftColumn(key, refs, source_N, start_N) for name, key in keys.items()}
+    nowhere = {name: torch.empty(batch.num_trained_tokens, device="meta") for name in keys}
+    return batch.replace(**nowhere, elsewhere={**(batch.elsewhere or {}), **columns})
+
+
+def _pass(
+    cut: Cut, method: str, dealt: Dealt, arguments: Sequence[Any], *, for_two: bool = False
+) -> tuple[list[list[int]], list[Any]]:
+    """Return the rollouts that each rank's result of a pass over the whole batch holds, in its order, and the results."""
     chosen = (dealt.batch.trained_lengths_N > 0).nonzero()[:, 0].tolist()
-    order: list[int] = []
+    orders: list[list[int]] = []
 
     def ask(rule: MicroBatchRule) -> list[tuple[Any, ...]]:
         planned = dealt.micro_batches(chosen, rule)
-        order[:] = [share[row] for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank for row in rows]
+        orders[:] = [[share[row] for rows in rank for row in rows] for share, rank in zip(dealt.shares, planned, strict=True)]
         return [(stored, rank, *arguments) for stored, rank in zip(dealt.stored, planned, strict=True)]
 
-    results = cut.call(method, [dealt.lengths(chosen)], ask)
-    return torch.tensor(order, dtype=torch.long), results
+    return orders, cut.call(method, [dealt.lengths(chosen)], ask, for_two=for_two)
 
 
 def gather(batch: Batch, order: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dealing import deal, forward, gather
+from grpo_rl.cluster.roles.dealing import deal, forward, gather, with_columns_left
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.types import Batch
@@ -17,14 +17,29 @@ from grpo_rl.workers.specs import Rank
 class ReferenceRole:
     """The `protocols.Reference` whose work is done by forward-only ranks."""
 
-    def __init__(self, worker_set: SupervisedSet, *, rule: MicroBatchRule, want_hidden: bool, splits: bool = False) -> None:
+    def __init__(
+        self,
+        worker_set: SupervisedSet,
+        *,
+        rule: MicroBatchRule,
+        want_hidden: bool,
+        splits: bool = False,
+        leaves_logprobs: bool = False,
+    ) -> None:
         self.worker_set = worker_set
+        self.leaves_logprobs = leaves_logprobs
+        """True where the columns stay in the store: nothing reads them but the actor's ranks."""
         self.cut = Cut(worker_set, rule, splits)
         self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
         dealt = deal(self.worker_set, batch, shares_prompts=self.cut.rule.shares_prompts)
+        if self.leaves_logprobs:
+            keys = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
+            found = with_columns_left(self.cut, batch, dealt, keys, self.want_hidden)
+            if found is not None:
+                return found
         order, columns = forward(self.cut, "logprobs", dealt, self.want_hidden)
         batch = batch.replace(ref_logprobs_T=gather(batch, order, [c["logprobs_T"] for c in columns]))
         if self.want_hidden:

@@ -8,16 +8,19 @@ the controller's process as bytes, unread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import ray
+import torch
+from torch import Tensor
 
 from grpo_rl.cluster.processes.worker_host import FETCH_S, InPieces
 from grpo_rl.data.collate import with_tokens
 from grpo_rl.tokens import Array, Column, Held, Source, Stretch, TokenBlock
 from grpo_rl.types import Batch
+from grpo_rl.workers.specs import Update
 
 
 class StoredBlock:
@@ -119,6 +122,62 @@ class Share(InPieces):
         )
         batch = with_tokens(self.columns.replace(held=held))
         return batch.replace(token_ids_S=batch.token_ids_S.int())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftColumn:
+    """A column over trained tokens that ranks worked out and left in the object store."""
+
+    key: str
+    """The column's name in what the ranks returned."""
+    refs: tuple[ray.ObjectRef, ...]
+    """The ranks' results: each is a dict of arrays by such names."""
+    source_N: np.ndarray
+    """The rank whose result has a rollout's values; -1 for rollouts without a trained token."""
+    start_N: np.ndarray
+    """The place of the first of them."""
+
+    @staticmethod
+    def places(orders: Sequence[Sequence[int]], lengths_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `source_N` and `start_N` of results that hold the rollouts `orders` back to back, rank by rank."""
+        source_N, start_N = np.full(len(lengths_N), -1, dtype=np.int64), np.zeros(len(lengths_N), dtype=np.int64)
+        for source, order in enumerate(orders):
+            index = np.asarray(order, dtype=np.int64)
+            source_N[index] = source
+            start_N[index] = lengths_N[index].cumsum() - lengths_N[index]
+        return source_N, start_N
+
+    def select(self, index: np.ndarray) -> LeftColumn:
+        """Return the places of some rollouts, with those results only that have values of them."""
+        used, source_N = np.unique(self.source_N[index], return_inverse=True)
+        missing = int(len(used) > 0 and used[0] < 0)
+        refs = tuple(self.refs[source] for source in used[missing:].tolist())
+        return LeftColumn(self.key, refs, source_N.astype(np.int64) - missing, self.start_N[index])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateOfLeft(InPieces):
+    """A rank's part of an update that reads columns which were left in the store: the rank fetches them, no other process does."""
+
+    update: Update
+    lengths_N: np.ndarray
+    """The trained tokens of the share's rollouts."""
+    columns: dict[str, LeftColumn]
+
+    def whole(self, fetch: Callable[[Any], Any]) -> Update:
+        """Return the update with these columns."""
+        refs = list({id(ref): ref for column in self.columns.values() for ref in column.refs}.values())
+        results = dict(zip(map(id, refs), fetch(refs) if refs else [], strict=True))
+        found = {name: self._values(column, results) for name, column in self.columns.items()}
+        return dataclasses.replace(self.update, columns=self.update.columns | found)
+
+    def _values(self, column: LeftColumn, results: dict[int, dict[str, Any]]) -> Tensor:
+        arrays = [results[id(ref)][column.key] for ref in column.refs]
+        places = zip(column.source_N.tolist(), column.start_N.tolist(), self.lengths_N.tolist(), strict=True)
+        pieces = [arrays[source][start : start + length] for source, start, length in places if source >= 0]
+        if not pieces:
+            return torch.empty(0)
+        return torch.cat(pieces) if isinstance(pieces[0], Tensor) else torch.from_numpy(np.concatenate(pieces))
 
 
 def _own_block(column: Column, values: np.ndarray) -> Stretch:

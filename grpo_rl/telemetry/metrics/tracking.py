@@ -83,7 +83,8 @@ class Background:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._num_logged += 1
-        self._put(lambda tracker, copy=dict(metrics): tracker.log(step, copy), counts=True)
+        copy = dict(metrics)  # the run goes on with its own
+        self._put(lambda tracker: tracker.log(step, copy), counts=True)
 
     def truncate_after(self, step: int) -> None:
         """Make the tracker forget later steps, before it gets what is logged from now on."""

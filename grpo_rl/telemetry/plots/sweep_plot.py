@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = ["#2563eb", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#c2255c", "#7b8794", "#b08900", "#5c940d", "#364fc7"]
-_LAST = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,16 @@ class Curve:
     name: str
     steps: Sequence[int]
     values: Sequence[float]
+    end: float
+    """The value that stands for the end of the run, as in the table."""
+    is_noisy: bool = False
+    """True where each step is measured on prompts of its own: drawn smoothed."""
 
     @classmethod
-    def of(cls, name: str, points: Sequence[tuple[int, float]]) -> Curve:
-        """Return the curve of (step, value) pairs."""
-        return cls(name, [step for step, _ in points], [value for _, value in points])
+    def of(cls, name: str, points: Sequence[tuple[int, float]], last: int = 1) -> Curve:
+        """Return the curve of (step, value) pairs, whose end is the mean of the last ones; more than one: a noisy curve."""
+        values = [value for _, value in points]
+        return cls(name, [step for step, _ in points], values, statistics.fmean(values[-last:]), last > 1)
 
 
 def plot_sweep(path: Path, title: str, groups: Mapping[str, Sequence[Curve]]) -> Path:
@@ -59,7 +63,8 @@ def _draw_bands(axes: Axes, groups: Mapping[str, Sequence[Curve]]) -> None:
         color = _COLORS[index % len(_COLORS)]
         by_step: dict[int, list[float]] = {}
         for curve in curves:
-            for step, value in zip(curve.steps, smooth(curve.values), strict=True):
+            drawn = smooth(curve.values) if curve.is_noisy else curve.values
+            for step, value in zip(curve.steps, drawn, strict=True):
                 by_step.setdefault(step, []).append(value)
         # Where a run has ended early the others go on alone: their mean would jump.
         steps = sorted(step for step, values in by_step.items() if len(values) == len(curves)) or sorted(by_step)
@@ -74,11 +79,11 @@ def _draw_bands(axes: Axes, groups: Mapping[str, Sequence[Curve]]) -> None:
 
 
 def _draw_ends(axes: Axes, groups: Mapping[str, Sequence[Curve]]) -> None:
-    axes.set_title(f"At the end (mean of the last {_LAST} values; bar: mean)")
+    axes.set_title("At the end (dot: run, bar: mean)")
     labels = [safe_text(label, limit=30) for label in groups]
     for row, curves in enumerate(groups.values()):
         color = _COLORS[row % len(_COLORS)]
-        ends = [statistics.fmean(curve.values[-_LAST:]) for curve in curves]
+        ends = [curve.end for curve in curves]
         axes.scatter(ends, [row] * len(ends), color=color, alpha=0.55, s=34, zorder=3)
         axes.plot([statistics.fmean(ends)] * 2, [row - 0.28, row + 0.28], color=color, linewidth=3, zorder=4)
     axes.set_yticks(range(len(labels)), labels)

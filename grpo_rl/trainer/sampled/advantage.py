@@ -101,14 +101,14 @@ def check_finite(batch: Batch) -> None:
         batch = with_rollout_logprobs(batch)
     engine_T = batch.rollout_logprobs_T
     columns = {
-        # Those that lie elsewhere were looked at where they were packed.
-        "the engine's log-probs": None if engine_T is None or engine_T.is_meta else engine_T,
+        # Those that lie elsewhere, on `meta` here, were looked at where they were made.
+        "the engine's log-probs": engine_T,
         "the reference's log-probs": batch.ref_logprobs_T,
         "the old log-probs": batch.old_logprobs_T,
     }
     for name, column_T in columns.items():
         # A sum is finite where all its numbers are, unless they are beyond any log-prob; it needs no memory.
-        if column_T is None or bool(torch.isfinite(column_T.sum())):
+        if column_T is None or column_T.is_meta or bool(torch.isfinite(column_T.sum())):
             continue
         bad_T = ~torch.isfinite(column_T)
         if not bool(bad_T.any()):
