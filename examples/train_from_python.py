@@ -25,6 +25,7 @@ def train(*words: str) -> grpo_rl.Run:
         f"actor_rollout_ref.actor.policy_loss.loss_mode='{HERE}/own_loss.py:fading'",
         "data.train_batch_size=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.optim.lr=2e-4",
         "trainer.total_training_steps=15",
         "trainer.experiment_name=from-python",
         *words,
