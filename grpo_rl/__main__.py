@@ -46,6 +46,12 @@ def _doctor() -> Command:
     return main
 
 
+def _page() -> Command:
+    from grpo_rl.commands.page import main
+
+    return main
+
+
 def _browse() -> Command:
     from grpo_rl.telemetry.browse import main
 
@@ -67,6 +73,7 @@ def _check_reward() -> Command:
 COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
     "train": (_train, "train a model: recipe=NAME key=value ... (the same as python -m grpo_rl.main)"),
     "doctor": (_doctor, "say what is wrong with a run, why, and what to change"),
+    "page": (_page, "write or serve one HTML file with everything about a run"),
     "browse": (_browse, "read, filter and sort the responses of a run"),
     "prepare": (_prepare, "turn original data files into rows"),
     "check-reward": (_check_reward, "try a reward function on rows before any training"),

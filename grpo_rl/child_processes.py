@@ -9,6 +9,7 @@ these processes run in sessions of their own, with the signals blocked. When the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that terminals, users and batch systems send to stop a run, or to announce that its time is over."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -64,6 +67,13 @@ def _answer_as_usual() -> None:
         if signal.getsignal(number) is _nothing:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _unblock()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process with SIGKILL when the thread of `parent` that started it ends (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before this call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_tree(pid: int, *, title: bytes = b"", spares: Callable[[int], bool] = lambda pid: False) -> None:

@@ -23,6 +23,10 @@ EXIT_CODES = {
         "stopped by a signal (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1), and saved",
         "start the same command again: it goes on where it stopped",
     ),
+    76: (
+        "stopped by an alarm of the doctor that trainer.stop_on names",
+        "read what it says, and change what it names; the same command goes on from the checkpoint that the last line names",
+    ),
     130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
 }
 """The exit codes of the command: the meaning of each, and the remedy."""
@@ -100,6 +104,12 @@ class Preempted(BaseException):
 
 class DivergedError(GrpoRlError):
     """The loss or the gradient was not finite, more often than the configuration lets pass."""
+
+
+class StoppedByAlarm(GrpoRlError):
+    """The doctor has raised an alarm that `trainer.stop_on` names: what was seen, where the run goes on, the remedy."""
+
+    exit_code = 76
 
 
 class WeightVersionError(GrpoRlError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpo_rl
 from grpo_rl import faults
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, details, exit_code_of, headline
+from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, StoppedByAlarm, details, exit_code_of, headline
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
 
 def _explain(error: GrpoRlError | Preempted) -> None:
     if not isinstance(error, ConfigError):
-        kind = "stopped" if isinstance(error, Preempted) else "error"
+        kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
         print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
         # A worker's last words are in its log; the traceback of this process in its own.
         for line in [*details(error), *getattr(error, "__notes__", [])]:

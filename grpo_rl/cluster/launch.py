@@ -22,9 +22,19 @@ from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, FunctionError, GrpoRlError, Preempted, RewardError, headline
+from grpo_rl.errors import (
+    ClusterError,
+    ConfigError,
+    FunctionError,
+    GrpoRlError,
+    Preempted,
+    RewardError,
+    StoppedByAlarm,
+    headline,
+)
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.telemetry.metrics.timeline import Timeline
+from grpo_rl.telemetry.page.beside_run import FAILED_S, LAST_S, PageBeside
 from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -33,6 +43,8 @@ from grpo_rl.telemetry.terminal.standard_streams import write_now
 from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
@@ -57,6 +69,7 @@ class Launch:
     """The state from which the run goes on; None for a run from the start."""
     status: Status
     stop: Stop
+    page: PageBeside
 
 
 def run(composed: Composed, plan: Plan) -> int:
@@ -81,6 +94,7 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
         run_dir.write_config(composed.yaml(), composed.overrides)
+        run_dir.plan_file.write_text(redact(plan.render()) + "\n", encoding="utf-8", errors="backslashreplace")
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
         if earlier is not None:
@@ -89,8 +103,9 @@ def run(composed: Composed, plan: Plan) -> int:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
         if changes:
             console.warn(_changed(changes))
-        with reported(config, run_dir, stack, console) as (status, stop):
-            train(Launch(composed, plan, run_dir, console, checkpoint, status, stop), stack)
+        page = PageBeside(run_dir.path, config.trainer.page_freq, console.warn)
+        with reported(config, run_dir, stack, console, page) as (status, stop):
+            train(Launch(composed, plan, run_dir, console, checkpoint, status, stop, page), stack)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 
@@ -101,8 +116,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     lost = ends_the_run(launch.status, run_dir, console)
     # A GPU's driver does not survive a fork.
     copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-    ray_init, num_cpus = config.ray_kwargs.ray_init, os.cpu_count() or 1
-    log = run_dir.logs / "ray.log"
+    ray_init, num_cpus, log = config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
     connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
@@ -126,10 +140,12 @@ def train(launch: Launch, stack: ExitStack) -> None:
         rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
     inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
     plan = inputs.plan
+    trial = first_look(launch, inputs) if launch.checkpoint is None else None
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer)
-    launch.status.update(workers=cluster.pids())
+    show_trial(trial, console)
+    launch.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
     connection.watch_nodes(raylets(cluster.places()))
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
     if rewarder is not None:
@@ -143,7 +159,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline),
+        Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline, launch.page),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -156,11 +172,36 @@ def train(launch: Launch, stack: ExitStack) -> None:
     leave_results(launch, context.roles, timeline, training.step)
 
 
+def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
+    """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
+    from grpo_rl.plan import first_look as looking
+
+    runs = launch.run_dir.path.parent
+    prompts = looking.some_prompts(inputs.train_data or inputs.val_data)
+    for sight in (*looking.of_plan(inputs.plan, runs), *looking.of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+        if sight.advice:
+            launch.console.warn(sight.as_line())
+    return None if inputs.rules is None else looking.RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+
+
+def show_trial(trial: RewardTrial | None, console: Console) -> None:
+    """Show what the reward gives right answers and empty ones, as a warning where that is the same."""
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
+
+
 def rollout_log(launch: Launch, stack: ExitStack, sinks: Sinks) -> RolloutLog:
     """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 
-    log = RolloutLog(launch.run_dir, launch.plan.config.trainer.rollout_data_format, beside=True, written=sinks.written)
+    trainer = launch.plan.config.trainer
+    log = RolloutLog(
+        launch.run_dir,
+        trainer.rollout_data_format,
+        beside=True,
+        token_groups=trainer.log_token_groups,
+        written=sinks.written,
+    )
     stack.callback(log.close)
     return log
 
@@ -204,7 +245,7 @@ def phase_of(launch: Launch) -> Callable[[str], None]:
 
 
 def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -> None:
-    """Export the models of a training that is done, and draw the pictures of its steps."""
+    """Export the models of a training that is done, write its page, and draw the pictures of its steps."""
     from grpo_rl.telemetry.plots.curves import plot_curves
     from grpo_rl.telemetry.plots.reward_plots import plot_rewards
     from grpo_rl.telemetry.plots.timeline_plot import plot_timeline
@@ -226,14 +267,16 @@ def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -
     if exports and roles.reward_model is not None:
         with console.progress("exporting the reward model"):
             roles.reward_model.export(run_dir.reward_model)
-    if step == 0:
-        return
-    with console.progress("drawing the curves"):
-        plot_curves(run_dir)
-        plot_rewards(run_dir)
-        timeline.close()
-        plot_timeline(run_dir)
-        draw_quality(run_dir)
+    timeline.close()
+    # In a process of its own, beside the pictures.
+    launch.page.last("done")
+    if step > 0:
+        with console.progress("drawing the curves"):
+            plot_curves(run_dir)
+            plot_rewards(run_dir)
+            plot_timeline(run_dir)
+            draw_quality(run_dir)
+    launch.page.wait(LAST_S)
 
 
 def await_ray(connection: Connection, console: Console) -> None:
@@ -246,7 +289,9 @@ def await_ray(connection: Connection, console: Console) -> None:
 
 
 @contextmanager
-def reported(config: Config, run_dir: RunDir, stack: ExitStack, console: Console) -> Iterator[tuple[Status, Stop]]:
+def reported(
+    config: Config, run_dir: RunDir, stack: ExitStack, console: Console, page: PageBeside | None = None
+) -> Iterator[tuple[Status, Stop]]:
     """Write status.json and answer signals. At the end the status says how, and the logs have a failure's traceback."""
     status = Status(run_dir.status_file)
     over = Preempted("the grace period is over; the last commit is untouched")
@@ -264,13 +309,18 @@ def reported(config: Config, run_dir: RunDir, stack: ExitStack, console: Console
             if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
                 error.advice = status.going_on()
         log = run_dir.logs / "error.log"
-        if not isinstance(error, Preempted):
+        stopped = isinstance(error, Preempted | StoppedByAlarm)
+        if not stopped:
             with suppress(OSError):
                 log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
             error.add_note(f"log: {log}")
         # The command prints it as well, where the terminal is still there.
-        console.log(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {headline(error)}")
+        console.log(f"{'stopped' if stopped else 'error'}: {headline(error)}")
         status.end(error)
+        if page is not None:
+            page.last(outlives=True)
+            # In a container the process ends with the run. A batch system that has asked the run to stop is not kept waiting.
+            page.wait(0.0 if isinstance(error, Preempted) else FAILED_S)
         if error is not raised:
             raise error from None
         raise

@@ -7,6 +7,7 @@ rules are enforced here, for all keys at once.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -140,7 +141,8 @@ def _list(item: Kind, value: Any) -> list[Any]:
 def _choice(choices: tuple[str, ...], value: Any) -> str:
     if value in choices and isinstance(value, str):
         return value
-    raise _Wrong("is not one of the choices")
+    near = difflib.get_close_matches(str(value)[:200], choices, n=1)
+    raise _Wrong("is not one of the choices" + (f", did you mean {near[0]}?" if near else ""))
 
 
 def _bool(value: Any) -> bool:

@@ -183,6 +183,7 @@ def _labelled(label: str, text: str, prefix: str = "") -> list[str]:
 
 def _written(run_dir: RunDir) -> str:
     places = {
+        "page": run_dir.page_file,
         "curves": run_dir.plots / "curves.png",
         "rewards": run_dir.plots / "rewards.png",
         "metrics": run_dir.metrics_file,

@@ -56,6 +56,16 @@ class RunDir:
         return self.path / "overrides.txt"
 
     @property
+    def plan_file(self) -> Path:
+        """The plan as text, as the run showed it at its start."""
+        return self.path / "plan.txt"
+
+    @property
+    def page_file(self) -> Path:
+        """The page with everything about the run."""
+        return self.path / "page.html"
+
+    @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 

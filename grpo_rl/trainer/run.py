@@ -12,9 +12,11 @@ from typing import Any
 
 from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.config.schema.tree import TrainerConfig
-from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted
+from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted, StoppedByAlarm
 from grpo_rl.faults import fault_point, tell
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.telemetry.diagnosis.alarms import ALARM, Alarms, as_warning
+from grpo_rl.telemetry.diagnosis.findings import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -42,6 +44,8 @@ class Run:
         self.nonfinite = NonFiniteUpdates(context.config.trainer, context.output.run_dir)
         self.time_left = TimeLeft()
         self.alarms = Alarms(dataclasses.asdict(context.config))
+        self._begun: Sequence[Finding] = ()
+        """The alarms that began with the step that was logged last."""
         self._before: dict[str, Any] | None = None
         """The state at the beginning of the step that is going on."""
         self._unlogged: Metrics | None = None
@@ -85,6 +89,7 @@ class Run:
             while self.step < self.total_steps and self.schedule.ended() is None:
                 self._whole_step()
                 self.progress.done()
+                self._answer_alarms()
                 bar.left(self.time_left.seconds(self.total_steps - self.step))
             if trainer.save_freq > 0 and self.step > 0:
                 self.progress.phase("save")
@@ -127,6 +132,7 @@ class Run:
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
+        metrics["perf/host_memory_share"] = machine_memory().used_share
         self._log(metrics | self.roles.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))
@@ -134,13 +140,46 @@ class Run:
     def _log(self, metrics: Metrics) -> None:
         if metrics:
             fault_point("driver.log")
-            begun = self.alarms.see(self.step, metrics)
+            self._begun = begun = self.alarms.see(self.step, metrics)
             self.output.sinks.log(self.step, metrics | {f"{ALARM}{finding.name}": 1.0 for finding in begun})
             left_s = self.time_left.seconds(self.total_steps - self.step)
             self.output.console.step(self.step, self.total_steps, metrics, left_s)
             for finding in begun:
                 self.output.console.warn(as_warning(finding))
             self.timeline.write()
+            self.output.page.step(self.step)
+
+    def _answer_alarms(self) -> None:
+        """End the run where an alarm of `trainer.stop_on` has begun and steps are left; see `trainer.on_alarm`.
+
+        Raises StoppedByAlarm. Nothing is changed and tried again by itself: the same settings on the same data would lead
+        to the same illness, and which remedy is right is for a person to say.
+        """
+        trainer = self.config.trainer
+        finding = next((one for one in self._begun if one.name in trainer.stop_on), None)
+        if finding is None or self.step >= self.total_steps:
+            return
+        self.output.stop.finishing()
+        self.progress.phase("save")
+        if trainer.on_alarm == "stop":
+            self.saving.settle(self.step, self.state_dict)
+            place = f"step {self.step} of {self.total_steps} is saved: the same command goes on from it, with a changed key or without"
+        else:
+            place = self._gone_back(finding.since)
+        raise StoppedByAlarm(
+            f"{finding.title} [{finding.name}, since step {finding.since}; trainer.stop_on]\n"
+            f"{finding.evidence}\n{place}\nlikeliest remedy: {finding.advice[0]}"
+        )
+
+    def _gone_back(self, since: int) -> str:
+        """Make the newest checkpoint from before step `since` the newest of the run, and return where the run goes on."""
+        self.saving.finish()
+        before = [step for step in self.store.steps() if step < since]
+        if not before:
+            return f"there is no checkpoint from before step {since}: give the remedy to a run of a new name, or resume_mode=disable"
+        aside = self.store.set_aside_after(before[-1])
+        kept = f"; {len(aside)} later checkpoint{'s' if len(aside) > 1 else ''} set aside" if aside else ""
+        return f"the same command goes on from step {before[-1]}, the last one saved before; add the remedy to it{kept}"
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)

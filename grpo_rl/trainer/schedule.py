@@ -18,6 +18,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.training_rows.training_set import TrainingRows
 from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
 from grpo_rl.telemetry.metrics.timeline import Timeline
+from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
@@ -75,6 +76,8 @@ class Output:
     stop: Stop = dataclasses.field(default_factory=Stop)
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     """The record of which role was busy when, open to any thread. The default keeps nothing."""
+    page: PageBeside = dataclasses.field(default_factory=PageBeside)
+    """The process that writes the run's page. The default writes none."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -140,6 +140,8 @@ class TrainedRank(ABC, Generic[S, M]):
         self._passes("before_optimizer")
         stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         self._passes("after_optimizer")
+        if self.device.type == "cuda":
+            stats["max/gpu_memory_share"] = _gpu_memory_share(self.device)
         return dict(stats)
 
     def _passes(self, point: str, **facts: int) -> str | None:
@@ -263,3 +265,13 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
             # AdamW's step counter stays where AdamW put it.
             if isinstance(value, Tensor) and key != "step":
                 state[key] = value.to(device)
+
+
+def _gpu_memory_share(device: torch.device) -> float:
+    """Return the share of the GPU's memory that was in use at this process's peak, that of other processes included.
+
+    What the allocator keeps without using it does not count: it is given out before anything runs out.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return float((others + torch.cuda.max_memory_allocated(device)) / total)

@@ -117,7 +117,15 @@ def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
 
     validated = [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if "val/arithmetic/mean@1" in row]
     assert validated == [0, 2]
-    expected = ["config.yaml", "overrides.txt", "plots/curves.png", "report.txt", "val/step_0.jsonl", "val/step_2.jsonl"]
+    expected = [
+        "config.yaml",
+        "overrides.txt",
+        "plots/curves.png",
+        "report.txt",
+        "page.html",
+        "val/step_0.jsonl",
+        "val/step_2.jsonl",
+    ]
     assert [name for name in expected if not (run.path / name).is_file()] == []
     workers = {"actor0.log", "reference0.log", "rollout0.log", "reward-0.log", "reward-1.log"}
     assert {log.name for log in run.path.glob("logs/*.log")} == {"console.log"} | workers

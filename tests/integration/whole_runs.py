@@ -45,15 +45,15 @@ class Run:
         return load_file(self.path / "model" / "model.safetensors")
 
 
-def train(folder: Path, name: str, *words: str) -> Run:
-    """`python -m grpo_rl.main` with these words, in a process of its own; its screen is shown when it fails."""
+def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
+    """`python -m grpo_rl.main` with these words, in a process of its own; its screen is shown when it ends otherwise."""
     (folder / "my_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
     command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-    run = Run(folder / "runs" / name, done.stdout)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
+    run = Run(folder / "runs" / name, done.stdout if exit_code == 0 else done.stdout + done.stderr)
+    assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
     return run
 
 
@@ -88,5 +88,7 @@ def assert_trains_like_its_engine(run: Run, last: int) -> None:
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
     return {
-        key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/tokens_per_s")) and key != "time"
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("timing_s/", "perf/tokens_per_s", "perf/host_memory")) and key != "time"
     }

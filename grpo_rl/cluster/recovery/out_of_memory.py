@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import OutOfMemory
+from grpo_rl.machine_memory import machine_memory
 
 GIB = 2**30
 SPLIT = "trainer.on_out_of_memory=split"
@@ -112,17 +112,7 @@ def _room(error: Exception) -> tuple[str, float, float]:
     if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return "GPU's memory", free, total
-    fields = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024.0
-    total, free = fields["MemTotal"], fields["MemAvailable"]
-    try:  # a container's own limit
-        limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = float(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return "machine's memory", free, total
-    return "machine's memory", min(free, limit - used), min(total, limit)
+    return "machine's memory", *machine_memory()
 
 
 def _gib(num_bytes: float) -> str:

@@ -72,6 +72,7 @@ SAMPLED_ONLY = (
     "trainer.critic_warmup",
     "trainer.save_rollouts",
     "trainer.rollout_data_format",
+    "trainer.log_token_groups",
 )
 """Keys, and beginnings of keys that end in a dot or an underscore, that no supervised run reads."""
 ESTIMATED_ONLY = (
@@ -94,7 +95,8 @@ READ_BY_REWARD_MODEL = (
         for key in leaves()
         if key.startswith("trainer.")
         and not key.startswith((ITERATED, ASYNCHRONOUS))
-        and key not in ("trainer.critic_warmup", "trainer.save_rollouts", "trainer.rollout_data_format")
+        and key
+        not in (f"trainer.{name}" for name in ("critic_warmup", "save_rollouts", "rollout_data_format", "log_token_groups"))
     ),
     "ray_kwargs.",
 )

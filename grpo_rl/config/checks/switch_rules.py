@@ -114,6 +114,11 @@ def _checkpoints(config: Config) -> Iterator[str]:
             yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
     if trainer.recover == "checkpoint" and trainer.save_freq < 1:
         yield "trainer.recover=checkpoint: needs trainer.save_freq, or nothing is there to start from; set it, or recover=memory"
+    if trainer.stop_on and trainer.on_alarm == "go_back" and (trainer.save_freq < 1 or trainer.max_actor_ckpt_to_keep == 1):
+        yield (
+            "trainer.on_alarm=go_back: needs a checkpoint from before the illness; set trainer.save_freq, and "
+            "trainer.max_actor_ckpt_to_keep to 2 or more, or leave it out"
+        )
     contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
     missing = [name for name in _RESUMABLE if name not in contents]
     if missing and trainer.save_freq > 0:
@@ -140,6 +145,8 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         **data_rules.switches(config),
         **_engine_switches(config),
         **_run_switches(config),
+        "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
+        "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
         "data.gen_batch_size": (
             collects(config) or (groups.enable and groups.refill),
             "needs algorithm.filter_groups.enable=true, with refill",

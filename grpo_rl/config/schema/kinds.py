@@ -86,3 +86,13 @@ RejectionMode = Literal[
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
+
+Illness = Literal[
+    "nonfinite", "learning_rate_zero", "prompts_cut", "reward_failures", "nothing_trained", "entropy_explosion",
+    "learning_rate_too_high", "truncation_grows", "truncation", "reward_never_seen", "reward_constant",
+    "sampler_trainer_disagree", "memorised", "reward_model_hacked", "validation_falls", "kl_runaway", "off_policy",
+    "ratio_out_of_range", "entropy_collapse", "format_without_answer", "length_without_reward", "repetition",
+    "language_mixing", "groups_too_hard", "groups_too_easy", "few_groups_with_signal", "gradient_spikes", "restarts",
+    "memory_nearly_full",
+]  # fmt: skip
+"""The illnesses that the doctor (`telemetry/diagnosis`) may find, causes before what they bring about."""

@@ -12,6 +12,7 @@ from grpo_rl.config.schema.kinds import (
     CountOrZero,
     Devices,
     Gib,
+    Illness,
     MinorShare,
     Nodes,
     Pairs,
@@ -111,6 +112,12 @@ class TrainerConfig:
     rollout_data_format: Literal["jsonl", "jsonl.zst"] = "jsonl"
     """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard.
     `grpo_rl.telemetry.browse`, plots and reports read both; data.train_files takes lines of JSON only."""
+    log_token_groups: CountOrZero = 2
+    """The first so many groups of each step are logged with the id and the log-prob of every sampled token, which the run's
+    page colours; 0: none."""
+    page_freq: CountOrOff = 10
+    """Write the run's page, <run>/page.html, every so many steps and at the end, in a process beside the run; -1: never
+    (`python -m grpo_rl page` writes it at any time)."""
     dry_run: bool = False
     """Print the plan and stop."""
     start_timeout_s: Seconds = 600.0
@@ -143,6 +150,11 @@ class TrainerConfig:
     stop. The rollouts are kept in <run>/nonfinite_step_N.jsonl."""
     max_nonfinite_steps: CountOrZero = 3
     """skip: so many training steps in a row may leave an update out, then the run stops."""
+    stop_on: list[Illness] = field(default_factory=list)
+    """Alarms of the doctor that end the run when they begin, with exit code 76: [kl_runaway,entropy_collapse]; docs/doctor.md."""
+    on_alarm: Literal["stop", "go_back"] = "stop"
+    """The state in which an alarm of stop_on leaves the run. stop: the step is saved, and the same command goes on from it;
+    go_back: the newest checkpoint from before the illness is where the same command goes on, and later ones are set aside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ KL_FAR = 1.0
 """Nats per token from the reference at which a policy has usually lost what its reference could do."""
 SPIKE = 10.0
 """The multiple of the median that a gradient's norm reaches in a spike."""
+LOST_IN_ROUNDING = 1e-9
+"""The learning rate below which AdamW's step, of about that size, is lost where it is added to a float32 weight of 0.02."""
 
 
 def nonfinite(run: RunRecord) -> Finding | None:
@@ -64,35 +66,39 @@ def nothing_trained(run: RunRecord) -> Finding | None:
 
 
 def learning_rate_zero(run: RunRecord) -> Finding | None:
-    """Return a finding where the learning rate is 0 and is not about to rise."""
+    """Return a finding where the learning rate is 0, or so small that it changes no weight, and is not about to rise."""
     points = run.points("actor/lr")
-    if len(points) < 3 or any(value > 0 for _, value in points[-3:]):
+    if len(points) < 3 or any(value > LOST_IN_ROUNDING for _, value in points[-3:]):
         return None
-    step = since(points, lambda value: value == 0)
+    step, largest = since(points, lambda value: value <= LOST_IN_ROUNDING), max(value for _, value in points)
     if step == points[-1][0] - 2 and len(points) > 3:
         return None  # the end of a decay
+    zero = largest == 0 or points[-1][1] == 0
     return Finding(
         name="learning_rate_zero",
         weight=Weight.ILL,
-        title="The learning rate is 0: no weight changes.",
+        title="The learning rate is 0: no weight changes." if zero else "The learning rate is too small to change any weight.",
         since=step,
-        evidence=f"actor/lr is 0 from step {step} to {points[-1][0]}",
-        meaning="optim.lr is 0, warm-up is longer than the run, or the decay ended before the run does.",
+        evidence=f"actor/lr is {'0' if zero else f'at most {largest:.1e}'} from step {step} to {points[-1][0]}",
+        meaning="optim.lr is 0 or nearly, warm-up is longer than the run, or the decay ended before the run does.",
         advice=(
             "set actor_rollout_ref.actor.optim.lr, for instance 1e-6 for a model of 1B to 7B",
             "check lr_warmup_steps and lr_scheduler_type beside trainer.total_training_steps",
         ),
-        source="actor_rollout_ref.actor.optim in docs/configuration.md",
+        source="float32 keeps 24 bits: 1e-9 added to a weight of 0.02 is rounded away",
     )
 
 
 def learning_rate_too_high(run: RunRecord) -> Finding | None:
     """Return a finding where single batches move the policy too far, and the reward does not gain by it."""
     rewards = run.values("reward/mean")
-    steps = [(step, abs(value)) for step, value in run.points("actor/ppo_kl")]
+    # Stale tokens are several updates away from the policy, each of which may be small.
+    stale = max(run.values("staleness/max"), default=0.0) > 1
+    steps = [] if stale else [(step, abs(value)) for step, value in run.points("actor/ppo_kl")]
     kl = run.points("actor/kl_loss")
-    jumps = [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl)]
-    large = [(step, value) for step, value in [*steps, *jumps] if value > KL_STEP]
+    # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
+    jumps = [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl) if value > 3 * before]
+    large = [(step, value) for step, value in [*steps, *jumps] if value > KL_STEP and not _was_random(run, step)]
     if not large or not rewards or _gains(rewards):
         return None
     step, value = min(large)
@@ -114,6 +120,13 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
         ),
         source="PPO's trust region: Schulman et al. 2017, sections 2 and 4",
     )
+
+
+def _was_random(run: RunRecord, step: int) -> bool:
+    """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
+    points = run.entropy()
+    before = [value for at, value in points if at < step]
+    return bool(before) and before[-1] > 1.5 * points[0][1]
 
 
 def kl_runaway(run: RunRecord) -> Finding | None:

@@ -28,12 +28,14 @@ def truncation(run: RunRecord) -> Finding | None:
         return None
     rises = last(values) > first(values) + 0.2
     limit = run.setting("data.max_response_length")
+    unrewarded = max(run.values("reward/max"), default=1.0) <= 0
     return Finding(
         name="truncation",
         weight=Weight.ILL if last(values) > 0.9 else Weight.WATCH,
         title=f"{100 * last(values):.0f} % of the responses are cut off at data.max_response_length={limit}.",
         since=since(points, lambda value: value >= MANY_CUT),
-        evidence=f"response_length/clip_ratio {first(values):.2f} at first, {last(values):.2f} now",
+        evidence=f"response_length/clip_ratio {first(values):.2f} at first, {last(values):.2f} now"
+        + ("; no response was ever rewarded" if unrewarded else ""),
         meaning=(
             "Training made the responses longer until most of them do not end: a cut response is judged on half an answer."
             if rises
@@ -45,6 +47,38 @@ def truncation(run: RunRecord) -> Finding | None:
             "reward.overlong_buffer punishes length softly; algorithm.mask_truncated=true leaves cut responses out",
         ),
         source="DAPO (Yu et al. 2025), section 3.4",
+    )
+
+
+def truncation_grows(run: RunRecord) -> Finding | None:
+    """Return a finding where responses grow into the limit and the reward rises with them."""
+    cut, lengths, rewards = (
+        run.points("response_length/clip_ratio"),
+        run.values("response_length/mean"),
+        run.values("reward/mean"),
+    )
+    if len(cut) < 5 or len(lengths) < 5 or len(rewards) < 5 or run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None
+    shares, (low, high) = [share for _, share in cut], run.reward_range
+    grown = last(shares) - first(shares)
+    if grown < 0.2 or last(lengths) < 1.3 * first(lengths) or last(rewards) < first(rewards) + 0.1 * (high - low):
+        return None
+    return Finding(
+        name="truncation_grows",
+        weight=Weight.ILL if last(shares) > MANY_CUT else Weight.WATCH,
+        title="Responses grow until they are cut off, and the reward rises with them.",
+        since=since(cut, lambda value: value > first(shares) + 0.1),
+        evidence=(
+            f"cut off {first(shares):.2f} -> {last(shares):.2f}, {first(lengths):.0f} -> {last(lengths):.0f} tokens, reward "
+            f"{first(rewards):.3f} -> {last(rewards):.3f}"
+        ),
+        meaning="The reward pays for length, or the limit is too short for the answers that are being learnt.",
+        advice=(
+            "look at which part of the reward rises (the table Rewards of the report): one that grows with length is to be mended",
+            "raise data.max_response_length where the answers themselves rise",
+            "reward.overlong_buffer punishes length softly before data.max_response_length",
+        ),
+        source="Singhal et al. 2023, on length as what reward models pay for; DAPO (Yu et al. 2025), section 3.4",
     )
 
 

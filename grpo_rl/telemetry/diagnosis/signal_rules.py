@@ -53,7 +53,8 @@ def reward_never_seen(run: RunRecord) -> Finding | None:
     if constant is None or constant > 0:
         return None
     cut = run.values("response_length/clip_ratio")
-    all_cut = bool(cut) and min(cut) > 0.95
+    if cut and min(cut) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None  # `truncation` names the cause
     per_step = _rollouts_per_step(run)
     return Finding(
         name="reward_never_seen",
@@ -62,22 +63,13 @@ def reward_never_seen(run: RunRecord) -> Finding | None:
         since=run.points("reward/min")[0][0],
         evidence=(
             f"the reward of all {per_step * run.num_steps:.0f} responses of {run.num_steps} steps is {constant:g}"
-            + (f"; {100 * statistics.fmean(cut):.0f} % of them reached data.max_response_length" if all_cut else "")
             + _example(run)
         ),
-        meaning=(
-            "All responses are cut off before an answer."
-            if all_cut
-            else "The task is beyond the model, the reward wants another form of answer, or it cannot be met at all."
-        ),
+        meaning="The task is beyond the model, the reward wants another form of answer, or it cannot be met at all.",
         advice=(
-            ("raise data.max_response_length",)
-            if all_cut
-            else (
-                "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
-                "read some responses: python -m grpo_rl browse RUN",
-                "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
-            )
+            "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
+            "read some responses: python -m grpo_rl browse RUN",
+            "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
         ),
         source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
     )
@@ -113,14 +105,20 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
     share = last(values)
     if share < 0.7:
         return None
-    solved = run.solved_share >= 0.8
-    if solved and last(rewards) > first(rewards):
+    low, high = run.reward_range
+    if last(rewards) > first(rewards) + 0.1 * (high - low):
         return None  # a run that has learnt its task has groups without signal
+    solved, mixed = run.solved_share >= 0.8, 0.2 < run.solved_share < 0.8
     step = since(points, lambda value: value >= 0.7)
+    which = (
+        "a part of the prompts is too easy, the other too hard"
+        if mixed
+        else f"most prompts are too {'easy' if solved else 'hard'}"
+    )
     return Finding(
-        name="groups_too_easy" if solved else "groups_too_hard",
+        name="few_groups_with_signal" if mixed else "groups_too_easy" if solved else "groups_too_hard",
         weight=Weight.ILL if share > 0.9 else Weight.WATCH,
-        title=f"In {100 * share:.0f} % of the groups all responses get the same reward: most prompts are too {'easy' if solved else 'hard'}.",
+        title=f"In {100 * share:.0f} % of the groups all responses get the same reward: {which}.",
         since=step,
         evidence=f"advantage/zero_group_fraction {first(values):.2f} at first, {share:.2f} now; reward {last(rewards):.3f}"
         + _by_source(run.last_rollouts()),
@@ -128,7 +126,7 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
         advice=(
             "algorithm.filter_groups.enable=true samples until the batch is full of groups with a signal",
             "data.retire_above=0.95 leaves solved prompts out"
-            if solved
+            if solved or mixed
             else "train on easier prompts first, or warm-start by SFT",
             "raise actor_rollout_ref.rollout.n",
         ),

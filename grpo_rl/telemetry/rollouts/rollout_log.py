@@ -45,12 +45,14 @@ class RolloutLog:
         data_format: DataFormat = "jsonl",
         *,
         beside: bool = False,
+        token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
     ) -> None:
         self._written = written
         """A function called with each file when it is whole, by the thread that writes."""
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._format = data_format
+        self._token_groups = token_groups
         self._jobs: queue.Queue[Callable[[], Path] | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True) if beside else None
@@ -105,7 +107,7 @@ class RolloutLog:
     def _write(
         self, kind: Kind, step: int, path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None
     ) -> Path:
-        write_rollouts(path, rollouts, advantages)
+        write_rollouts(path, rollouts, advantages, self._token_groups)
         self._written(kind, step, path)
         return path
 
@@ -130,16 +132,24 @@ class RolloutLog:
             raise failure
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None) -> Path:
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
+) -> Path:
     """Write one line per rollout to `path`, which is complete or not there at all, and return it.
 
-    Where the name ends in `.zst` the lines are compressed.
+    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it. Where the name ends in `.zst`
+    the lines are compressed.
     """
+    with_tokens = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
-            line = hide_known(dump_line(_record(rollout, None if advantages is None else advantages[index])))
-            file.write(line.encode("ascii"))
+            advantage = None if advantages is None else advantages[index]
+            line = dump_line(_record(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
+            hidden = hide_known(line)
+            if hidden != line:  # the tokens would give away what is hidden in the text
+                hidden = hide_known(dump_line(_record(rollout, advantage, with_tokens=False)))
+            file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
 
@@ -157,7 +167,7 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
             yield packed
 
 
-def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def _record(rollout: Rollout, advantage: float | None, *, with_tokens: bool) -> dict[str, Any]:
     logprobs = np.asarray(rollout.rollout_logprobs)
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
@@ -165,6 +175,8 @@ def _record(rollout: Rollout, advantage: float | None) -> dict[str, Any]:
         "steps": rollout.steps,
         "failure": rollout.failure,
         "failure_cause": rollout.failure_cause,
+        "token_ids": np.asarray(rollout.response_ids) if with_tokens else None,
+        "token_logprobs": [round(value, 4) for value in logprobs.tolist()] if with_tokens else None,
     }
     return {
         "prompt": rollout.prompt.text,

@@ -172,6 +172,7 @@ READ: dict[str, Reader] = {
     "trainer.max_restarts": _if(lambda c: c.trainer.recover != "off"),
     "trainer.restart_window_s": _if(lambda c: c.trainer.recover != "off"),
     "trainer.max_nonfinite_steps": _if(lambda c: c.trainer.on_nonfinite == "skip"),
+    "trainer.on_alarm": _if(lambda c: c.trainer.stop_on),
     "trainer.critic_warmup": _role("critic"),
     "ray_kwargs.ray_init.num_cpus": _if(lambda c: not c.ray_kwargs.ray_init.address),
     "ray_kwargs.ray_init": _if(lambda c: c.ray_kwargs.ray_init.address),
@@ -196,8 +197,9 @@ READ: dict[str, Reader] = {
         for name in (
             "project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps", "seed",
             "val_only", "save_freq", "resume_mode", "resume_from_path", "export_at_end", "save_rollouts", "rollout_data_format", "dry_run",
+            "log_token_groups", "page_freq",
             "start_timeout_s", "step_timeout_s", "recover", "heartbeat_s", "collective_timeout_s", "grace_s", "on_nonfinite",
-            "on_out_of_memory",
+            "on_out_of_memory", "stop_on",
         )
     },
     "trainer.log_val_generations": _if(lambda c: bool({"wandb", "mlflow"} & set(c.trainer.logger))),

@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.config.compose import compose
+from grpo_rl.config.schema.kinds import Illness
 from grpo_rl.telemetry.diagnosis.alarms import Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, as_text, diagnose
 from grpo_rl.telemetry.diagnosis.findings import Weight
@@ -66,7 +67,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def run(changes: dict[str, Series | None] | None = None, steps: int = STEPS, **validation: list[float]) -> RunRecord:
+def run(
+    changes: dict[str, Series | None] | None = None,
+    steps: int = STEPS,
+    config: dict[str, Any] | None = None,
+    **validation: list[float],
+) -> RunRecord:
     series = HEALTHY | (changes or {})
     records = [
         {"step": step, "time": 0.0} | {key: make(step) for key, make in series.items() if make is not None}
@@ -79,7 +85,7 @@ def run(changes: dict[str, Series | None] | None = None, steps: int = STEPS, **v
         for record in records[1:]:
             if record["step"] in by_step:
                 record[name] = by_step[int(record["step"])]
-    return RunRecord(CONFIG, records)
+    return RunRecord(CONFIG | (config or {}), records)
 
 
 ILL: dict[str, RunRecord] = {
@@ -102,7 +108,8 @@ ILL: dict[str, RunRecord] = {
             "actor/entropy": ramp(1.2, 0.0, 4),
         }
     ),
-    "truncation": run({"response_length/clip_ratio": ramp(0.2, 0.97)}),
+    "truncation": run({"response_length/clip_ratio": ramp(0.2, 0.97), "reward/mean": lambda step: 0.3}),
+    "truncation_grows": run({"response_length/clip_ratio": ramp(0.0, 0.97, 20), "response_length/mean": ramp(40, 120, 20)}),
     "validation_falls": run(arithmetic=[0.3, 0.6, 0.5, 0.2]),
     "reward_model_hacked": run({"reward/auto": None, "reward/reward_model": ramp(0.2, 0.9)}, arithmetic=[0.5, 0.6, 0.3, 0.1]),
     "kl_runaway": run({"actor/kl_loss": ramp(0.01, 6.0)}),
@@ -121,7 +128,19 @@ ILL: dict[str, RunRecord] = {
     "length_without_reward": run({"response_length/mean": ramp(40, 100), "reward/mean": lambda step: 0.4}),
     "off_policy": run({"staleness/mean": lambda step: 3.0, "rollout_corr/rollout_is_eff_sample_size": ramp(0.9, 0.1)}),
     "ratio_out_of_range": run({"actor/pg_clipfrac": ramp(0.1, 0.7)}),
-    "groups_too_hard": run({"advantage/zero_group_fraction": ramp(0.6, 0.98), "reward/mean": lambda step: 0.05}),
+    "groups_too_hard": run(
+        {
+            "advantage/zero_group_fraction": ramp(0.6, 0.98),
+            "reward/mean": lambda step: 0.05,
+            "actor/entropy": lambda step: 1.0,
+        }
+    ),
+    "few_groups_with_signal": run({"advantage/zero_group_fraction": ramp(0.9, 0.95), "reward/mean": lambda step: 0.5}),
+    "memory_nearly_full": run({"perf/host_memory_share": ramp(0.5, 0.99)}),
+    "prompts_cut": run(
+        {"prompt_length/max": lambda step: 64.0, "prompt_length/mean": lambda step: 63.5, "reward/max": lambda step: 0.0},
+        config={"data": CONFIG["data"] | {"truncation": "left"}},
+    ),
     "groups_too_easy": run({"advantage/zero_group_fraction": ramp(0.9, 0.98), "reward/mean": lambda step: 0.97}),
     "gradient_spikes": run({"actor/grad_norm": lambda step: 30.0 if step in (9, 20) else 0.4}),
     "restarts": run({"recovery/restarts_total": lambda step: float(step % 4 == 0)}),
@@ -132,6 +151,22 @@ ILL: dict[str, RunRecord] = {
 def test_an_illness_is_named_first(name: str) -> None:
     found = diagnose(ILL[name])
     assert found.first is not None and found.first.name == name, as_text(found)
+
+
+def test_a_learning_rate_that_rounding_loses_is_as_good_as_none() -> None:
+    found = diagnose(run({"actor/lr": lambda step: 1e-14})).first
+    assert found is not None and found.name == "learning_rate_zero" and "at most 1.0e-14" in found.evidence
+    assert diagnose(run({"actor/lr": ramp(1e-6, 0.0)})).is_healthy, "the end of a decay"
+
+
+def test_every_alarm_that_a_run_can_be_stopped_by_is_a_name_that_the_rules_give() -> None:
+    source = Path(__file__).parents[3] / "grpo_rl" / "telemetry" / "diagnosis"
+    text = "".join(file.read_text() for file in source.glob("*_rules.py"))
+    known = set(get_args(Illness))
+    assert set(ILL) <= known
+    assert [name for name in known if f'"{name}"' not in text] == []
+    named = set(re.findall(r'name="([a-z_]+)"', text))
+    assert named - known == {"always_clipped", "loss_is_zero", "validation_noise", "phase_dominates", "idle_pools"}, "notes"
 
 
 def test_a_healthy_run_gets_no_finding() -> None:
@@ -153,6 +188,73 @@ def test_a_run_that_has_solved_its_task_is_healthy() -> None:
     assert diagnose(solved).is_healthy, as_text(diagnose(solved))
 
 
+def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed_at_half_of_its_entropy() -> None:
+    # The figures of scripts/ill_runs.py, entropy_collapse: a bonus of the wrong sign.
+    entropy = [0.182, 0.18, 0.111, 0.084, 0.086, 0.111, 0.074, 0.062, 0.051, 0.02, 0.018, 0.034, 0.029, 0.021, 0.023]
+    silent = [0.19, 0.12, 0.62, 0.25, 0.62, 0.75, 0.75, 0.88, 0.81, 1.0, 0.94, 0.81, 0.88, 1.0, 0.88]
+    rewards = [0.36, 0.34, 0.23, 0.33, 0.24, 0.3, 0.37, 0.12, 0.13, 0.19, 0.08, 0.38, 0.06, 0.0, 0.22]
+    changes: dict[str, Series | None] = {
+        "actor/entropy": lambda step: entropy[step - 1],
+        "advantage/zero_group_fraction": lambda step: silent[step - 1],
+    }
+    stuck = diagnose(run(changes | {"reward/mean": lambda step: rewards[step - 1]}, steps=15))
+    assert stuck.first is not None and stuck.first.name == "entropy_collapse", as_text(stuck)
+    learning = diagnose(run(changes | {"reward/mean": ramp(0.36, 0.85, 15)}, steps=15))
+    assert learning.is_healthy, as_text(learning)
+
+
+def test_a_kl_that_grows_from_step_to_step_is_no_step_that_is_too_large() -> None:
+    changes: dict[str, Series | None] = {"reward/mean": ramp(0.5, 0.3)}
+    grown = diagnose(run(changes | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15))
+    assert "learning_rate_too_high" not in [one.name for one in grown.findings]
+    sudden = diagnose(run(changes | {"actor/kl_loss": lambda step: 5.9 if step > 1 else 0.0}, steps=15))
+    assert sudden.first is not None and sudden.first.name == "learning_rate_too_high"
+
+
+def test_a_jump_of_a_policy_that_was_becoming_random_is_laid_to_its_entropy() -> None:
+    # The figures of scripts/ill_runs.py, entropy_explosion: a bonus larger than the reward.
+    entropy = [0.18, 0.22, 0.22, 0.25, 0.33, 0.45, 0.56, 0.62, 0.74, 0.84, 0.96, 1.09, 1.28, 1.33, 1.33]
+    kl = [0.0, 0.01, 0.09, 0.26, 0.52, 0.77, 2.34, 2.85, 3.19, 2.98, 3.64, 4.17, 3.68, 4.18, 4.09]
+    rewards = [0.36, 0.43, 0.38, 0.46, 0.4, 0.29, 0.09, 0.02, 0.0, 0.03, 0.03, 0.0, 0.02, 0.0, 0.0]
+    changes: dict[str, Series | None] = {
+        "actor/entropy": lambda step: entropy[step - 1],
+        "actor/kl_loss": lambda step: kl[step - 1],
+        "reward/mean": lambda step: rewards[step - 1],
+    }
+    found = diagnose(run(changes, steps=15))
+    assert found.first is not None and found.first.name == "entropy_explosion", as_text(found)
+
+
+def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
+    differ: dict[str, Series | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
+    parts = CONFIG["actor_rollout_ref"]
+    drops = {"actor_rollout_ref": parts | {"model": {"override_config": {"attention_dropout": 0.5}}}}
+    found = diagnose(run(differ, config=drops)).first
+    assert found is not None and "attention_dropout=0.5" in found.meaning and "dropout" in found.advice[0]
+    coarse = {"actor_rollout_ref": parts | {"rollout": {"n": 4, "dtype": "bfloat16"}}}
+    found = diagnose(run(differ, config=coarse)).first
+    assert found is not None and "computes in bfloat16, and the trainer in auto" in found.meaning
+
+
+def test_tokens_without_a_signal_do_not_hide_that_the_others_are_clipped() -> None:
+    # The figures of scripts/ill_runs.py, ratio_out_of_range: the clip range of GSPO with ratios of tokens.
+    clipped, silent = [0.29, 0.25, 0.21, 0.22, 0.16], [0.19, 0.25, 0.31, 0.31, 0.5]
+    changes: dict[str, Series | None] = {
+        "actor/pg_clipfrac": lambda step: clipped[(step - 1) // 3],
+        "advantage/zero_group_fraction": lambda step: silent[(step - 1) // 3],
+    }
+    found = diagnose(run(changes, steps=15)).first
+    assert found is not None and found.name == "ratio_out_of_range" and "0.16 of all tokens" in found.evidence
+    few = changes | {"actor/pg_clipfrac": lambda step: 0.02, "advantage/zero_group_fraction": lambda step: 0.95}
+    assert "ratio_out_of_range" not in [one.name for one in diagnose(run(few, steps=15)).findings]
+
+
+def test_a_task_that_was_solved_before_training_is_too_easy_even_where_the_reward_still_rises_a_little() -> None:
+    # The figures of scripts/ill_runs.py: a reward that nearly every response gets.
+    easy = run({"reward/mean": ramp(0.985, 1.0, 15), "advantage/zero_group_fraction": lambda step: 0.97})
+    assert (found := diagnose(easy).first) is not None and found.name == "groups_too_easy"
+
+
 def test_a_reward_model_that_agrees_less_with_the_rule_is_seen() -> None:
     parted = run({"iterate/agreement": ramp(0.9, 0.3)})
     assert (found := diagnose(parted).first) is not None and found.name == "reward_model_hacked"
@@ -163,6 +265,24 @@ def test_a_loss_of_zero_is_explained_and_is_no_illness() -> None:
     found = diagnose(run({"actor/pg_loss": lambda step: 3e-9}))
     assert found.is_healthy
     assert [one.name for one in found.findings] == ["loss_is_zero"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "key"),
+    [
+        ("gen", 9.0, "max_num_seqs"),
+        ("gen", 7.0, None),
+        ("old_logprobs", 6.0, "ppo_mini_batch_size"),
+        ("reward", 6.0, "num_workers"),
+    ],
+)
+def test_a_phase_that_takes_most_of_the_time_is_noted_with_the_key_that_shortens_it(
+    phase: str, seconds: float, key: str | None
+) -> None:
+    found = diagnose(run({"timing_s/gen": lambda step: 1.0, f"timing_s/{phase}": lambda step: seconds}))
+    notes = [one for one in found.findings if one.name == "phase_dominates"]
+    assert found.is_healthy and bool(notes) == (key is not None)
+    assert all(key is not None and key in one.advice[0] for one in notes)
 
 
 def test_a_run_of_supervised_training_is_not_judged_by_rewards() -> None:

@@ -50,9 +50,12 @@ def interrupt_at(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, cou
     monkeypatch.setattr(policy, call, interrupted)
 
 
+MEASURED = ("time", "perf/tokens_per_s", "perf/host_memory_share")
+
+
 def learnt(trainer: Run) -> list[dict[str, float]]:
     rows = read_metrics(trainer.output.run_dir.metrics_file)
-    return [{k: v for k, v in row.items() if k not in ("time", "perf/tokens_per_s") and "timing" not in k} for row in rows]
+    return [{k: v for k, v in row.items() if k not in MEASURED and "timing" not in k} for row in rows]
 
 
 def steps_saved(trainer: Run) -> list[int]:

@@ -1,0 +1,138 @@
+// Every metric of every run, searched, grouped, smoothed, over steps, tokens or seconds.
+
+const AXES = { steps: 'step', tokens: 'tokens', seconds: 'seconds of training' };
+
+function curves(host) {
+  const grid = el('div', { className: 'groups' });
+  const search = el('input', { type: 'search', placeholder: 'search metrics, e.g. kl or val', value: chosen.find || '', 'aria-label': 'search metrics', oninput: () => { choose({ find: search.value }); draw(); } });
+  const amount = el('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: chosen.smooth || 0, 'aria-label': 'smoothing', oninput: () => { choose({ smooth: Number(amount.value) || null }); shownSmooth.textContent = amount.value; later(); } });
+  const shownSmooth = el('span', { className: 'muted' }, chosen.smooth || '0');
+  let timer = null;
+  const later = () => { clearTimeout(timer); timer = setTimeout(draw, 120); };
+  const axis = select(Object.entries(AXES), chosen.axis || 'steps', (value) => { choose({ axis: value === 'steps' ? null : value }); draw(); }, 'horizontal axis');
+  const all = el('button', { type: 'button', onclick: () => saveAll() }, 'all as CSV');
+  put(host, [el('div', { className: 'bar' }, search, labelled('over', axis), labelled('smoothing', amount, shownSmooth), all), RUNS.length > 1 ? runKeys() : null, grid]);
+  function draw() {
+    forgetCharts();
+    refill(grid);
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const names = metricNames().filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+    const groups = Map.groupBy ? Map.groupBy(names, groupOf) : grouped(names);
+    for (const [group, members] of groups) grid.append(curveGroup(group, members, words.length > 0));
+    if (!names.length) grid.append(el('p', { className: 'muted' }, 'No metric has this name.'));
+    const every = Math.max(...RUNS.map((one) => one.metrics.every));
+    if (every > 1) grid.append(el('p', { className: 'muted' }, `Of these long curves every ${every}th step is drawn; metrics.jsonl has all of them.`));
+  }
+  draw();
+}
+
+function groupOf(name) {
+  return name.includes('/') ? name.split('/')[0] : 'other';
+}
+
+function grouped(names) {
+  const found = new Map();
+  for (const name of names) found.set(groupOf(name), [...(found.get(groupOf(name)) || []), name]);
+  return found;
+}
+
+const FIRST = ['reward', 'val', 'train', 'actor', 'critic', 'advantage', 'rollout', 'rollout_corr', 'response_length', 'timing_s', 'perf'];
+
+function metricNames() {
+  const names = [...new Set(RUNS.flatMap((one) => Object.keys(one.metrics.columns)))];
+  const rank = (name) => (FIRST.includes(groupOf(name)) ? FIRST.indexOf(groupOf(name)) : FIRST.length);
+  const isMain = (name) => /^reward\/mean$|^val\/[^/]+\/(reward|mean@\d+)$|^(train|val|actor)\/loss$/.test(name);
+  return names.sort((a, b) => rank(a) - rank(b) || isMain(b) - isMain(a) || a.localeCompare(b, 'en'));
+}
+
+function curveGroup(group, names, isSearched) {
+  const box = el('details', { className: 'group', open: true }, el('summary', {}, group, el('small', {}, ` ${names.length}`)));
+  const grid = el('div', { className: 'grid' });
+  const still = isSearched ? [] : names.filter(isStill);
+  for (const name of names.filter((one) => !still.includes(one))) {
+    const place = el('section', { className: 'card small' });
+    grid.append(place);
+    whenShown(place, () => curveCard(place, name));
+  }
+  if (group !== 'other' && !isSearched && names.length > 40) box.open = false;
+  box.append(grid);
+  if (still.length) box.append(el('p', { className: 'still' }, el('small', {}, 'without a change: '), still.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${number(valueOf(name))}`))));
+  return box;
+}
+
+function valueOf(name) {
+  return RUNS.flatMap((one) => one.metrics.columns[name] || []).find((value) => value !== null);
+}
+
+function isStill(name) {
+  const values = RUNS.flatMap((one) => one.metrics.columns[name] || []).filter((value) => value !== null);
+  return values.every((value) => value === values[0]);
+}
+
+function curveData(name) {
+  const share = Number(chosen.smooth) || 0;
+  const axis = chosen.axis || 'steps';
+  const tables = [];
+  const parts = [];
+  RUNS.forEach((one, place) => {
+    const column = one.metrics.columns[name];
+    if (!column) return;
+    const kept = column.map((value, at) => [one.metrics[axis][at], value]).filter(([, value]) => value !== null);
+    const x = kept.map(([at]) => at);
+    const raw = kept.map(([, value]) => value);
+    tables.push(share ? [x, raw, smoothed(raw, share)] : [x, raw]);
+    parts.push({ one, hue: HUES[place % HUES.length] });
+  });
+  if (!tables.length) return null;
+  const [x, ...columns] = tables.length === 1 ? tables[0] : uPlot.join(tables);
+  const series = [];
+  parts.forEach(({ one, hue }) => {
+    if (share) series.push({ label: '', quiet: true, values: columns.shift(), colour: faded(hue, 0.25), width: 1 });
+    series.push({ label: RUNS.length > 1 ? one.name : '', values: columns.shift(), colour: hue, points: x.length < 30 });
+  });
+  return { x, series, xLabel: AXES[axis] };
+}
+
+function curveCard(place, name, height = 150) {
+  const data = curveData(name);
+  refill(place, el('h3', { title: name }, name));
+  if (!data) {
+    place.append(el('p', { className: 'muted' }, 'no value'));
+    return;
+  }
+  const plot = namedChart(place, { ...data, height, sync: 'curves', marks: RUNS.length === 1 ? run().alarms.map(([step]) => ({ x: atStep(step), colour: faded(colour('--red'), 0.5) })) : [] });
+  const large = el('button', { className: 'quiet', type: 'button', title: 'larger', onclick: () => enlarge(name) }, 'larger');
+  const picture = el('button', { className: 'quiet', type: 'button', onclick: () => savePicture(plot, name) }, 'PNG');
+  const table = el('button', { className: 'quiet', type: 'button', onclick: () => download(`${name.replace(/[^\w.-]+/g, '_')}.csv`, csv([[data.xLabel, ...data.series.map((one) => one.label || (one.quiet ? 'raw' : name))], ...data.x.map((x, at) => [x, ...data.series.map((one) => one.values[at])])])) }, 'CSV');
+  place.append(el('div', { className: 'tools' }, height < 200 ? large : null, picture, table));
+}
+
+function atStep(step) {
+  const { metrics } = run();
+  const at = metrics.steps.indexOf(step);
+  return at < 0 ? -1 : metrics[chosen.axis || 'steps'][at];
+}
+
+function enlarge(name) {
+  const place = el('section', { className: 'card' });
+  const shade = el('div', { className: 'shade', onclick: (event) => event.target === shade && close() }, el('div', { className: 'large' }, el('button', { className: 'close', type: 'button', 'aria-label': 'close', onclick: () => close() }, '×'), place));
+  const onKey = (event) => event.key === 'Escape' && close();
+  const close = () => { shade.remove(); document.removeEventListener('keydown', onKey); };
+  document.addEventListener('keydown', onKey);
+  document.body.append(shade);
+  curveCard(place, name, Math.max(260, innerHeight - 260));
+}
+
+function runKeys() {
+  return el('div', { className: 'legend' }, RUNS.map((one, place) => el('span', { className: 'key' }, el('i', { style: { background: HUES[place % HUES.length] } }), one.name)));
+}
+
+function saveAll() {
+  const names = metricNames();
+  const rows = [['run', 'step', 'tokens', 'seconds', ...names]];
+  for (const one of RUNS) {
+    const { metrics } = one;
+    metrics.steps.forEach((step, at) => rows.push([one.name, step, metrics.tokens[at], metrics.seconds[at], ...names.map((name) => (metrics.columns[name] ? metrics.columns[name][at] : null))]));
+  }
+  download('metrics.csv', csv(rows));
+}

@@ -1,0 +1,145 @@
+// One group side by side: each response with its reward, parts, advantage and length, its tokens coloured where they are logged.
+
+const LONGEST_SHOWN = 6000;
+const COLOURS = { none: 'no colours', logprob: 'log-prob of each token', advantage: 'advantage' };
+
+function groupView(host, all, group, texts) {
+  const history = all.history(group);
+  const order = texts.rollouts.map((_, place) => place);
+  if (chosen.order === 'reward') order.sort((a, b) => (texts.rollouts[b].reward ?? -Infinity) - (texts.rollouts[a].reward ?? -Infinity));
+  if (chosen.order === 'length') order.sort((a, b) => texts.rollouts[b].response_length - texts.rollouts[a].response_length);
+  const longest = Math.max(1, ...texts.rollouts.map((rollout) => rollout.response_length || 0));
+  const spread = Math.max(1e-9, ...texts.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
+  const hasTokens = texts.rollouts.some((rollout) => rollout.tokens);
+  const again = () => { refill(host); groupView(host, all, group, texts); };
+  const cards = order.map((place) => rolloutCard(all, texts, place, { longest, spread }));
+  put(host, [
+    el('div', { className: 'bar' }, el('b', {}, `${group.kind === 'val' ? 'validation at' : ''} step ${group.step}, ${texts.rollouts.length} response${texts.rollouts.length > 1 ? 's' : ''}, mean reward ${number(group.mean)}`), el('span', { className: 'grow' }), labelled('order', select([['', 'as sampled'], ['reward', 'by reward'], ['length', 'by length']], chosen.order || '', (value) => { choose({ order: value }); again(); }, 'order of responses')), labelled('colour', select(Object.entries(COLOURS), chosen.colour || 'logprob', (value) => { choose({ colour: value }); again(); }, 'colour of tokens'))),
+    promptBox(texts),
+    historyBox(all, group, history),
+    chosen.colour === undefined || chosen.colour === 'logprob' ? el('p', { className: 'muted' }, hasTokens ? ['Colour: how unlikely the policy found the token when it sampled it; ', el('span', { className: 'scale' }), ' likely to unlikely.'] : 'The log-probs of single tokens are logged for the first groups of each step (trainer.log_token_groups).') : null,
+    el('div', { className: 'cards' }, cards),
+  ]);
+}
+
+function promptBox(texts) {
+  const rows = [['prompt', texts.prompt]];
+  if (texts.ground_truth !== null && texts.ground_truth !== undefined) rows.push(['truth', typeof texts.ground_truth === 'string' ? texts.ground_truth : JSON.stringify(texts.ground_truth)]);
+  return el('dl', { className: 'prompt' }, rows.map(([name, text]) => el('div', {}, el('dt', {}, name), el('dd', {}, longText(text)))));
+}
+
+function longText(text) {
+  const whole = String(text);
+  const box = el('pre', {}, whole.length > LONGEST_SHOWN ? whole.slice(0, LONGEST_SHOWN) : whole);
+  if (whole.length > LONGEST_SHOWN) box.append(el('button', { type: 'button', onclick: () => refill(box, whole) }, `… ${number(whole.length - LONGEST_SHOWN)} more characters`));
+  return box;
+}
+
+function historyBox(all, group, history) {
+  if (history.length < 2) return null;
+  const box = el('details', { className: 'history', open: true }, el('summary', {}, `This prompt at ${history.length} steps: `, learnt(all, history)));
+  whenShown(box, () => {
+    const plot = namedChart(box, {
+      x: history.map((one) => one.step),
+      series: [{ label: 'mean reward', values: history.map((one) => one.mean), colour: HUES[0], points: true }, { label: 'best', values: history.map((one) => Math.max(...one.rewards.filter((reward) => reward !== null))), colour: HUES[2], width: 1, dash: [4, 4] }],
+      height: 110,
+      marks: [{ x: group.step, colour: colour('--muted') }],
+    });
+    plot.over.addEventListener('click', () => plot.cursor.idx !== null && openGroup(history[plot.cursor.idx]));
+  });
+  box.append(el('div', { className: 'steps' }, history.slice(0, 200).map((one) => el('button', { type: 'button', className: one === group ? 'here' : 'quiet', title: `step ${one.step}: mean reward ${number(one.mean)}`, onclick: () => openGroup(one) }, el('i', { className: 'square', style: { background: all.hue(one.mean) } }), one.step))));
+  return box;
+}
+
+function learnt(all, history) {
+  const isSolved = (one) => one.mean !== null && one.mean >= all.high;
+  if (!isSolved(history[history.length - 1])) return history.some(isSolved) ? 'solved at times, not at the last.' : 'never solved by all responses.';
+  let at = history.length - 1;
+  while (at > 0 && isSolved(history[at - 1])) at -= 1;
+  return at ? `solved by all responses since step ${history[at].step}.` : 'solved from the first.';
+}
+
+function rolloutCard(all, texts, place, scale) {
+  const rollout = texts.rollouts[place];
+  const parts = Object.entries(rollout.reward_parts || {});
+  const isCut = rollout.finish_reason === 'length';
+  const twin = texts.rollouts.findIndex((other) => other.response === rollout.response);
+  const advantage = rollout.advantage;
+  const half = advantage === null || advantage === undefined ? 0 : (50 * Math.abs(advantage)) / scale.spread;
+  const facts = [
+    advantage !== undefined && advantage !== null ? el('div', { className: 'fact' }, el('span', {}, 'advantage'), el('span', { className: 'both' }, el('i', { className: advantage < 0 ? 'minus' : 'plus', style: { width: `${half}%` } })), el('b', {}, signed(advantage, 3))) : null,
+    el('div', { className: 'fact' }, el('span', {}, 'length'), el('span', { className: 'one' }, el('i', { className: isCut ? 'cut' : '', style: { width: `${(100 * (rollout.response_length || 0)) / scale.longest}%` } })), el('b', {}, number(rollout.response_length))),
+  ];
+  const small = [];
+  if (rollout.rollout_logprob_mean !== undefined && rollout.rollout_logprob_mean !== null) small.push(`log-prob ${number(rollout.rollout_logprob_mean, 3)}`);
+  if (rollout.baseline !== undefined) small.push(`baseline ${number(rollout.baseline)}`);
+  if (rollout.weight_version !== undefined && rollout.weight_version !== null) small.push(rollout.weight_versions ? `weights ${rollout.weight_versions.map(([version]) => version).join(', ')}` : `weights ${rollout.weight_version}`);
+  return el(
+    'article',
+    { className: 'rollout' },
+    el('header', {}, el('span', { className: 'muted' }, `#${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, rollout.reward === undefined || rollout.reward === null ? 'no reward' : number(rollout.reward)), isCut ? el('span', { className: 'chip amber', title: 'it reached data.max_response_length' }, 'cut') : null, rollout.failure ? el('span', { className: 'chip red' }, rollout.failure) : null, rollout.finish_reason === 'abort' ? el('span', { className: 'chip red' }, 'aborted') : null, twin < place ? el('span', { className: 'muted' }, `= #${texts.rollouts[twin].sample ?? twin}`) : null),
+    facts,
+    parts.length ? el('div', { className: 'parts' }, parts.map(([name, value]) => el('span', {}, name, ' ', el('b', {}, number(value))))) : null,
+    response(rollout, scale),
+    rollout.failure_cause ? el('p', { className: 'error' }, rollout.failure_cause) : null,
+    small.length ? el('p', { className: 'muted small' }, small.join(' · ')) : null,
+  );
+}
+
+function response(rollout, scale) {
+  const way = chosen.colour || 'logprob';
+  if (way === 'advantage' && rollout.advantage) {
+    const strength = 0.08 + (0.3 * Math.abs(rollout.advantage)) / scale.spread;
+    const box = longText(rollout.response ?? '');
+    box.style.background = rollout.advantage > 0 ? `rgb(34 160 90 / ${strength})` : `rgb(220 60 60 / ${strength})`;
+    return box;
+  }
+  if (way !== 'logprob' || !rollout.tokens) return longText(rollout.response ?? '');
+  const box = el('pre', { className: 'tokens' });
+  const fill = (count) => rollout.tokens.slice(0, count).map((text, at) => {
+    const surprise = -(rollout.logprobs[at] ?? 0);
+    const strength = Math.min(1, surprise / 4);
+    return el('span', { title: `log-prob ${number(rollout.logprobs[at], 3)}, probability ${number(Math.exp(rollout.logprobs[at]), 3)}`, style: { background: `rgb(234 120 20 / ${(0.75 * strength).toFixed(3)})` } }, text);
+  });
+  put(box, [fill(3000)]);
+  if (rollout.tokens.length > 3000) box.append(el('button', { type: 'button', onclick: () => refill(box, fill(rollout.tokens.length)) }, `… ${number(rollout.tokens.length - 3000)} more tokens`));
+  return box;
+}
+
+// ---- two texts against each other -----------------------------------------------------------------------------------
+
+const MOST_WORDS = 1500;
+
+function words(text) {
+  return String(text).match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
+}
+
+// The longest common subsequence of words (Hunt and McIlroy 1976), as [kind, word]: ' ' in both, '-' in the first, '+' in the second.
+function difference(before, after) {
+  const a = words(before);
+  const b = words(after);
+  if (a.length > MOST_WORDS || b.length > MOST_WORDS) return null;
+  const width = b.length + 1;
+  const table = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i -= 1) {
+    for (let j = b.length - 1; j >= 0; j -= 1) {
+      table[i * width + j] = a[i] === b[j] ? table[(i + 1) * width + j + 1] + 1 : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
+    }
+  }
+  const out = [];
+  let i = 0;
+  let j = 0;
+  while (i < a.length || j < b.length) {
+    if (i < a.length && j < b.length && a[i] === b[j]) { out.push([' ', a[i]]); i += 1; j += 1; }
+    else if (j < b.length && (i === a.length || table[i * width + j + 1] >= table[(i + 1) * width + j])) { out.push(['+', b[j]]); j += 1; }
+    else { out.push(['-', a[i]]); i += 1; }
+  }
+  return out;
+}
+
+function differenceBoxes(before, after) {
+  const parts = difference(before, after);
+  if (!parts) return [longText(before), longText(after)];
+  const side = (kept) => el('pre', {}, parts.filter(([kind]) => kind === ' ' || kind === kept).map(([kind, word]) => (kind === ' ' ? word : el(kind === '+' ? 'ins' : 'del', {}, word))));
+  return [side('-'), side('+')];
+}

@@ -1,0 +1,144 @@
+// Where the time goes: phases of the steps, which role was busy when, memory of the roles.
+
+const ROLE_HUES = { rollout: '#2563eb', reward: '#60a5fa', weights: '#e0a800', reference: '#14b8a6', critic: '#862e9c', actor: '#d97706', controller: '#7b8794', wait: '#b42318', step: '#94a3b8' };
+const OTHER_HUES = { old_logprobs: '#0f766e', testing: '#94a3b8', values: '#c084fc' };
+
+function time(host) {
+  const one = run();
+  put(host, [phaseCard(one), busyCard(one), memoryCard(one)]);
+  if (!host.children.length) host.append(card('', el('p', {}, 'This run has measured no times.')));
+}
+
+const PHASE_NAMES = { gen: 'sampling', ref: 'reference', adv: 'advantages', testing: 'validation', reward: 'scoring', old_logprobs: 'old log-probs' };
+
+function phaseName(name) {
+  return PHASE_NAMES[name] || name.replaceAll('_', ' ');
+}
+
+function phasesOf(one) {
+  const { columns } = one.metrics;
+  return Object.keys(columns).filter((name) => name.startsWith('timing_s/') && !['timing_s/step', 'timing_s/rollout_waits_for_trainer'].includes(name));
+}
+
+function phaseCard(one) {
+  const { columns, steps } = one.metrics;
+  const names = phasesOf(one);
+  if (!columns['timing_s/step'] || !names.length) return null;
+  const recent = columns['timing_s/step'].map((_, at) => at).slice(-20);
+  const average = (name) => recent.reduce((sum, at) => sum + (columns[name][at] || 0), 0) / recent.length;
+  const rows = names.map((name) => [name.slice(9), average(name)]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
+  const whole = average('timing_s/step');
+  const hueOf = new Map(rows.map(([name], place) => [name, HUES[place % HUES.length]]));
+  const box = card('Phases of a step');
+  box.append(
+    el('div', { className: 'phases' }, rows.slice(0, 12).map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), phaseName(name)), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
+    el('p', { className: 'muted' }, `Seconds per step, the mean of the last ${recent.length} steps; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
+  );
+  const shown = rows.slice(0, 8).map(([name]) => name);
+  const kept = steps.map((_, at) => at).filter((at) => columns['timing_s/step'][at] !== null);
+  const below = new Array(kept.length).fill(0);
+  const stacked = shown.map((name) => {
+    const values = kept.map((at, place) => (below[place] += columns[`timing_s/${name}`][at] || 0));
+    return { name, values: [...values] };
+  });
+  whenShown(box, () => {
+    const place = el('div', {});
+    box.append(el('h3', {}, 'over the steps'), place);
+    // Drawn from the top of the stack down, each filled to the ground in an opaque colour.
+    // The last step gets its width from one more point.
+    const x = kept.map((at) => steps[at]);
+    stackedChart(place, [...x, x[x.length - 1] + 1], stacked.reverse().map((each) => ({ label: each.name, values: [...each.values, each.values[each.values.length - 1]], colour: hueOf.get(each.name) })));
+  });
+  return box;
+}
+
+function stackedChart(host, x, series) {
+  const axis = { stroke: colour('--muted'), grid: { stroke: colour('--grid'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
+  const plot = new uPlot({ width: Math.max(80, host.clientWidth), height: 220, scales: { x: { time: false } , y: { range: (_, low, high) => [0, (high || 1) * 1.05] } }, axes: [{ ...axis, size: 28, incrs: WHOLE }, { ...axis, size: 52, values: (_, splits) => splits.map((value) => `${number(value, 3)} s`) }], series: [{ label: 'step' }, ...series.map((one) => ({ label: one.label, stroke: one.colour, fill: one.colour, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) }))], legend: { show: false }, cursor: { y: false } }, [x, ...series.map((one) => one.values)], host);
+  const watcher = new ResizeObserver(() => { const width = Math.max(80, host.clientWidth); if (width !== plot.width) plot.setSize({ width, height: 220 }); });
+  watcher.observe(host);
+  plot.forget = () => { watcher.disconnect(); plot.destroy(); charts.delete(plot); };
+  charts.add(plot);
+}
+
+function busyCard(one) {
+  const { timeline } = one;
+  if (!timeline) return null;
+  const roles = timeline.roles.filter((role) => role !== 'step' && role !== 'wait');
+  const order = Object.keys(ROLE_HUES);
+  roles.sort((a, b) => order.indexOf(a) - order.indexOf(b));
+  const bars = timeline.rows.map(([step, role, kind, start, end]) => ({ step, role: timeline.roles[role], kind: timeline.kinds[kind], start, end }));
+  const steps = bars.filter((bar) => bar.role === 'step');
+  const first = Math.min(...bars.map((bar) => bar.start));
+  const last = Math.max(...bars.map((bar) => bar.end));
+  const window = steps.length ? [steps[Math.max(0, steps.length - 6)].start, Math.max(...steps.map((bar) => bar.end))] : [first, last];
+  const box = card('Which role was busy when');
+  const idle = roles.map((role) => [role, 1 - busy(bars.filter((bar) => bar.role === role), window) / Math.max(1e-9, window[1] - window[0])]);
+  const place = el('div', { className: 'plot' });
+  const hint = el('span', { className: 'muted' });
+  const buttons = [['last steps', () => plot.setScale('x', { min: window[0], max: window[1] })], ['all', () => plot.setScale('x', { min: first, max: last })]].map(([text, act]) => el('button', { type: 'button', onclick: () => act() }, text));
+  box.append(el('div', { className: 'bar' }, buttons, hint), place, el('p', { className: 'legend' }, idle.map(([role, share]) => el('span', { className: 'key' }, el('i', { style: { background: ROLE_HUES[role] || '#888' } }), `${role}: idle ${Math.round(100 * Math.max(0, share))} %`))), el('p', { className: 'muted' }, 'Seconds since the run began; drag to zoom, double-click for all. Thin red: one side waits for the other. Idle shares are those of the last steps.'));
+  let plot;
+  whenShown(box, () => {
+    plot = laneChart(place, roles, bars, window, [first, last], hint);
+  });
+  return box;
+}
+
+function busy(bars, [start, end]) {
+  let total = 0;
+  let reached = start;
+  for (const bar of bars.sort((a, b) => a.start - b.start)) {
+    const from = Math.max(bar.start, reached);
+    const to = Math.min(bar.end, end);
+    if (to > from) { total += to - from; reached = to; }
+  }
+  return total;
+}
+
+function laneChart(host, roles, bars, window, [first, last], hint) {
+  const height = 46 + 30 * roles.length;
+  const lanes = (plot) => {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    for (const bar of bars) {
+      const left = plot.valToPos(bar.start, 'x', true);
+      const right = plot.valToPos(bar.end, 'x', true);
+      if (right < bbox.left || left > bbox.left + bbox.width) continue;
+      if (bar.role === 'step') {
+        ctx.fillStyle = faded(colour('--ink'), 0.25);
+        ctx.fillRect(left, bbox.top, devicePixelRatio, bbox.height);
+        continue;
+      }
+      const lane = bar.role === 'wait' ? roles.length : roles.indexOf(bar.role);
+      const top = plot.valToPos(lane - 0.36, 'y', true);
+      const bottom = plot.valToPos(lane + (bar.role === 'wait' ? -0.2 : 0.36), 'y', true);
+      ctx.fillStyle = OTHER_HUES[bar.kind] || ROLE_HUES[bar.role] || '#888888';
+      ctx.fillRect(left, Math.min(top, bottom), Math.max(devicePixelRatio, right - left - 0.5), Math.abs(bottom - top));
+    }
+    ctx.restore();
+  };
+  const plot = chart(host, { x: [first, last], series: [{ label: '', values: [0, 0], colour: 'transparent' }], height, xLabel: 'seconds', range: () => [-0.7, roles.length + 0.1], yAxis: 84, ySplits: roles.map((_, place) => place), yValues: (_, splits) => splits.map((value) => roles[value]), draw: [lanes], onCursor: (each) => {
+    const { left, top } = each.cursor;
+    if (left < 0) return;
+    const at = each.posToVal(left, 'x');
+    const role = roles[Math.round(each.posToVal(top, 'y'))];
+    const bar = bars.find((one) => one.role === role && one.start <= at && at <= one.end);
+    hint.textContent = bar ? `${role}: ${phaseName(bar.kind)}, ${duration(bar.end - bar.start)}, step ${bar.step}` : '';
+  } });
+  plot.setScale('x', { min: window[0], max: window[1] });
+  return plot;
+}
+
+function memoryCard(one) {
+  const names = Object.keys(one.metrics.columns).filter((name) => /mem(ory)?([_/]|$)|_gib$|_gb$|rss/i.test(name));
+  const planned = one.plan.find((each) => each.title.startsWith('memory'));
+  if (!names.length && !planned) return null;
+  const box = card('Memory');
+  if (names.length) whenShown(box, () => namedChart(box, { x: one.metrics.steps, series: names.map((name, place) => ({ label: name, values: one.metrics.columns[name], colour: HUES[place % HUES.length] })), height: 200 }));
+  if (planned) box.append(el('h3', {}, `${planned.title}, by the plan`), el('dl', {}, planned.rows.map(([label, text]) => el('div', { className: 'plan' }, el('dt', {}, label), el('dd', {}, text)))));
+  return box;
+}

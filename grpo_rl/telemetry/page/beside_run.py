@@ -1,0 +1,146 @@
+"""The process beside a run that writes its page: started every few steps, gone when the page is written.
+
+A run pays for the start of a process and nothing else: it never waits for the page before its end. The process has the
+priority of idle time, ends itself after a limit, and dies with the run. Its page is stale at worst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from grpo_rl.child_processes import die_with, shielded
+
+LIMIT_S = 300
+"""Seconds after which a process ends itself, whatever it is doing."""
+SHARE = 0.05
+"""The share of the time in which a page may be under way: a page that takes 3 s is begun a minute after the last one."""
+LAST_S = 20.0
+"""Seconds that the end of a run waits for its last page, which has begun beside the export and the pictures."""
+FAILED_S = 3.0
+"""Seconds that the end of a run with an error waits for it: the process goes on without the run."""
+LOG = "page.log"
+
+
+class PageBeside:
+    """Has the page of a run written by processes of its own. Without a folder it writes none."""
+
+    def __init__(self, run: Path | None = None, every: int = -1, warn: Callable[[str], None] = lambda _: None) -> None:
+        self.run = run if every > 0 else None
+        self.every = every
+        self._warn = warn
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = self._took = 0.0
+        self._has_failed = False
+
+    def step(self, step: int) -> None:
+        """Begin a new page where one is due and none is under way. Costs milliseconds."""
+        if self.run is None or step == 0 or step % self.every:
+            return
+        if self._is_writing() or time.monotonic() - self._began < self._took / SHARE:
+            return
+        self._start(["idle"])
+
+    def last(self, state: str | None = None, *, outlives: bool = False) -> None:
+        """Begin the last page. It shows this state of the run, or that of status.json; with `outlives` it may outlive the run."""
+        if self.run is None or not _has_steps(self.run):
+            return
+        if self._is_writing() and self._process is not None:
+            self._process.kill()  # it has the priority of idle time; its file is replaced as a whole or not at all
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._process = None
+        self._start([*([f"state={state}"] if state else []), *(["outlives"] if outlives else [])])
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the page that is under way, for so long at most."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            self._is_writing()
+
+    def _start(self, words: Sequence[str]) -> None:
+        assert self.run is not None
+        environment = dict(os.environ)
+        if "outlives" in words:
+            environment = {key: value for key, value in environment.items() if key != "GRPO_SESSION"}
+        command = [sys.executable, "-m", "grpo_rl.telemetry.page.beside_run", str(self.run), str(os.getpid()), *words]
+        try:
+            with self._log() as log, shielded():
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
+                )
+        except OSError as error:
+            self._failed(str(error.strerror or error))
+        self._began = time.monotonic()
+
+    def _log(self) -> BinaryIO:
+        assert self.run is not None
+        return (self.run / "logs" / LOG).open("wb")
+
+    def _is_writing(self) -> bool:
+        """Return whether a process is at work; note what became of one that is not."""
+        if self._process is None:
+            return False
+        code = self._process.poll()
+        if code is None:
+            return True
+        self._took = time.monotonic() - self._began
+        self._process = None
+        if code != 0:
+            self._failed(self._last_words() or f"its process ended with {code}")
+        elif self.run is not None:
+            with contextlib.suppress(OSError):
+                (self.run / "logs" / LOG).unlink()
+        return False
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self.run or Path()).joinpath("logs", LOG).read_text(errors="replace").strip().splitlines()
+            return lines[-1][:300] if lines else ""
+        return ""
+
+    def _failed(self, why: str) -> None:
+        if not self._has_failed:
+            self._warn(f"the page could not be written: {why}; training goes on, and `python -m grpo_rl page` writes it later")
+        self._has_failed = True
+
+
+def _has_steps(run: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return (run / "metrics.jsonl").stat().st_size > 0
+    return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page of the run that the first word names: `RUN PARENT [idle] [outlives] [state=STATE]`."""
+    run, parent, words = Path(arguments[0]), int(arguments[1]), arguments[2:]
+    signal.alarm(LIMIT_S)
+    if "idle" in words:
+        os.nice(19)
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if "outlives" not in words:
+        die_with(parent)
+    # Only now: what is imported is most of the work.
+    from grpo_rl.errors import GrpoRlError
+    from grpo_rl.telemetry.page.page_file import write_page
+
+    state = next((word.removeprefix("state=") for word in words if word.startswith("state=")), None)
+    try:
+        write_page([run], state=state)
+    except GrpoRlError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""The page as a file: one HTML document with its style, its scripts, the chart library and the data.
+
+Responses of a model are hostile text. They are in the document as JSON without `<`, `>` and `&`, so that nothing in them
+can end the element that holds them, and the scripts put them on the screen as text only. The policy in the document
+allows no network, and no script but those that are named by their hash and the chunks beside the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import glob
+import hashlib
+import html
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.child_processes import is_running
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, write_chunk
+from grpo_rl.telemetry.page.run_data import ENDED, run_data
+from grpo_rl.telemetry.rundir import RunDir
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = (
+    "elements.js",
+    "charts.js",
+    "overview.js",
+    "curves.js",
+    "rollout_store.js",
+    "rollout_cards.js",
+    "rollouts.js",
+    "time.js",
+    "configuration.js",
+    "start.js",
+)
+LIVE = "live"
+
+
+def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None = None) -> Path:
+    """Write the page of the runs, which is complete or not there at all, and return its path.
+
+    One run's page is `RUN/page.html` unless `out` names another. Chunks of large runs lie in `<name of the page>_files`
+    beside it. Raises DataError for a folder that is no run, ConfigError where the page cannot be written.
+    """
+    out = out if out is not None else default_page(runs)
+    files = out.with_name(f"{out.stem}_files")
+    try:
+        parts = []
+        for number, run in enumerate(runs):
+            folder = files if len(runs) == 1 else files / str(number)
+            found = run_data(run, folder, state, INLINE_BYTES)
+            chunks = {
+                "index": found.chunks.index if found.chunks.folder is None else None,
+                "inlined": found.chunks.inlined,
+                "folder": None if found.chunks.folder is None else found.chunks.folder.relative_to(out.parent).as_posix(),
+            }
+            parts.append(found.data | {"chunks": chunks})
+        is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
+        version = round(time.time(), 3)
+        data = {"version": version, "written": version, "live": f"{files.name}/{LIVE}.js" if is_live else None, "runs": parts}
+        _replace(out, document(data))
+        if is_live or (files / f"{LIVE}.js").exists():
+            # Pages that are open look here for a newer version of themselves.
+            files.mkdir(exist_ok=True)
+            write_chunk(files, LIVE, str(version))
+    except OSError as error:
+        raise ConfigError(f"{out}: the page cannot be written: {error.strerror or error}") from error
+    return out
+
+
+def default_page(runs: Sequence[Path]) -> Path:
+    """Return where the page of these runs is written unless another place is named."""
+    if len(runs) == 1:
+        return RunDir(runs[0].resolve()).page_file
+    return Path(os.path.commonpath([run.resolve().parent for run in runs])) / "runs.html"
+
+
+def document(data: Mapping[str, Any]) -> str:
+    """Return the HTML document with these data."""
+    library, script = chart_library()["script"], own_script()
+    title = " · ".join(run["name"] for run in data["runs"])
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            # Chunks: `file:` for a page on the disk, 'self' for one that is served.
+            f"script-src {_hash(library)} {_hash(script)} 'self' file:",
+            "style-src 'unsafe-inline'",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    return "\n".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">',
+            f"<title>{html.escape(_without_controls(title))}</title>",
+            f"<style>{chart_library()['style']}\n{_asset('page.css')}</style></head><body>",
+            '<div id="page"></div><noscript>This page is drawn by its own scripts: allow them.</noscript>',
+            f'<script type="application/json" id="data">{embedded(data)}</script>',
+            f"<script>{library}</script>",
+            f"<script>{script}</script></body></html>\n",
+        )
+    )
+
+
+def embedded(value: Any) -> str:
+    """Return JSON that can stand in an element of HTML: ASCII only, without `<`, `>` and `&`."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def own_script() -> str:
+    """Return the page's own scripts, one behind the other in one function."""
+    return "(function () {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n}());"
+
+
+@cache
+def chart_library() -> dict[str, str]:
+    """Return script and style of uPlot from the package that carries them, which is not imported: that would load IPython."""
+    spec = importlib.util.find_spec("uplot")
+    if spec is None or spec.origin is None:
+        raise ConfigError("the page's charts need uplot-python, which is not installed: pip install -e . installs it")
+    static = Path(spec.origin).parent / "static"
+    return {
+        "script": (static / "uPlot.iife.js").read_text(encoding="utf-8").replace("</script", "<\\/script"),
+        "style": (static / "uPlot.min.css").read_text(encoding="utf-8").replace("</style", "<\\/style"),
+    }
+
+
+@cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _without_controls(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        writer = left.name.split(".")[-2]
+        if writer.isdecimal() and not is_running(int(writer)):  # it was killed
+            left.unlink(missing_ok=True)
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

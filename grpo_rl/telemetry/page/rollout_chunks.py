@@ -1,0 +1,249 @@
+"""The rollouts of a run as the page reads them: an index of all groups, and chunks with the texts that are loaded on demand.
+
+A chunk is compressed JSON in base64. A browser refuses to fetch files beside a page that was opened from the disk, but
+runs them as scripts, so a chunk's file is one call: `__chunk("name", "...")`. Small runs have their chunks in the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+
+Record = Mapping[str, Any]
+Pieces = Callable[[Sequence[int]], list[str]]
+"""A function from the ids of tokens to their texts."""
+
+INDEX = "index"
+FORMAT = 1
+"""The version of the index; files of another one are written anew."""
+INLINE_BYTES = 12 * 2**20
+"""The most bytes of logged rollouts that are kept in the page itself instead of beside it."""
+CHUNK_BYTES = 2**20
+"""The characters of texts after which a chunk is full: about what a browser unpacks in a few hundredths of a second."""
+PREVIEW = 160
+"""Characters of a prompt that the index has, for the list of groups."""
+_CALL = re.compile(r'__chunk\("[^"]*","([^"]*)"\)')
+
+
+@dataclass(slots=True)
+class Chunks:
+    """The packed rollouts of one run."""
+
+    index: dict[str, Any]
+    inlined: dict[str, str] = field(default_factory=dict)
+    """Chunks by name where they go into the page; empty where they are files."""
+    folder: Path | None = None
+    """The folder with the chunks; None where they are in the page."""
+
+
+def chunks_of(run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES) -> Chunks:
+    """Return the packed rollouts of the run; those of a large one are in `folder`, where only new steps are written.
+
+    Steps whose files cannot be read are left out.
+    """
+    files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
+    sizes = [size for path in files.values() if (size := _size(path)) is not None]
+    # A compressed log is about a fifth of its text.
+    if (
+        sum(size * (5 if path.suffix == ".zst" else 1) for path, size in zip(files.values(), sizes, strict=False))
+        <= inline_bytes
+    ):
+        packer = _Packer(pieces)
+        for (kind, step), path in sorted(files.items()):
+            packer.add(kind, step, path)
+        return Chunks(packer.index(), packer.chunks)
+    folder.mkdir(parents=True, exist_ok=True)
+    packer = _Packer(pieces, _earlier(folder))
+    for (kind, step), path in sorted(files.items()):
+        packer.add(kind, step, path)
+        for name, packed in packer.chunks.items():
+            write_chunk(folder, name, packed)
+        packer.chunks.clear()
+    index = packer.index()
+    kept = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
+    write_chunk(folder, INDEX, pack(index | {"stamps": packer.stamps}))
+    _remove_others(folder, kept | {INDEX})
+    return Chunks(index, folder=folder)
+
+
+def pack(value: Any) -> str:
+    """Return a value as compressed JSON in base64."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0)).decode("ascii")
+
+
+def unpack(packed: str) -> Any:
+    """Return the value that `pack` packed. Raises ValueError or OSError for something else."""
+    return json.loads(gzip.decompress(base64.b64decode(packed, validate=True)))
+
+
+def write_chunk(folder: Path, name: str, packed: str) -> None:
+    """Write a chunk's file, which is complete or not there at all."""
+    temporary = folder / f"{name}.{os.getpid()}.tmp"
+    temporary.write_text(f'__chunk("{name}","{packed}")\n', encoding="ascii")
+    os.replace(temporary, folder / f"{name}.js")
+
+
+def read_chunk(folder: Path, name: str) -> Any:
+    """Return the content of a chunk's file. Raises ValueError or OSError where there is none."""
+    match = _CALL.match((folder / f"{name}.js").read_text(encoding="ascii"))
+    if match is None:
+        raise ValueError(f"{folder / name}.js is no chunk")
+    return unpack(match[1])
+
+
+class _Packer:
+    """Turns logged rollouts into chunks and an index, and keeps the entries of an earlier index whose files are the same."""
+
+    def __init__(self, pieces: Pieces | None, earlier: Mapping[str, Any] | None = None) -> None:
+        self._pieces = pieces
+        self._earlier = {(entry["kind"], entry["step"]): entry for entry in (earlier or {}).get("steps", [])}
+        self._stamped = dict((earlier or {}).get("stamps", {}))
+        self._prompts: dict[str, int] = {key: place for place, (key, _) in enumerate((earlier or {}).get("prompts", []))}
+        self._previews: list[list[str]] = list((earlier or {}).get("prompts", []))
+        self._sources = list((earlier or {}).get("sources", []))
+        self._failures = list((earlier or {}).get("failures", []))
+        self._steps: list[dict[str, Any]] = []
+        self.stamps: dict[str, list[int]] = {}
+        self.chunks: dict[str, str] = {}
+
+    def add(self, kind: str, step: int, path: Path) -> None:
+        """Pack one step's file, or keep what was packed of it before."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = path.stat()
+            stamp, key = [found.st_size, found.st_mtime_ns], f"{kind}/{step}"
+            if self._stamped.get(key) == stamp and (kind, step) in self._earlier:
+                self._steps.append(self._earlier[kind, step])
+            else:
+                self._steps.append(self._packed(kind, step, read_rollouts(path)))
+            self.stamps[key] = stamp
+
+    def index(self) -> dict[str, Any]:
+        """Return all that the page needs to list, filter and find groups without their texts."""
+        return {
+            "format": FORMAT,
+            "steps": self._steps,
+            "prompts": self._previews,
+            "sources": self._sources,
+            "failures": self._failures,
+        }
+
+    def _packed(self, kind: str, step: int, records: Sequence[Record]) -> dict[str, Any]:
+        groups: dict[Any, list[Record]] = {}
+        for record in records:
+            groups.setdefault(record.get("uid"), []).append(record)
+        entry: dict[str, Any] = {"kind": kind, "step": step, "chunks": [], "groups": [], "num": len(records)}
+        waiting: list[dict[str, Any]] = []
+        size = 0
+        for group in groups.values():
+            entry["groups"].append(self._entry(group))
+            waiting.append(self._texts(group))
+            size += sum(len(str(record.get("response", ""))) for record in group) + len(str(group[0].get("prompt", "")))
+            if size > CHUNK_BYTES:
+                self._close(entry, waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._close(entry, waiting)
+        return entry
+
+    def _close(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        name = f"{entry['kind']}_{entry['step']}_{len(entry['chunks'])}"
+        first = len(entry["groups"]) - len(groups)
+        entry["chunks"].append([name, first, len(groups)])
+        self.chunks[name] = pack(groups)
+
+    def _entry(self, group: Sequence[Record]) -> list[Any]:
+        """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables."""
+        prompt, source = str(group[0].get("prompt", "")), str(group[0].get("data_source", ""))
+        key = hashlib.sha1(f"{prompt}\0{group[0].get('ground_truth')}".encode(errors="replace")).hexdigest()[:12]
+        if key not in self._prompts:
+            self._prompts[key] = len(self._previews)
+            self._previews.append([key, prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]])
+        failures = [
+            [place, _place(self._failures, str(one["failure"]))] for place, one in enumerate(group) if one.get("failure")
+        ]
+        return [
+            self._prompts[key],
+            _place(self._sources, source),
+            [rounded(record.get("reward")) for record in group],
+            [record.get("response_length") for record in group],
+            [place for place, record in enumerate(group) if record.get("finish_reason") == "length"],
+            failures,
+        ]
+
+    def _texts(self, group: Sequence[Record]) -> dict[str, Any]:
+        """Return all that is logged of a group, what its rollouts share only once."""
+        shared = {
+            name: jsonable(group[0].get(name)) for name in ("prompt", "ground_truth", "data_source", "uid", "prompt_length")
+        }
+        return shared | {"rollouts": [self._rollout(record, shared) for record in group]}
+
+    def _rollout(self, record: Record, shared: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {
+            name: jsonable(rounded(value) if isinstance(value, float) else value)
+            for name, value in record.items()
+            if name not in shared and name not in ("token_ids", "token_logprobs") and value is not None
+        }
+        kept["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
+        ids = record.get("token_ids")
+        if ids and self._pieces is not None and len(ids) == len(record.get("token_logprobs") or ()):
+            kept["tokens"] = self._pieces(ids)
+            kept["logprobs"] = [rounded(value, 3) for value in record["token_logprobs"]]
+        return kept
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Return a number with so many significant digits; None for what is no finite number."""
+    value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _place(table: list[str], name: str) -> int:
+    if name not in table:
+        table.append(name)
+    return table.index(name)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _earlier(folder: Path) -> Any:
+    """Return the index that an earlier call left; None where there is none, or one of another version."""
+    with suppress(OSError, ValueError):
+        index = read_chunk(folder, INDEX)
+        if isinstance(index, dict) and index.get("format") == FORMAT:
+            return index
+    return None
+
+
+def _remove_others(folder: Path, kept: set[str]) -> None:
+    """Remove the chunks of steps that are no longer there: a resumed run writes them anew."""
+    for path in _chunk_files(folder):
+        if path.stem not in kept:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _chunk_files(folder: Path) -> Iterator[Path]:
+    for path in folder.glob("*.js"):
+        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem):
+            yield path

@@ -1,0 +1,89 @@
+"""Folders of runs for the tests of the page, written by the program's own writers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from grpo_rl.config.compose import compose
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.metrics.timeline import Timeline
+from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.types import Prompt, Rollout
+
+PLAN = """plan: recipe arithmetic/grpo
+  model        builtin:arithmetic
+  data         task:arithmetic?split=train: 8,192 rows
+objective
+  A            = (R - mean(R of group)) / (std(R of group) + 1e-06)  [grpo]
+  loss         = avg(pg) + 0.001·avg(KL)
+  pg           = max(-A r, -A clip(r, 0.8, 1.2)), at most -3 A where A < 0;
+                 r = π / π_old
+notes
+  - nothing
+"""
+Text = Callable[[int, int, int], str]
+
+
+def answer(step: int, row: int, sample: int) -> str:
+    """Return the response to a row at a step: right more often as the steps go by."""
+    return str(2 * row if random.Random(step * 7919 + row * 31 + sample).random() < 0.2 + 0.07 * step else 2 * row + 1)
+
+
+def group(step: int, row: int, size: int, text: Text = answer) -> list[Rollout]:
+    """Return the responses to one row: one for each sample, with the reward of a right answer."""
+    prompt = Prompt(f"e0-r{row}", (1, 2, 3), f"<|user|>{row}+{row}=<|assistant|>", "arithmetic", str(2 * row))
+    rollouts = []
+    for sample in range(size):
+        response = text(step, row, sample)
+        reward = float(response == str(2 * row))
+        rollouts.append(
+            Rollout(prompt, sample, (4, 5, 6), (-0.1, -2.0, -0.01), "stop", ((step, 3),), response, reward, {"acc": reward})
+        )
+    return rollouts
+
+
+def make_run(
+    base: Path,
+    name: str = "a_run",
+    *,
+    num_steps: int = 8,
+    rows: int = 6,
+    size: int = 4,
+    words: Sequence[str] = (),
+    text: Text = answer,
+    state: str = "done",
+) -> Path:
+    """Write the folder of a run with metrics, rollouts of training and validation, timeline, plan, status and configuration."""
+    run_dir = RunDir.create(base, name)
+    composed = compose(
+        ["recipe=arithmetic/grpo", f"trainer.default_local_dir={base}", f"trainer.experiment_name={name}", *words]
+    )
+    run_dir.write_config(composed.yaml(), composed.overrides)
+    run_dir.plan_file.write_text(PLAN, encoding="utf-8")
+    metrics, timeline = MetricsFile(run_dir.metrics_file), Timeline(run_dir.timeline_file)
+    for step in range(num_steps + 1):
+        numbers: dict[str, float] = {}
+        if step:
+            rollouts = [one for row in range(rows) for one in group(step, row, size, text)]
+            write_rollouts(run_dir.rollouts / f"step_{step}.jsonl", rollouts, [0.5] * len(rollouts))
+            mean = sum(one.reward or 0.0 for one in rollouts) / len(rollouts)
+            numbers |= {"reward/mean": mean, "actor/kl_loss": 0.01 * step, "perf/total_num_tokens": 100.0}
+            numbers |= {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/update_actor": 0.8, "actor/grad_norm": 1.0}
+            for role, what, start, end in (("rollout", "gen", 0.0, 1.0), ("actor", "update_actor", 1.1, 1.9)):
+                timeline.record(role, what, 2.0 * step + start, 2.0 * step + end, step)  # type: ignore[arg-type]
+            timeline.record("step", "step", 2.0 * step, 2.0 * step + 2.0, step)
+        if step % 4 == 0:
+            validated = [one for row in range(100, 100 + rows) for one in group(step, row, 1, text)]
+            write_rollouts(run_dir.val / f"step_{step}.jsonl", validated)
+            numbers["val/arithmetic/mean@1"] = sum(one.reward or 0.0 for one in validated) / len(validated)
+        metrics.log(step, numbers)
+    metrics.close()
+    timeline.close()
+    status = {"state": state, "phase": "end", "step": num_steps, "total": num_steps, "last_commit": 4, "host": "elsewhere"}
+    run_dir.status_file.write_text(json.dumps(status), encoding="utf-8")
+    run_dir.release()
+    return run_dir.path

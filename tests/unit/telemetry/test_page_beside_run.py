@@ -1,0 +1,149 @@
+"""The process that writes the page beside a run: when it begins, what it may cost, how it ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_folders import make_run
+
+from grpo_rl.child_processes import is_running
+from grpo_rl.telemetry.page import beside_run
+from grpo_rl.telemetry.page.beside_run import PageBeside
+
+
+def test_a_page_is_written_when_it_is_due_and_not_while_one_is_under_way(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    beside = PageBeside(run, 2)
+    for step in (0, 1):
+        beside.step(step)
+        assert beside._process is None
+    began = time.perf_counter()
+    beside.step(2)
+    assert time.perf_counter() - began < 1.0
+    first = beside._process
+    assert first is not None
+    beside.step(4)
+    assert beside._process is first
+    beside.wait(60.0)
+    assert "a_run" in (run / "page.html").read_text() and beside._process is None
+    beside.step(6)
+    assert beside._process is None, f"a page may be under way for {beside_run.SHARE:.0%} of the time"
+
+
+def test_the_process_has_the_priority_of_idle_time_a_limit_and_a_session_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    os.remove(run / "metrics.jsonl")
+    os.mkfifo(run / "metrics.jsonl")  # it waits here
+    beside = PageBeside(run, 1)
+    beside.step(1)
+    assert beside._process is not None
+    pid = beside._process.pid
+    try:
+        deadline = time.monotonic() + 30.0
+        while os.sched_getscheduler(pid) != os.SCHED_IDLE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19 and os.getsid(pid) == pid
+    finally:
+        os.kill(pid, signal.SIGALRM)  # what its own limit sends
+    beside.wait(10.0)
+    assert not is_running(pid)
+
+
+def test_the_process_dies_with_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    os.remove(run / "metrics.jsonl")
+    os.mkfifo(run / "metrics.jsonl")
+    script = (
+        "import sys, time; from pathlib import Path; from grpo_rl.telemetry.page.beside_run import PageBeside;"
+        "beside = PageBeside(Path(sys.argv[1]), 1); beside.step(1); print(beside._process.pid, flush=True); time.sleep(60)"
+    )
+    controller = subprocess.Popen([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    pid = int(controller.stdout.readline())
+    deadline = time.monotonic() + 30.0
+    while os.sched_getscheduler(pid) != os.SCHED_IDLE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    controller.kill()
+    controller.wait(10.0)
+    while is_running(pid):
+        assert time.monotonic() < deadline + 20.0
+        time.sleep(0.02)
+
+
+def test_a_failure_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "page.html").mkdir()
+    warnings: list[str] = []
+    beside = PageBeside(run, 1, warnings.append)
+    for step in (1, 2):
+        beside._took = 0.0
+        beside.step(step)
+        beside.wait(60.0)
+    assert len(warnings) == 1 and "page.html" in warnings[0] and "training goes on" in warnings[0]
+
+
+def test_a_run_whose_logs_are_gone_goes_on(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    beside = PageBeside(tmp_path / "gone", 1, warnings.append)
+    beside.step(1)
+    beside.last("done")
+    beside.wait(1.0)
+    assert len(warnings) == 1
+
+
+def test_the_last_page_takes_the_place_of_one_under_way_and_has_the_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path, state="running")
+    beside = PageBeside(run, 1)
+    beside.step(1)
+    beside.last("done")
+    beside.wait(60.0)
+    text = (run / "page.html").read_text()
+    assert '"state":"done"' in text and '"live":null' in text
+    assert [path.name for path in run.iterdir() if path.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("every", [-1, 0])
+def test_no_page_is_written_where_none_is_wanted(tmp_path: Path, every: int) -> None:
+    run = make_run(tmp_path)
+    beside = PageBeside(run, every)
+    beside.step(10)
+    beside.last("done")
+    beside.wait(1.0)
+    assert not (run / "page.html").exists()
+
+
+def test_a_run_without_a_step_gets_no_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "metrics.jsonl").write_text("")
+    beside = PageBeside(run, 1)
+    beside.last("failed", outlives=True)
+    with contextlib.suppress(FileNotFoundError):
+        (run / "logs/page.log").unlink()
+    assert beside._process is None
+
+
+def test_the_last_page_may_outlive_a_run_that_failed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, state="running")
+    script = (
+        "import os, sys; from pathlib import Path; from grpo_rl.telemetry.page.beside_run import PageBeside;"
+        "os.environ['GRPO_SESSION'] = 'token';"
+        "beside = PageBeside(Path(sys.argv[1]), 1); beside.last('failed', outlives=True);"
+        "print(beside._process.pid, flush=True); os._exit(1)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE, text=True, timeout=60)
+    pid = int(done.stdout)
+    with contextlib.suppress(OSError):
+        assert b"GRPO_SESSION" not in Path(f"/proc/{pid}/environ").read_bytes()
+    deadline = time.monotonic() + 30.0
+    while not (run / "page.html").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert '"state":"failed"' in (run / "page.html").read_text()

@@ -1,0 +1,288 @@
+"""What the page shows, as numbers: intervals, changes, configuration, state, and chunks of rollouts."""
+
+import json
+import math
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import group, make_run
+
+from grpo_rl.__main__ import main
+from grpo_rl.config import secrets
+from grpo_rl.errors import DataError
+from grpo_rl.telemetry.page import metric_columns, rollout_chunks, run_data
+from grpo_rl.telemetry.page.configuration import configuration, differences
+from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, read_chunk, unpack
+from grpo_rl.telemetry.page.token_pieces import pieces_of
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, write_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+
+
+def test_the_interval_of_single_answers_is_wilsons() -> None:
+    # Wilson 1927, for 8 of 10: 0.8 [0.490, 0.943].
+    mean, low, high = metric_columns.interval([[1.0]] * 8 + [[0.0]] * 2)
+    assert mean == pytest.approx(0.8) and low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
+    assert metric_columns.interval([[1.0]] * 10)[1:] == (pytest.approx(0.7225, abs=1e-4), pytest.approx(1.0))
+
+
+def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_not() -> None:
+    prompts = [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
+    mean, low, high = metric_columns.interval(prompts)
+    error = 1.0 / math.sqrt(3)  # the standard deviation of 0, 2 and 1 is 1
+    assert (mean, high - mean, mean - low) == (
+        1.0,
+        pytest.approx(1.96 * error, rel=1e-3),
+        pytest.approx(1.96 * error, rel=1e-3),
+    )
+
+
+def test_intervals_of_shares_end_at_nothing_and_at_all() -> None:
+    assert metric_columns.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]]) == (0.5, 0.0, 1.0)
+    assert metric_columns.interval([[0.0]] * 6)[:2] == (0.0, 0.0)
+    # Groups that are all right leave as much doubt as single right answers.
+    assert metric_columns.interval([[1.0, 1.0]] * 10) == metric_columns.interval([[1.0]] * 10)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        rates = draw.beta(2, 2, size=80)
+        low, high = metric_columns.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates])[1:]
+        held += low <= 0.5 <= high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_the_change_of_a_validation_is_paired_by_prompt(tmp_path: Path) -> None:
+    # Every prompt is better by about one half: the change is nearly certain, however different the prompts are.
+    index = {
+        "sources": ["a"],
+        "steps": [
+            {"kind": "val", "step": 0, "groups": [[p, 0, [float(p)], [1], [], []] for p in range(5)]},
+            {"kind": "val", "step": 8, "groups": [[p, 0, [p + 0.5 + 0.01 * (p % 2)], [1], [], []] for p in reversed(range(5))]},
+        ],
+    }
+    found = metric_columns.change(index, "a")
+    assert found is not None and found["prompts"] == 5
+    error = 0.01 * math.sqrt(0.3) / math.sqrt(5)  # differences 0.5, 0.51, 0.5, 0.51, 0.5
+    assert (found["mean"], found["high"] - found["low"]) == (pytest.approx(0.504), pytest.approx(2 * 1.96 * error, rel=1e-3))
+    index["steps"][1]["groups"] = index["steps"][0]["groups"]
+    assert metric_columns.change(index, "a") == {"mean": 0.0, "low": None, "high": None, "prompts": 5}
+    index["steps"][1]["groups"] = []
+    assert metric_columns.change(index, "a") is None
+
+
+def test_metrics_become_columns_over_steps_tokens_and_seconds() -> None:
+    records = [{"step": 0, "val/a": 1.0}, {"step": 1, "perf/total_num_tokens": 5.0, "timing_s/step": 2.0, "x": math.nan}]
+    records.append({"step": 2, "perf/total_num_tokens": 7.0, "timing_s/step": 3.0, "x": math.inf, "alarm/kl_runaway": 1.0})
+    found = metric_columns.columns(records)
+    assert (found["steps"], found["tokens"], found["seconds"]) == ([0, 1, 2], [0, 5, 12], [0.0, 2.0, 5.0])
+    assert found["columns"]["x"] == [None, None, None] and found["columns"]["val/a"] == [1.0, None, None]
+    assert metric_columns.alarms(records) == [[2, "kl_runaway"]] and "alarm/kl_runaway" not in found["columns"]
+
+
+def test_long_curves_are_thinned_and_keep_every_validation_and_the_last_step() -> None:
+    records = [{"step": step, "x": float(step)} | ({"val/a": 1.0} if step % 1001 == 0 else {}) for step in range(9000)]
+    found = metric_columns.columns(records)
+    assert found["every"] == 3 and len(found["steps"]) < metric_columns.MOST_POINTS
+    assert {1001, 2002, 8999} <= set(found["steps"])
+
+
+def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_resume(tmp_path: Path) -> None:
+    run = make_run(tmp_path, words=["trainer.total_training_steps=8", "data.train_batch_size=16"])
+    record = run_data.RunRecord.of_folder(run)
+    found = configuration(run, record.config)
+    by_key = {one["key"]: one for one in found["different"]}
+    assert by_key["data.train_batch_size"] == {"key": "data.train_batch_size", "value": "16", "default": "1024", "named": True}
+    assert "trainer.default_local_dir" in by_key and "trainer.project_name" not in by_key
+    assert not by_key["actor_rollout_ref.model.path"]["named"]  # the recipe's
+    assert found["resume"].endswith("data.train_batch_size=16") and f"trainer.experiment_name={run.name}" in found["resume"]
+    assert f"trainer.experiment_name={run.name}_again" in found["repeat"]
+
+
+def test_a_default_that_refers_to_another_key_is_no_difference() -> None:
+    assert differences({"trainer": {"project_name": "p", "default_local_dir": "runs/p"}}) == [
+        {"key": "trainer.project_name", "value": "p", "default": "grpo_rl", "named": False}
+    ]
+
+
+def test_a_run_without_a_name_is_resumed_by_the_one_that_its_date_gave_it(tmp_path: Path) -> None:
+    run = tmp_path / "2026-01-01_00-00-00_abcd"
+    run.mkdir()
+    (run / "overrides.txt").write_text("recipe=arithmetic/grpo\ndata.train_files=[a b.jsonl]\n")
+    found = configuration(run, {"trainer": {"experiment_name": None, "default_local_dir": "runs/x"}})
+    assert found["resume"].endswith(
+        "recipe=arithmetic/grpo 'data.train_files=[a b.jsonl]' trainer.experiment_name=2026-01-01_00-00-00_abcd "
+        "trainer.default_local_dir=runs/x"
+    )
+
+
+def test_a_run_says_that_it_runs_and_its_process_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path, state="running")
+    assert run_data.current_status(run)["state"] == "running"  # another machine's: nothing is known of its processes
+    status = json.loads((run / "status.json").read_text()) | {"host": socket.gethostname(), "pid": 2**22 + 1}
+    (run / "status.json").write_text(json.dumps(status))
+    assert run_data.current_status(run)["state"] == "killed"
+    (run / "status.json").write_text(json.dumps(status | {"pid": os.getpid()}))
+    assert run_data.current_status(run)["state"] == "running"
+    assert run_data.current_status(run, "done")["state"] == "done"
+
+
+def test_the_plan_is_read_back_as_sections(tmp_path: Path) -> None:
+    sections = run_data.plan_sections(make_run(tmp_path))
+    assert [one["title"] for one in sections] == ["plan: recipe arithmetic/grpo", "objective", "notes"]
+    pg = "= max(-A r, -A clip(r, 0.8, 1.2)), at most -3 A where A < 0; r = π / π_old"
+    assert sections[1]["rows"][2] == ["pg", pg]
+    assert sections[2]["rows"] == [["", "nothing"]]
+
+
+def test_results_have_before_and_after_with_intervals(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rows=20)
+    found = run_data.run_data(run, tmp_path / "files").data
+    first = found["results"][0]
+    assert first["name"] == "validation reward" and first["prompts"] == 20
+    assert first["before"]["step"] == 0 and first["after"]["step"] == 8 and first["after"]["low"] < first["after"]["value"]
+    assert first["change"]["low"] < first["change"]["mean"] < first["change"]["high"]
+    assert found["rewards"]["arithmetic"]["steps"] == list(range(1, 9))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no metrics\.jsonl"):
+        run_data.run_data(tmp_path, tmp_path / "files")
+
+
+def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    inlined = chunks_of(run, tmp_path / "files")
+    assert inlined.folder is None and not (tmp_path / "files").exists()
+    outside = chunks_of(run, tmp_path / "files", inline_bytes=0)
+    assert outside.folder == tmp_path / "files" and outside.inlined == {}
+    assert outside.index == inlined.index
+    for name, packed in inlined.inlined.items():
+        assert read_chunk(tmp_path / "files", name) == unpack(packed)
+    groups = unpack(inlined.inlined["rollouts_8_0"])
+    logged = read_rollouts(run / "rollouts/step_8.jsonl")
+    assert [one["response"] for entry in groups for one in entry["rollouts"]] == [record["response"] for record in logged]
+
+
+def test_only_new_steps_are_packed_again_and_steps_that_went_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = make_run(tmp_path), tmp_path / "files"
+    first = chunks_of(run, folder, inline_bytes=0).index
+    read: list[str] = []
+    monkeypatch.setattr(rollout_chunks, "read_rollouts", lambda path: read.append(path.name) or read_rollouts(path))
+    assert chunks_of(run, folder, inline_bytes=0).index["steps"] == first["steps"] and read == []
+    # A resumed run writes its last step anew, without the one after it.
+    (run / "rollouts/step_8.jsonl").unlink()
+    records = (run / "rollouts/step_7.jsonl").read_text().splitlines()
+    (run / "rollouts/step_7.jsonl").write_text("\n".join(records[:4]) + "\n")
+    index = chunks_of(run, folder, inline_bytes=0).index
+    assert read == ["step_7.jsonl"] and not (folder / "rollouts_8_0.js").exists()
+    assert [one["num"] for one in index["steps"] if one["kind"] == "rollouts"] == [24] * 6 + [4]
+
+
+def test_a_step_with_long_texts_is_cut_into_chunks_between_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_chunks, "CHUNK_BYTES", 20)
+    found = chunks_of(make_run(tmp_path, num_steps=1), tmp_path / "files")
+    entry = next(one for one in found.index["steps"] if one["kind"] == "rollouts")
+    assert len(entry["chunks"]) > 1 and sum(count for _, _, count in entry["chunks"]) == 6
+    for name, first, count in entry["chunks"]:
+        rewards = [[one["reward"] for one in group["rollouts"]] for group in unpack(found.inlined[name])]
+        assert rewards == [group[2] for group in entry["groups"][first : first + count]]
+
+
+def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path) -> None:
+    run, folder = make_run(tmp_path), tmp_path / "files"
+    (run / "rollouts/step_3.jsonl").write_text('{"prompt": "a"')
+    chunks_of(run, folder, inline_bytes=0)
+    (folder / "index.js").write_text("__chunk(")
+    index = chunks_of(run, folder, inline_bytes=0).index
+    assert [one["step"] for one in index["steps"] if one["kind"] == "rollouts"] == [1, 2, 4, 5, 6, 7, 8]
+
+
+def test_a_chunk_comes_back_as_it_went_in() -> None:
+    value = [{"response": 'a\u2028</script>\ud800"\\'}]
+    assert unpack(pack(value)) == value
+    assert pack(value).isascii() and "<" not in pack(value)
+
+
+def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_path: Path) -> None:
+    from grpo_rl.models.builtin import build
+
+    run = make_run(tmp_path, num_steps=1)
+    build("builtin:arithmetic", run / "model")
+    pieces = pieces_of(run, {})
+    assert pieces is not None
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(run / "model/tokenizer.json")).encode("12+7", add_special_tokens=False).ids
+    assert "".join(pieces(ids)) == "12+7" and len(pieces(ids)) == len(ids)
+    rollouts = [one for row in (1, 2, 3) for one in group(1, row, 2)]
+    write_rollouts(run / "rollouts/step_1.jsonl", rollouts, token_groups=2)
+    assert ["token_ids" in one for one in read_rollouts(run / "rollouts/step_1.jsonl")] == [True] * 4 + [False] * 2
+    name = "rollouts_1_0"
+    first, _, last = unpack(chunks_of(run, tmp_path / "files", pieces).inlined[name])
+    assert len(first["rollouts"][0]["tokens"]) == 3 and first["rollouts"][0]["logprobs"] == [-0.1, -2.0, -0.01]
+    assert "tokens" not in last["rollouts"][0]
+
+
+def test_pieces_of_one_character_are_joined(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.BPE(vocab={char: place for place, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    pieces = pieces_of(tmp_path, {})
+    assert pieces is not None
+    ids = tokenizer.encode("a é 漢!").ids
+    assert pieces(ids) == ["a", " ", "é", "", " ", "漢", "", "", "!"]
+    assert pieces(ids[:3]) == ["a", " ", "\ufffd"]
+
+
+def test_the_tokens_of_a_response_with_a_secret_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {"hush-hush-4711"})
+    rollouts = group(1, 1, 2, lambda step, row, sample: "the key is hush-hush-4711" if sample else "2")
+    write_rollouts(tmp_path / "step_1.jsonl", rollouts, token_groups=1)
+    first, second = read_rollouts(tmp_path / "step_1.jsonl")
+    assert "token_ids" in first and "token_ids" not in second and "hush" not in json.dumps(second)
+
+
+def test_the_log_has_tokens_only_where_asked(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    assert "token_ids" not in read_rollouts(RolloutLog(run_dir).write("rollouts", 1, group(1, 1, 1)))[0]
+    found = read_rollouts(RolloutLog(run_dir, token_groups=1).write("rollouts", 1, group(1, 1, 1)))[0]
+    assert (found["token_ids"], found["token_logprobs"]) == ([4, 5, 6], [-0.1, -2.0, -0.01])
+
+
+def test_the_command_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = make_run(tmp_path, "one", num_steps=2), make_run(tmp_path, "two", num_steps=2)
+    assert main(["page", str(one)]) == 0
+    assert capsys.readouterr().out == f"page: {one}/page.html\n" and (one / "page.html").stat().st_size > 10_000
+    assert main(["page", str(one), str(two), "--out", str(tmp_path / "both.html")]) == 0
+    assert '"name":"one"' in (tmp_path / "both.html").read_text() and '"name":"two"' in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["nowhere"], 3, "no metrics.jsonl"),
+        (["{run}", "--out", "page.txt"], 2, "ends in .html"),
+        (["{run}", "--port", "80"], 2, "--port is for --serve"),
+        (["{run}", "--out", "/proc/nothing/page.html"], 2, "cannot be written"),
+        (["{run}", "--serve", "--port", "99999"], 2, "--port 99999"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    assert main(["page", *(word.format(run=run) for word in words)]) == code
+    assert said in capsys.readouterr().err

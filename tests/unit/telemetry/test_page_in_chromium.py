@@ -1,0 +1,349 @@
+"""The page in a real browser: every tab, hostile responses, files beside it, several runs, phones, 100,000 rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_folders import answer, make_run
+
+pytest.importorskip("websockets", reason="websockets is not installed, which talks to the browser")
+from chromium import Tab, browser_path, chromium
+
+from grpo_rl.telemetry.page import page_file
+from grpo_rl.telemetry.page.page_file import write_page
+from grpo_rl.telemetry.page.page_server import PageServer
+
+pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
+
+HOSTILE = (
+    "</script><script>window.__owned = 1</script>",
+    "<img src=x onerror=window.__owned=1><svg onload=window.__owned=1>",
+    "\u2028\u2029window.__owned=1//",
+    "\"]}');window.__owned=1;//",
+    "<!--<script>",
+    "]]>--><iframe srcdoc='<script>parent.__owned=1</script>'></iframe>",
+    "javascript:window.__owned=1 <a href='javascript:window.__owned=1'>x</a>",
+    "\u202egnp.exe\u200b \x1b[2J \x00 \ud800 lone",
+    "{{constructor.constructor('window.__owned=1')()}} ${window.__owned=1}",
+    "<style>body{display:none}</style><meta http-equiv=refresh content='0;url=http://192.0.2.1/'>",
+)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("browser") / "profile") as tab:
+        yield tab
+
+
+@pytest.fixture(autouse=True)
+def fresh(tab: Tab) -> None:
+    # The page of the test before looks for newer versions of itself until it is left.
+    tab.call("Page.navigate", url="about:blank")
+    tab.wait("location.href === 'about:blank'")
+    tab.problems.clear()
+    tab.requests.clear()
+    tab.size(1400, 900)
+
+
+def address(page: Path, **chosen: object) -> str:
+    return f"{page.as_uri()}#" + "&".join(f"{key}={value}" for key, value in chosen.items())
+
+
+def text(tab: Tab, selector: str = "main") -> str:
+    return str(tab.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+
+def outside(tab: Tab) -> list[str]:
+    return [one for one in tab.requests if not one.startswith(("file:", "about:", "data:", "blob:"))]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page([make_run(tmp_path_factory.mktemp("runs"), num_steps=12)])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_tab_is_drawn_without_an_error_and_without_the_network(tab: Tab, page: Path, dark: bool) -> None:
+    tab.size(1400, 900, dark=dark)
+    for name in ("overview", "curves", "rollouts", "time", "configuration"):
+        tab.open(address(page, tab=name))
+        assert len(text(tab)) > 100
+    assert tab.problems == [] and outside(tab) == []
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 150) == dark
+
+
+def test_the_overview_says_what_was_trained_and_whether_it_worked(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="overview"))
+    head, shown = text(tab, ".top"), text(tab)
+    assert "a_run" in head and "done" in head and "12 of 12" in head and "step 4" in head
+    assert "max(-A r, -A clip(r, 0.8, 1.2))" in shown and "validation reward" in shown
+    assert re.search(r"\n[\d.]+\n\[[\d.]+, [\d.]+\] step 12", shown), shown
+    tab.wait("document.querySelectorAll('canvas').length > 0")
+
+
+def test_nothing_on_a_phone_is_wider_than_the_phone(tab: Tab, page: Path) -> None:
+    tab.size(360, 740)
+    for name in ("overview", "curves", "rollouts", "time", "configuration"):
+        tab.open(address(page, tab=name))
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360, name
+
+
+def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="curves", find="kl_loss"))
+    assert tab.evaluate("[...document.querySelectorAll('.card.small h3')].map((one) => one.textContent)") == ["actor/kl_loss"]
+    # What is saved is caught where it becomes a file.
+    tab.evaluate(
+        "window.__saved = []; HTMLAnchorElement.prototype.click = () => 0; URL.createObjectURL = (blob) => { window.__saved.push(blob); return ''; }; 0"
+    )
+    tab.click("CSV")
+    lines = tab.evaluate("window.__saved[0].text()").splitlines()
+    assert lines[0] == "step,actor/kl_loss" and lines[1] == "1,0.01" and len(lines) == 13
+    tab.click("PNG")
+    tab.wait("window.__saved.length === 2")
+    size = "createImageBitmap(window.__saved[1]).then((picture) => [picture.width, picture.height])"
+    width, height = tab.evaluate(size)
+    assert width > 200 and height > 150
+    tab.evaluate(
+        "const one = document.querySelector('input[type=range]'); one.value = 0.9; one.dispatchEvent(new Event('input')); 0"
+    )
+    tab.wait("document.querySelectorAll('.u-legend, .plot canvas').length > 0 && location.hash.includes('smooth=0.9')")
+    tab.open(address(page, tab="curves", find="kl_loss", axis="tokens"))
+    assert "tokens 1,200" in text(tab) or tab.evaluate("location.hash").count("axis=tokens") == 1
+    assert tab.problems == []
+
+
+def test_smoothing_is_the_corrected_exponential_average(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="curves", find="kl_loss", smooth=0.5))
+    # 0.01, 0.02, 0.03 at share 0.5: (0.25*0.01 + 0.5*0.02) / 0.75 = 0.01667 at the second.
+    tab.evaluate(
+        "window.__saved = []; HTMLAnchorElement.prototype.click = () => 0; URL.createObjectURL = (blob) => { window.__saved.push(blob); return ''; }; 0"
+    )
+    tab.click("CSV")
+    lines = tab.evaluate("window.__saved[0].text()").splitlines()
+    assert lines[0] == "step,raw,actor/kl_loss"
+    assert float(lines[2].split(",")[2]) == pytest.approx((0.25 * 0.01 + 0.5 * 0.02) / 0.75)
+
+
+def test_several_runs_lie_over_each_other(tab: Tab, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name, num_steps=steps) for name, steps in (("one", 4), ("two", 8))]
+    page = write_page(runs)
+    assert page == tmp_path / "runs.html"
+    tab.open(address(page, tab="curves", find="kl_loss"))
+    assert re.search(r"one 0\.04\s+two 0\.08", text(tab, ".card.small"))
+    tab.open(address(page, tab="overview", run=1))
+    assert text(tab, "h1") == "two" and "8 of 8" in text(tab, ".top")
+    assert tab.problems == []
+
+
+def test_a_whole_group_is_shown_side_by_side_with_the_history_of_its_prompt(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="rollouts", step=3), wait_for="document.querySelectorAll('.rollout').length")
+    assert tab.evaluate("document.querySelectorAll('.rollout').length") == 4
+    assert tab.evaluate("document.querySelectorAll('.row').length") == 6
+    responses = tab.evaluate("[...document.querySelectorAll('.rollout > pre')].map((one) => one.textContent)")
+    assert responses == [answer(3, 0, sample) for sample in range(4)]
+    assert "+0.5" in text(tab, ".rollout") and "acc" in text(tab, ".rollout")
+    assert "This prompt at 12 steps" in text(tab, ".history")
+    tab.click("7", ".steps button")
+    tab.wait("document.querySelector('.detail b').textContent.includes('step 7')")
+    responses = tab.evaluate("[...document.querySelectorAll('.rollout > pre')].map((one) => one.textContent)")
+    assert responses == [answer(7, 0, sample) for sample in range(4)]
+
+
+def test_rollouts_are_filtered_by_reward_outcome_and_text(tab: Tab, page: Path) -> None:
+    def rows(**chosen: object) -> int:
+        tab.open(
+            address(page, tab="rollouts", **chosen),
+            wait_for="/^[\\d,]+ groups/.test(document.querySelector('.bar:first-child')?.innerText.split('\\n').pop() ?? '')",
+        )
+        return int(tab.evaluate("document.querySelectorAll('.row').length"))
+
+    right = [[answer(5, row, sample) == str(2 * row) for sample in range(4)] for row in range(6)]
+    assert rows(step=5) == 6
+    assert rows(step=5, low=1) == sum(any(one) for one in right)
+    assert rows(step=5, outcome="equal") == sum(len(set(one)) == 1 for one in right)
+    assert rows(step=5, outcome="mixed") == sum(len(set(one)) == 2 for one in right)
+    assert rows(step=5, text="%3E3%2B3") == 1
+    assert rows(step="all", text="%3E3%2B3") == 12
+    assert rows(step=5, outcome="failed") == 0 and "No group meets" in text(tab)
+
+
+def test_two_steps_are_compared_prompt_by_prompt(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="rollouts", kind="val", mode="two"), wait_for="document.querySelectorAll('.pair').length")
+    before = [answer(0, row, 0) == str(2 * row) for row in range(100, 106)]
+    after = [answer(12, row, 0) == str(2 * row) for row in range(100, 106)]
+    better = sum(new > old for new, old in zip(after, before, strict=True))
+    assert f"6 prompts at both: {better} better" in text(tab, ".bar")
+    assert tab.evaluate("document.querySelectorAll('.pair ins, .pair del').length") > 0
+
+
+def hostile(step: int, row: int, sample: int) -> str:
+    return HOSTILE[(row * 4 + sample) % len(HOSTILE)]
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 2**22])
+def test_hostile_responses_are_shown_and_do_nothing(
+    tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(page_file, "INLINE_BYTES", inline_bytes)
+    run = make_run(tmp_path, num_steps=2, text=hostile)
+    page = write_page([run])
+    assert (run / "page_files").exists() == (inline_bytes == 0)
+    seen = ""
+    for step in (1, 2):
+        for place in range(6):
+            tab.open(
+                address(page, tab="rollouts", step=step, group=f"{step}.{place}"),
+                wait_for="document.querySelectorAll('.rollout').length",
+            )
+            seen += text(tab)
+            assert (
+                tab.evaluate("window.__owned === undefined")
+                and tab.evaluate("document.querySelectorAll('iframe, svg, img').length") == 0
+            )
+    assert HOSTILE[0] in seen and HOSTILE[1] in seen and "\\u202egnp.exe\\u200b" in seen and "\\ud800 lone" in seen
+    tab.open(address(page, tab="rollouts", mode="two"), wait_for="document.querySelectorAll('.pair').length")
+    assert tab.evaluate("window.__owned === undefined") and tab.problems == [] and outside(tab) == []
+
+
+def test_the_name_of_a_run_and_of_a_metric_are_hostile_too(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "<b onclick=x>'&quot;", num_steps=2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time": 0, "<img src=x onerror=window.__owned=1>": 1.0, "__proto__": 2.0}) + "\n")
+    tab.open(address(write_page([run]), tab="curves"))
+    assert text(tab, "h1") == "<b onclick=x>'&quot;" and tab.evaluate("document.querySelectorAll('img').length") == 0
+    assert tab.evaluate("window.__owned === undefined") and tab.problems == []
+
+
+def test_the_policy_of_the_page_stops_scripts_and_the_network(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="overview"))
+    tab.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.__owned=1>'); 0")
+    tab.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.__owned=1'})); 0")
+    assert tab.evaluate("fetch('http://192.0.2.1/').then(() => 'sent', () => 'refused')") == "refused"
+    source = "new Promise((done) => { const one = document.createElement('script'); one.onerror = () => done('refused');"
+    assert (
+        tab.evaluate(
+            source + "one.onload = () => done('ran'); one.src = 'https://192.0.2.1/x.js'; document.head.append(one); })"
+        )
+        == "refused"
+    )
+    assert tab.evaluate("window.__owned === undefined") and len(tab.problems) >= 3
+
+
+def test_a_page_without_its_folder_says_so(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
+    page = write_page([make_run(tmp_path, num_steps=2)])
+    moved = page.rename(tmp_path / "moved.html")
+    tab.open(address(moved, tab="rollouts"), wait_for="document.querySelector('.error')")
+    assert "keep the folder beside the page" in text(tab)
+
+
+def test_an_open_page_of_a_running_run_follows_it(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=2, state="running")
+    page = write_page([run])
+    tab.open(address(page, tab="overview"))
+    assert "running" in text(tab, ".top") and "2 of 2" in text(tab, ".top")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "done", "step": 7, "total": 7}))
+    write_page([run])
+    tab.wait("document.querySelector('.top')?.innerText.includes('7 of 7')", 20)
+    assert "done" in text(tab, ".top") and tab.problems == []
+
+
+def test_the_server_gives_the_page_to_the_token_only_and_keeps_it_new(
+    tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
+    run = make_run(tmp_path, num_steps=2, state="running")
+    server = PageServer([run])
+    try:
+        tab.open(server.address + "#tab=rollouts", wait_for="document.querySelectorAll('.rollout').length")
+        assert tab.problems == []
+        base, token = server.address.rsplit("/", 2)[0], server.address.rsplit("/", 2)[1]
+
+        def status(path: str, host: str | None = None) -> int:
+            request = urllib.request.Request(base + path, headers={"Host": host} if host else {})
+            try:
+                with urllib.request.urlopen(request, timeout=10) as answered:
+                    return int(answered.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        assert status(f"/{token}/page.html") == 200 and status(f"/{token}/page_files/index.js") == 200
+        for path in ("/", "/page.html", f"/{token[:-1]}/page.html", f"/{token}/config.yaml", f"/{token}/../a_run/page.html"):
+            assert status(path) == 404, path
+        assert (
+            status(f"/{token}/page_files/../metrics.jsonl") == 404 and status(f"/{token}/page_files/%2e%2e/config.yaml") == 404
+        )
+        assert status(f"/{token}/page.html", host="evil.example") == 404
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "time": 0, "reward/mean": 0.25}) + "\n")
+        deadline = time.monotonic() + 20
+        while '"num_steps":3' not in server.page.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        server.close()
+    assert not any(thread.name.startswith("page-") for thread in threading.enumerate())
+
+
+def test_a_hundred_thousand_rollouts_stay_quick(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    lines = []
+    for row in range(125):
+        for sample in range(8):
+            record = {
+                "prompt": f"Question {row}?",
+                "response": f"An answer {row} {sample} " + "of some words " * 20,
+                "ground_truth": "1",
+            }
+            record |= {
+                "data_source": "made",
+                "reward": float((row + sample) % 3 == 0),
+                "reward_parts": {"acc": 1.0},
+                "advantage": 0.1,
+            }
+            lines.append(
+                json.dumps(record | {"uid": f"e0-r{row}", "sample": sample, "finish_reason": "stop", "response_length": 60})
+            )
+    content = "\n".join(lines) + "\n"
+    for step in range(1, 101):
+        (run / f"rollouts/step_{step}.jsonl").write_text(content.replace("Question", f"Question of step {step},"))
+    began = time.perf_counter()
+    page = write_page([run])
+    whole = time.perf_counter() - began
+    (run / "rollouts/step_100.jsonl").write_text(content)
+    began = time.perf_counter()
+    write_page([run])
+    again = time.perf_counter() - began
+    assert again < whole / 3, "only the new step is packed"
+    assert page.stat().st_size < 2**20 and sum(path.stat().st_size for path in (run / "page_files").iterdir()) < 2**25
+    began = time.perf_counter()
+    tab.open(address(page, tab="rollouts", step=50), wait_for="document.querySelectorAll('.rollout').length")
+    opened = time.perf_counter() - began
+    assert "Question of step 50, 0?" in text(tab) and tab.evaluate("document.querySelectorAll('.row').length") == 60
+    loaded = [one for one in tab.requests if one.startswith((page.parent / "page_files").as_uri())]
+    assert len(loaded) <= 2, "the index, and one step"
+    began = time.perf_counter()
+    tab.open(address(page, tab="rollouts", step="all", low=1), wait_for="document.querySelectorAll('.rollout').length")
+    filtered = time.perf_counter() - began
+    began = time.perf_counter()
+    tab.open(
+        address(page, tab="rollouts", step="all", text="step%2077,%20123"),
+        wait_for="document.querySelectorAll('.rollout').length",
+    )
+    searched = time.perf_counter() - began
+    assert tab.evaluate("document.querySelectorAll('.row').length") == 1
+    print(f"whole {whole:.2f} s, again {again:.2f}, opened {opened:.2f}, filtered {filtered:.2f}, searched {searched:.2f}")
+    # Far above what two quiet cores need (README of the page: docs/page.md), for those that are shared.
+    assert opened < 10 and filtered < 10 and searched < 60
+    assert tab.problems == [] and os.path.getsize(page) > 0

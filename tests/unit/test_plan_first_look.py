@@ -1,0 +1,160 @@
+"""A look before the start sees what would make a run vain, and is silent about one that is well."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_rl import machine_memory
+from grpo_rl.__main__ import main
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import DataConfig, RewardConfig
+from grpo_rl.data.dataset import load_dataset
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.plan import first_look
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
+from grpo_rl.plan.make import make_plan
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.types import Prompt
+
+TOKENIZER = build_tokenizer(128)
+MINE = """
+def always_one(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def failing(data_source, solution_str, ground_truth, extra_info):
+    return 1.0 / len(solution_str) if len(solution_str) > 9 else int("no number")
+"""
+
+
+def plan_of(*words: str) -> Plan:
+    return make_plan(compose(["recipe=arithmetic/grpo", "trainer.device=cpu", *words]), Machine(0, 2, "cpu", cluster=False))
+
+
+def prompts_of(config: DataConfig | None = None, spec: str = "task:arithmetic?num_rows=40") -> list[Prompt]:
+    data = load_dataset([spec], config or DataConfig(max_prompt_length=32), TOKENIZER, max_samples=-1)
+    return some_prompts(data)
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RewardRunner]:
+    (tmp_path / "mine.py").write_text(MINE)
+    config = RewardConfig(functions=[request.param.replace("mine.py", str(tmp_path / "mine.py"))], num_workers=1)
+    made = RewardRunner(RewardFunction.from_config(config), config, data_sources={"arithmetic"})
+    yield made
+    made.close()
+
+
+def troubles(sights: list[first_look.Sight]) -> list[str]:
+    return [sight.name for sight in sights if sight.advice]
+
+
+@pytest.mark.parametrize(
+    ("runner", "text", "is_trouble"),
+    [
+        ("auto", "tried on 8 rows: the right answer gets 1, an empty one 0", False),
+        ("gsm8k", "in 8 of 8 rows the right answer gets no more than an empty one (0 and 0), for instance '", True),
+        ("mine.py:always_one", "no more than an empty one (1 and 1)", True),
+        ("mine.py:failing", "it fails on 8 of 8 right answers", True),
+    ],
+    indirect=["runner"],
+)
+def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRunner, text: str, is_trouble: bool) -> None:
+    (sight,) = RewardTrial(prompts_of(), runner, TOKENIZER).sights()
+    assert sight.name == "reward" and text in sight.text
+    assert bool(sight.advice) == is_trouble
+
+
+@pytest.mark.parametrize("runner", ["auto"], indirect=True)
+def test_where_no_right_answer_can_be_made_it_says_so_and_warns_of_nothing(runner: RewardRunner) -> None:
+    truths: list[object] = [{"tests": []}, {"numbers": 7, "target": "no number"}, None]
+    prompts = [dataclasses.replace(prompt, ground_truth=truth) for prompt, truth in zip(prompts_of(), truths, strict=False)]
+    (sight,) = RewardTrial(prompts, runner, TOKENIZER).sights()
+    assert "no right answer could be made" in sight.text and not sight.advice
+    assert RewardTrial([], runner, TOKENIZER).sights() == []
+
+
+def test_prompts_that_are_cut_and_answers_that_do_not_fit_are_named_with_the_lengths_they_need() -> None:
+    well = of_prompts(plan_of(), prompts_of(), TOKENIZER)
+    assert troubles(well) == [] and "<|user|>" in well[0].text and "of 32" in well[0].text
+    cut = DataConfig(max_prompt_length=5, truncation="left")
+    sights = of_prompts(plan_of("data.max_prompt_length=5", "data.truncation=left"), prompts_of(cut), TOKENIZER)
+    assert troubles(sights) == ["prompts"]
+    assert "8 of 8 reach data.max_prompt_length=5, and longer ones are cut (left)" in sights[0].text
+    short = of_prompts(plan_of("data.max_response_length=3"), prompts_of(), TOKENIZER)
+    assert troubles(short) == ["answers"] and "raise it to" in short[1].advice
+
+
+def test_the_plan_shows_model_rows_disk_and_memory(tmp_path: Path) -> None:
+    sights = of_plan(plan_of("trainer.save_freq=10"), tmp_path / "not" / "there")
+    assert troubles(sights) == []
+    text = {sight.name: sight.text for sight in sights}
+    assert list(text) == ["model", "rows", "disk", "memory"]
+    assert "heads of 32" in text["model"] and "2,048 positions for 48 tokens" in text["model"]
+    assert "8,192 rows, 64 in a batch, 80 steps: each row comes 0.625 times" in text["rows"]
+    assert text["disk"].startswith("8 checkpoints take") and str(tmp_path) in text["disk"]
+
+
+def test_few_rows_and_many_passes_are_named() -> None:
+    sights = of_plan(plan_of("data.train_max_samples=64", "trainer.total_training_steps=60"), Path("/"))
+    assert troubles(sights) == ["rows"]
+
+
+def test_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = plan_of("trainer.save_freq=1")
+    size = plan.model
+    assert size is not None
+    large = dataclasses.replace(plan, model=dataclasses.replace(size, num_params=10**14))
+    sights = of_plan(large, tmp_path)
+    assert troubles(sights) == ["disk"] and "max_actor_ckpt_to_keep=2" in sights[2].advice
+    monkeypatch.setattr(first_look, "machine_memory", lambda: machine_memory.MachineMemory(1e6, 1e9))
+    assert troubles(of_plan(plan, tmp_path)) == ["memory"]
+
+
+def test_of_checkpoints_that_are_removed_only_those_kept_count(tmp_path: Path) -> None:
+    sights = of_plan(plan_of("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"), tmp_path)
+    assert sights[2].text.startswith("3 checkpoints take")
+
+
+def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n")
+    monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
+    assert machine_memory.machine_memory() == (600 * 1024, 1000 * 1024)
+    assert machine_memory.machine_memory().used_share == pytest.approx(0.4)
+    for name, text in {
+        "memory.max": "409600",
+        "memory.current": "300000",
+        "memory.stat": "anon 1\ninactive_file 200000",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert machine_memory.machine_memory() == (309600, 409600)
+    (tmp_path / "memory.max").write_text("max")
+    assert machine_memory.machine_memory().total == 1000 * 1024
+
+
+def test_the_command_looks_at_words_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=arithmetic/grpo", "trainer.device=cpu", "reward.num_workers=1"]
+    assert main(["doctor", *words, "--strict"]) == 0
+    shown = capsys.readouterr().out
+    assert "Before a start: nothing is in the way." in shown and "the right answer gets 1, an empty one 0" in shown
+    assert main(["doctor", *words, "reward.functions=[gsm8k]", "--strict", "--json"]) == 1
+    shown = capsys.readouterr().out
+    found = json.loads(shown[shown.index("[\n") :])
+    assert [one["name"] for one in found if one["weight"] == "watch"] == ["reward"]
+
+
+def test_words_that_are_refused_and_words_that_are_none_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "recipe=arithmetic/grpo", "data.train_batch_size=0"]) == 2
+    assert "data.train_batch_size" in capsys.readouterr().err
+    assert main(["doctor", "recipe=arithmetic/grpo", "runs/my_run"]) == 2
+    assert "'runs/my_run' is neither key=value nor alone" in capsys.readouterr().err

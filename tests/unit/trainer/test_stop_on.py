@@ -1,0 +1,131 @@
+"""An alarm that `trainer.stop_on` names ends the run in the step in which it begins, in the state that `on_alarm` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_schedules import run_of
+from test_sync_trainer import Policy, make_config
+
+from grpo_rl.config.checks.switch_rules import problems
+from grpo_rl.config.convert import convert
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import EXIT_CODES, ConfigError, StoppedByAlarm, details, headline
+from grpo_rl.main import main
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.trainer.run import Run
+
+SCHEDULE = '''
+"""Trains without sampling; from step 5 on no token is trained, and from step 7 on updates are not finite."""
+
+class Sickening:
+    roles = frozenset({"actor"})
+    trained = ()
+
+    def __init__(self, context):
+        self.context = context
+
+    def step(self):
+        step = self.context.step
+        return {"rollout/trained_token_fraction": float(step < 5), "actor/nonfinite": float(step == 7)}
+
+    def evaluate(self):
+        return {}
+
+    def ended(self):
+        return None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+'''
+
+
+def sickening(tmp_path: Path, total_steps: int = 9, **trainer: object) -> Run:
+    """A run whose updates train nothing from step 5 on."""
+    (tmp_path / "sickening.py").write_text(SCHEDULE)
+    config: Config = make_config(schedule=f"{tmp_path / 'sickening.py'}:Sickening", val_before_train=False, **trainer)
+    return run_of(config, tmp_path, total_steps=total_steps, actor=Policy())
+
+
+def steps_of(run: Run) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(run.output.run_dir.metrics_file)]
+
+
+def test_the_run_ends_in_the_step_in_which_the_alarm_begins_and_that_step_is_saved(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["nothing_trained"])
+    with pytest.raises(StoppedByAlarm) as stopped:
+        run.fit()
+    assert steps_of(run) == [1, 2, 3, 4, 5] and run.store.steps() == [5]
+    assert read_metrics(run.output.run_dir.metrics_file)[-1]["alarm/nothing_trained"] == 1
+    assert "No token of this step is trained" in headline(stopped.value) and "[nothing_trained, since step 5" in headline(
+        stopped.value
+    )
+    text = "\n".join(details(stopped.value))
+    assert "step 5 of 9 is saved: the same command goes on from it" in text and "likeliest remedy:" in text
+    assert stopped.value.exit_code == 76 and 76 in EXIT_CODES
+
+
+def test_the_same_command_goes_on_and_is_not_stopped_by_the_same_alarm_again(tmp_path: Path) -> None:
+    with pytest.raises(StoppedByAlarm):
+        sickening(tmp_path, stop_on=["nothing_trained"]).fit()
+    again = sickening(tmp_path, stop_on=["nothing_trained", "nonfinite"])
+    again.resume(again.store.folder / "step_5")
+    with pytest.raises(StoppedByAlarm, match="nonfinite, since step 7"):
+        again.fit()
+    assert steps_of(again) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_alarm_that_is_not_named_ends_nothing(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["kl_runaway"])
+    run.fit()
+    assert steps_of(run) == list(range(1, 10))
+
+
+def test_an_alarm_in_the_last_step_ends_nothing(tmp_path: Path) -> None:
+    run = sickening(tmp_path, total_steps=5, stop_on=["nothing_trained"])
+    run.fit()
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+
+
+def test_going_back_leaves_the_newest_checkpoint_from_before_as_the_newest(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["nonfinite"], on_alarm="go_back", save_freq=2)
+    with pytest.raises(StoppedByAlarm) as stopped:
+        run.fit()
+    assert run.store.steps() == [2, 4, 6]
+    assert "goes on from step 6, the last one saved before" in str(stopped.value)
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["nothing_trained"], on_alarm="go_back", save_freq=1)
+    with pytest.raises(StoppedByAlarm) as stopped:
+        run.fit()
+    assert run.store.steps() == [1, 2, 3, 4], "step 5, in which the illness began, is no longer a checkpoint of the run"
+    assert "goes on from step 4" in str(stopped.value) and "1 later checkpoint" in str(stopped.value)
+    assert len(list(run.store.folder.iterdir())) == 5, "it is renamed and not deleted"
+
+
+def test_without_a_checkpoint_from_before_it_says_so(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["nothing_trained"], on_alarm="go_back", save_freq=5)
+    with pytest.raises(StoppedByAlarm, match="there is no checkpoint from before step 5"):
+        run.fit()
+
+
+def test_an_unknown_alarm_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"kl_runway.*did you mean kl_runaway"):
+        convert({"trainer": {"stop_on": ["kl_runway"]}})
+    assert main(["trainer.device=cpu", "trainer.stop_on=[entropy_colapse]"]) == 2
+    assert "did you mean entropy_collapse?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trainer", [{"save_freq": -1}, {"save_freq": 5, "max_actor_ckpt_to_keep": 1}])
+def test_going_back_without_earlier_checkpoints_is_refused(trainer: dict[str, int]) -> None:
+    config = make_config(stop_on=["kl_runaway"], on_alarm="go_back", **trainer)
+    assert [line for line in problems(config) if line.startswith("trainer.on_alarm=go_back: needs a checkpoint")]
+
+
+def test_a_way_to_answer_alarms_that_are_not_named_is_refused() -> None:
+    assert [line for line in problems(make_config(on_alarm="go_back", save_freq=2)) if "needs trainer.stop_on" in line]
