@@ -39,7 +39,7 @@ def main() -> None:
         print(f"the training ended with {type(error).__name__}: {error}", *getattr(error, "__notes__", []), sep="\n  ")
         raise SystemExit(error.exit_code) from None
     print(run)
-    print(run.metrics("reward/mean", "reward/needless", "response_length/mean").dropna().round(3).tail(3))
+    print(run.metrics("reward/mean", "reward/terse/needless", "response_length/mean").dropna().round(3).tail(3))
     print(f"model: {run.model}")
 
 

@@ -28,5 +28,5 @@ def test_the_example_trains_and_reads_its_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = grpo_rl.Run(tmp_path / "runs" / "grpo_rl" / "from-python")
     assert "Finished in" in done.stdout and f"model: {run.model.relative_to(tmp_path)}" in done.stdout
-    assert run.state == "done" and list(run.metrics("reward/needless").dropna().index) == [1, 2, 3]
+    assert run.state == "done" and list(run.metrics("reward/terse/needless").dropna().index) == [1, 2, 3]
     assert run.rollouts(3).groupby("uid")["advantage"].median().abs().max() == 0
