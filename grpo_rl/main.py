@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
 
 _USAGE = """\
-usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--cfg | --help | --version]
+usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--multirun | --cfg | --help | --version]
 
 Trains a language model with reinforcement learning. Without a recipe, a model and data, the embedded
 model learns the embedded task (recipe=arithmetic/grpo).
@@ -42,15 +42,18 @@ model learns the embedded task (recipe=arithmetic/grpo).
   trainer.dry_run=true                      print the plan and stop
 
   ~key        back to the default, whatever the recipe says
+  seed=1      all seeds at once: of new weights, of the data's order, of sampling
+  --multirun  (-m) a run for each value: seed=1,2,3 actor_rollout_ref.actor.optim.lr=1e-6,1e-5; one after the other
   --cfg       print the whole configuration as YAML and stop
 All keys with their meaning: docs/configuration.md. verl's launch commands work where the meaning exists.
 recipes: """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], None] = lambda error: None) -> int:
     """Run the command line `argv` (this process's, if None), and return the exit code.
 
     What each code says is in `errors.EXIT_CODES`. A failure is printed on stderr: its cause in one line, details, the logs.
+    `on_error` gets the exception too.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
@@ -58,29 +61,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
-        return exit_code_after(lambda: _answer(words) if _is_question(words) else _run(words))
+        return exit_code_after(lambda: _answer(words) if _is_question(words) else _run(words), on_error=on_error)
     finally:
         gc.enable()
         # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
         gc.unfreeze()
 
 
-def exit_code_after(work: Callable[[], int], refusal: str = "this configuration cannot be run") -> int:
+def exit_code_after(
+    work: Callable[[], int],
+    refusal: str = "this configuration cannot be run",
+    on_error: Callable[[BaseException], None] = lambda error: None,
+) -> int:
     """Do the work of a command, and return its exit code; print a failure on stderr instead of a traceback.
 
-    `refusal` stands before the list of what is wrong with the words.
+    `refusal` stands before the list of what is wrong with the words. `on_error` gets the exception too.
     """
     try:
         return work()
     except (GrpoRlError, Preempted) as error:
         _explain(error, refusal)
+        on_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
-        return exit_code_of(KeyboardInterrupt())
+        on_error(error)
+        return exit_code_of(error)
     except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
         print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
-        print(f"  the traceback is in {_traceback_file(error)}", file=sys.stderr)
+        place = _traceback_file(error)
+        print(f"  the traceback is in {place}", file=sys.stderr)
+        error.add_note(f"the traceback is in {place}")
+        on_error(error)
         return exit_code_of(error)
 
 
@@ -104,6 +116,8 @@ def _run(words: list[str]) -> int:
     from grpo_rl.telemetry.rundir import refuse_taken
 
     only_config, words = _take_cfg(words)
+    if {"--multirun", "-m"} & set(words):
+        return _sweep([word for word in words if word not in ("--multirun", "-m")], only_config)
     composed = compose(words)
     faults.arm()
     if only_config:
@@ -121,6 +135,15 @@ def _run(words: list[str]) -> int:
     from grpo_rl.cluster.launch import run
 
     return run(composed, plan)
+
+
+def _sweep(words: list[str], only_config: bool) -> int:
+    from grpo_rl.sweep.run_all import run_sweep
+
+    if only_config:
+        raise ConfigError("--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key")
+    faults.arm()
+    return run_sweep(words)
 
 
 def _print_pace(trainer: TrainerConfig, plan: Plan) -> None:

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Submits a run to a Ray cluster: sends this folder along and starts the main command on the cluster.
 #
-#   scripts/submit.sh [--address URL] [--wait] key=value ...
+#   scripts/submit.sh [--address URL] [--wait] [--seeds 1,2,3] key=value ...
 #
 #   --address URL   the cluster's job server, e.g. http://head-node:8265; default: $RAY_API_SERVER_ADDRESS,
 #                   $RAY_ADDRESS, or http://127.0.0.1:8265
 #   --wait          stay and show the output; default: print the job's name and return
+#   --seeds 1,2,3   a job for each seed (seed=N), named NAME/seed=N after trainer.experiment_name=NAME; the cluster runs as
+#                   many at once as it has room for. The table of all, when they are done:
+#                   python -m grpo_rl.sweep.outcome FOLDER/NAME. With --multirun among the words one job runs them in turns.
+#   --dry-run       print the commands and submit nothing
 #
 # Environment variables that are set here and named in GRPO_RL_SEND_ENV (default: WANDB_API_KEY
 # MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE) are set for the job too. Paths in the overrides (data,
@@ -16,6 +20,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 address=${RAY_API_SERVER_ADDRESS:-${RAY_ADDRESS:-http://127.0.0.1:8265}}
 wait_flag=--no-wait
+seeds=()
+dry_run=
 while [[ $# -gt 0 ]]; do
     case $1 in
         --address)
@@ -24,6 +30,17 @@ while [[ $# -gt 0 ]]; do
             ;;
         --wait)
             wait_flag=
+            shift
+            ;;
+        --seeds)
+            IFS=, read -r -a seeds <<<"${2:?--seeds needs a list, such as 1,2,3}"
+            for seed in "${seeds[@]}"; do
+                [[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || { echo "--seeds $2: '$seed' is not a seed; write 1,2,3" >&2; exit 2; }
+            done
+            shift 2
+            ;;
+        --dry-run)
+            dry_run=1
             shift
             ;;
         -h | --help)
@@ -57,6 +74,26 @@ print(json.dumps({
 PYTHON
 )
 
-exec "$ray" job submit --address "$address" ${wait_flag:+"$wait_flag"} \
-    --working-dir . --runtime-env-json "$runtime_env" \
-    -- python -m grpo_rl.main "$@"
+# submit WORD...: one job.
+submit() {
+    local command=("$ray" job submit --address "$address" ${wait_flag:+"$wait_flag"}
+        --working-dir . --runtime-env-json "$runtime_env" -- python -m grpo_rl.main "$@")
+    if [[ -n $dry_run ]]; then printf '%q ' "${command[@]}" && echo; else "${command[@]}"; fi
+}
+
+if ((${#seeds[@]} == 0)); then
+    submit "$@"
+    exit
+fi
+
+name=
+words=()
+for word in "$@"; do
+    if [[ $word == trainer.experiment_name=* ]]; then name=${word#*=}; else words+=("$word"); fi
+done
+if [[ -z $name ]]; then
+    echo "--seeds needs trainer.experiment_name=NAME: the runs are NAME/seed=1 and so on" >&2
+    exit 2
+fi
+# Quoted for Hydra's grammar, in which a bare = would begin another value.
+for seed in "${seeds[@]}"; do submit "${words[@]}" "seed=$seed" "trainer.experiment_name='$name/seed=$seed'"; done

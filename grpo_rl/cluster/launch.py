@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
     from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.rewards.runtime.runner import RewardRunner
+    from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
@@ -149,7 +150,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
     if rewarder is not None:
         stack.callback(rewarder.close)
-    sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn)
+    sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)
     timeline = stack.enter_context(closing(_timeline(run_dir, console, inputs.rules)))
 
@@ -158,7 +159,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         started.as_roles(rewarder, cluster.supervisor.log.metrics),
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, rollout_log(launch, stack), launch.status, launch.stop, timeline, launch.page),
+        Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline, launch.page),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -173,14 +174,14 @@ def train(launch: Launch, stack: ExitStack) -> None:
 
 def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
     """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
-    from grpo_rl.plan import first_look as looking
+    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
 
     runs = launch.run_dir.path.parent
-    prompts = looking.some_prompts(inputs.train_data or inputs.val_data)
-    for sight in (*looking.of_plan(inputs.plan, runs), *looking.of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+    prompts = some_prompts(inputs.train_data or inputs.val_data)
+    for sight in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
         if sight.advice:
             launch.console.warn(sight.as_line())
-    return None if inputs.rules is None else looking.RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+    return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
 
 
 def show_trial(trial: RewardTrial | None, console: Console) -> None:
@@ -189,12 +190,18 @@ def show_trial(trial: RewardTrial | None, console: Console) -> None:
         (console.warn if sight.advice else console.info)(sight.as_line())
 
 
-def rollout_log(launch: Launch, stack: ExitStack) -> RolloutLog:
+def rollout_log(launch: Launch, stack: ExitStack, sinks: Sinks) -> RolloutLog:
     """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 
     trainer = launch.plan.config.trainer
-    log = RolloutLog(launch.run_dir, trainer.rollout_data_format, beside=True, token_groups=trainer.log_token_groups)
+    log = RolloutLog(
+        launch.run_dir,
+        trainer.rollout_data_format,
+        beside=True,
+        token_groups=trainer.log_token_groups,
+        written=sinks.written,
+    )
     stack.callback(log.close)
     return log
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,6 +29,10 @@ MOST_PROBLEMS = 200
 _AMBIGUOUS = re.compile(r"[+-]?(0\d[\d_]*|\d[\d_]*_[\d_]*)")
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _RESOLVERS = ("oc.env", "oc.select")
+SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
+"""The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
+MOST_RUNS = 1000
+"""The most runs of one sweep: more are a slip, such as a range with too many zeros."""
 
 
 @dataclass(slots=True)
@@ -68,6 +73,9 @@ def read(words: list[str]) -> CommandLine:
             line.problems.append(problem)
         elif key == "recipe":
             _take_recipe(line, word, sign, value)
+        elif key == "seed" and value is not None and sign != "~":
+            for name in SEEDS:
+                _assign(line, name, value)
         elif sign == "~":
             _reset(line, key, value)
         else:
@@ -76,9 +84,53 @@ def read(words: list[str]) -> CommandLine:
     return line
 
 
+@dataclass(slots=True)
+class Axes:
+    """The words of a sweep taken apart, in Hydra's grammar: `key=a,b,c`, `key=choice(a,b)` and `key=range(1,4)` are axes."""
+
+    fixed: list[str] = field(default_factory=list)
+    """The words that are the same in all runs."""
+    values: dict[str, list[str]] = field(default_factory=dict)
+    """The values of each key that has several, as they are written on a command line; the last key changes fastest."""
+    problems: list[str] = field(default_factory=list)
+
+
+def axes(words: Sequence[str]) -> Axes:
+    """Return the words of a sweep taken apart. What is wrong with a single value shows where its run is composed."""
+    found = Axes()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        assert match is not None
+        key, value = match["key"].strip(), match["value"]
+        parsed = _try(f"++{key}={value}") if value is not None and _NAME.fullmatch(key) else ""
+        if isinstance(parsed, str) or not parsed.is_sweep_override():
+            found.fixed.append(word)
+        elif not parsed.is_discrete_sweep():
+            found.problems.append(f"{show(word)}: a sweep needs single values: {key}=1,2,3 or {key}=range(1,4)")
+        elif key in found.values:
+            found.problems.append(f"{show(word)}: {key} has a list of values already")
+        else:
+            found.values[key] = [str(value) for value in parsed.sweep_string_iterator()]
+            if len(set(found.values[key])) < len(found.values[key]):
+                found.problems.append(f"{show(word)}: a value stands there twice")
+    if not found.values and not found.problems:
+        found.problems.append("--multirun: no setting has several values; write them with commas, such as seed=1,2,3")
+    runs = math.prod(map(len, found.values.values()))
+    if runs > MOST_RUNS:
+        found.problems.append(f"--multirun: {runs:,} runs; at most {MOST_RUNS:,}")
+    return found
+
+
+def quoted(text: str) -> str:
+    """Return text in quotes, so that a command line takes it as it is."""
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
 def _form(word: str, sign: str, key: str, value: str | None) -> str | None:
     if not key or (value is None and sign != "~"):
-        start = "options are --help, --cfg and --version" if word.startswith("-") else "settings are written key=value"
+        start = (
+            "options are --help, --cfg, --multirun and --version" if word.startswith("-") else "settings are written key=value"
+        )
         return f"{show(word)}: not understood; {start}"
     if "@" in key or ":" in key:
         return f"{show(word)}: packages (@) cannot be chosen here; settings are written key=value"
@@ -188,7 +240,7 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> Override | str:
     wants_text = leaf is not None and _is_text(leaf.kind)
     parsed = _try(f"++{key}={value}")
     if wants_text and (isinstance(parsed, str) or _is_bare_scalar(parsed)) and _is_plain(value):
-        parsed = _try(f"++{key}={_quoted(value)}")
+        parsed = _try(f"++{key}={quoted(value)}")
     if isinstance(parsed, str):
         return f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'"
     if parsed.is_sweep_override():
@@ -196,7 +248,7 @@ def _parse(key: str, value: str, leaf: Leaf | None) -> Override | str:
         hint = (
             f"a list is written {key}=[a,b]"
             if wants_list
-            else "a run takes one value for each key; quote a comma that belongs to it"
+            else "a run takes one value for each key; --multirun makes a run for each; quote a comma that belongs to it"
         )
         return f"{key}={show(value)}: several values; {hint}"
     assert parsed.type is OverrideType.FORCE_ADD
@@ -233,8 +285,4 @@ def _written(value: Any) -> str:
     """Return a value in Hydra's grammar."""
     if isinstance(value, list):
         return "[" + ",".join(_written(entry) for entry in value) + "]"
-    return _quoted(value) if isinstance(value, str) else show(value)
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
+    return quoted(value) if isinstance(value, str) else show(value)

@@ -10,6 +10,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
+from grpo_rl.config.checks.input_rules import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import (
     ONE_STEP_OFF,
@@ -414,6 +415,8 @@ def _notes(config: Config, plan: Plan) -> Rows:
 def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
     """Yield what was given and means nothing in this run, so that nothing is ignored without a word."""
     yield from composed.notes
+    for name in missing_loggers(plan.config):
+        yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
     reference = plan.role("reference") is not None
     yield from idle_keys.notes(plan.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
 

@@ -35,7 +35,14 @@ PACE_STEPS = 20
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    """Return the report of a finished run, plain text that is safe to print; also written to `report.txt`.
+    """Return the report of a finished run, and write it to `report.txt`; see `report_text`."""
+    text = report_text(run_dir, seconds, num_samples)
+    run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return text
+
+
+def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
+    """Return the report of a run as far as it has come, plain text that is safe to print.
 
     The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
     `seconds` is the duration of the whole run.
@@ -50,9 +57,7 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
     ]
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
-    text = "\n\n".join(section for section in sections if section) + "\n"
-    run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return text
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def measured_pace(folder: Path, num_steps: int | None) -> str | None:

@@ -34,7 +34,7 @@ class RunDir:
         which another process is running.
         """
         base = Path(base).expanduser()
-        path = _new_path(base) if experiment_name is None else _named_path(base, experiment_name)
+        path = base / dated_name() if experiment_name is None else _named_path(base, experiment_name)
         try:
             path.mkdir(parents=True, exist_ok=experiment_name is not None)
             run_dir = cls(path, RunLock.take(path))
@@ -227,9 +227,10 @@ def _one_line(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _new_path(base: Path) -> Path:
+def dated_name() -> str:
+    """Return a new name for a run that was given none."""
     # Two runs may start in the same second; four hex digits keep them apart.
-    return base / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
 
 
 def _named_path(base: Path, name: str) -> Path:

@@ -49,9 +49,17 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
             match = _RUNS.search(line)
             if match is not None:
                 text = match["words"].partition("; do")[0]
-                words = [word for word in shlex.split(text, comments=True) if "=" in word or word == "..."]
+                given = shlex.split(text, comments=True)
+                words = [word for word in given if "=" in word or word == "..."]
+                # A sweep is planned by the first value of each list.
+                words = [first_value(word) for word in words] if "--multirun" in given else words
                 found.append((str(page.relative_to(ROOT)), tuple(words)))
     return found
+
+
+def first_value(word: str) -> str:
+    key, _, values = word.partition("=")
+    return f"{key}={values.partition(',')[0]}"
 
 
 def settings() -> list[tuple[str, str, str]]:

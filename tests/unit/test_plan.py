@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -314,6 +315,15 @@ def test_the_plan_says_who_scores_where_and_of_what_the_reward_is_made(tmp_path:
     text = " ".join(plan_of(*model, *own, *process).render().split())
     assert "model score 2 ranks in a pool of their own" in text and "a score per step, cut at '###'" in text
     assert "reward 0.5*reward_model; failures" in text
+
+
+def test_the_plan_for_another_machine_names_the_command_that_installs_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["trainer.logger=[console,wandb]", "trainer.dry_run=true"]
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else real(name, *rest))
+    text = " ".join(plan_of(*words, machine=EIGHT_GPUS).render().split())
+    assert "trainer.logger: wandb is not installed on this machine; a run needs it: python -m pip install wandb==" in text
+    assert "python -m pip install wandb==" in problems_of(words[0])[0]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bo
         idle["trainer.val_before_train"] = "there is nothing to validate on"
     if not has_kl_in_loss(config):
         idle[f"{_A}.kl_loss_type"] = "the KL has no weight in the loss"
+    if not {"wandb", "mlflow"} & set(config.trainer.logger):
+        idle["trainer.log_val_generations"] = "neither wandb nor mlflow is among trainer.logger"
     if config.ray_kwargs.ray_init.address is not None:
         idle["ray_kwargs.ray_init.num_cpus"] = "it is for a local cluster"
         idle["ray_kwargs.ray_init.object_store_memory"] = "it is for a local cluster"

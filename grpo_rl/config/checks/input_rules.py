@@ -18,6 +18,11 @@ from grpo_rl.config.derived import (
 from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.tree import Config
 
+INSTALL = {
+    "wandb": "python -m pip install wandb==0.31.0",
+    "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2' pandas==3.1.1",
+}
+"""The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -130,7 +135,13 @@ def _loggers(config: Config) -> Iterator[str]:
     names = config.trainer.logger
     if len(set(names)) < len(names):
         yield f"trainer.logger=[{','.join(names)}]: a logger is named twice"
-    for name in ("wandb", "mlflow"):
-        if name in names and importlib.util.find_spec(name) is None:
-            others = ",".join(other for other in dict.fromkeys(names) if other != name)
-            yield f"trainer.logger: {name} is not installed; pip install {name}, or trainer.logger=[{others}]"
+    if config.trainer.dry_run:
+        return  # planned here, to be run elsewhere: the plan says what that machine needs
+    for name in missing_loggers(config):
+        others = ",".join(other for other in dict.fromkeys(names) if other != name)
+        yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{others}]"
+
+
+def missing_loggers(config: Config) -> list[str]:
+    """Return the trackers that are named and not installed on this machine."""
+    return [name for name in INSTALL if name in config.trainer.logger and importlib.util.find_spec(name) is None]

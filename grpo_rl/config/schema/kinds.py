@@ -36,6 +36,7 @@ Responses = Annotated[int, Range(ge=1, le=2**16, reason="the responses to one pr
 Rollouts = Annotated[int, Range(ge=1, le=2**20, reason="the rollouts of one pass are in memory together")]
 Staleness = Annotated[int, Range(ge=0, le=1024, reason="the prompts of one more batch are held and sampled ahead")]
 Updates = Annotated[int, Range(ge=1, le=1025, reason="weights that are sent more rarely are older than any bound on staleness")]
+TableRows = Annotated[int, Range(ge=0, le=10_000, reason="a table is for reading; the files in <run>/val have every response")]
 Pairs = Annotated[int, Range(ge=1, le=2**20, reason="they are held in memory, and written with every checkpoint")]
 Length = Annotated[int, Range(ge=1, le=2**24, reason="no model reads more than some 10^7 tokens in one sequence")]
 Tokens = Annotated[int, Range(ge=1, le=2**26, reason="the tokens of one pass are in one device's memory")]

@@ -20,6 +20,7 @@ from grpo_rl.config.schema.kinds import (
     Seed,
     Staleness,
     StoreBytes,
+    TableRows,
     Updates,
 )
 
@@ -63,6 +64,8 @@ class TrainerConfig:
         default_factory=lambda: ["console", "tensorboard"]
     )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
+    log_val_generations: TableRows = 8
+    """Responses in the tables that W&B and MLflow get at each validation: so many to validation prompts, and of the step's training."""
     schedule: str = "sync"
     """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
     one_step_off: sample the next batch while this one is trained; async: sample all the time, within a bound on staleness

@@ -256,7 +256,6 @@ _REWARD: dict[str, Answer] = {
 
 _TRAINER: dict[str, Answer] = {
     "balance_batch": _hint("rollouts are always dealt to the ranks by their tokens", True),
-    "log_val_generations": _hint("every response is in <run>/rollouts, see trainer.save_rollouts", 0),
     "rollout_data_dir": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
     "validation_data_dir": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
     "esi_redundant_time": _hint("there is no saving ahead of a machine's end; use trainer.save_freq", 0),

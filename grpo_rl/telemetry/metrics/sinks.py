@@ -15,8 +15,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.telemetry.metrics.durable import DurableMetrics
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.tracker_names import STEP, tracker_metrics
 from grpo_rl.telemetry.metrics.tracking import Background, Connect, mlflow_tracker, wandb_tracker
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
 _logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Sinks:
         trainer: TrainerConfig,
         resolved_config: Mapping[str, Any],
         warn: Callable[[str], None] = _logger.warning,
+        say: Callable[[str], None] = _logger.info,
     ) -> None:
+        self._table_rows = trainer.log_val_generations
         trackers = {"wandb": wandb_tracker, "mlflow": mlflow_tracker}
         connects: dict[str, Connect] = {
             name: connect(run_dir, trainer, resolved_config) for name, connect in trackers.items() if name in trainer.logger
@@ -54,7 +57,8 @@ class Sinks:
         self._rollouts = RolloutLog(run_dir)
         self._file = DurableMetrics(run_dir.metrics_file, warn)
         self._sinks: list[Sink] = [self._file]
-        self._sinks += [Background(name, connect, warn) for name, connect in connects.items()]
+        self._trackers = [Background(name, connect, warn, say) for name, connect in connects.items()]
+        self._sinks += self._trackers
 
     def truncate_after(self, step: int) -> None:
         """Forget what was written for later steps, rollout files included. To be called once, on resuming from `step`."""
@@ -71,6 +75,20 @@ class Sinks:
         for sink in self._sinks:
             sink.log(step, metrics)
 
+    def written(self, kind: Kind, step: int, file: Path) -> None:
+        """Give W&B and MLflow a table of a validation's first responses, and one of the step's training rollouts beside it.
+
+        To be called when a file of rollouts is whole, which that of a step's training is before that of its validation.
+        """
+        if kind != "val" or not self._table_rows:
+            return
+        files = {"val/generations": file}
+        trained = dict(step_files(file.parents[1] / "rollouts")).get(step)
+        if trained is not None:
+            files["train/generations"] = trained
+        for tracker in self._trackers:
+            tracker.tables(step, files, self._table_rows)
+
     def close(self) -> None:
         """Write out what is still under way. Waits for tracking servers for some seconds only."""
         for sink in self._sinks:
@@ -79,6 +97,8 @@ class Sinks:
 
 class TensorBoard:
     """Scalars in TensorBoard's own event files."""
+
+    place = ""
 
     def __init__(self, folder: Path, metrics_file: Path) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=10)
@@ -97,9 +117,13 @@ class TensorBoard:
                 metrics = {name: value for name, value in row.items() if name not in ("step", "time")}
                 self._add(int(row["step"]), metrics, row["time"])
 
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Do nothing: event files have no tables."""
+
     def close(self) -> None:
         self._writer.close()
 
     def _add(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        named = tracker_metrics(step, metrics)
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in named.items() if key != STEP]
         self._writer.add_event(Event(step=step, wall_time=wall_time, summary=Summary(value=values)))

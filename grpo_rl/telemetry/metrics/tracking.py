@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import queue
 import secrets
 import threading
@@ -14,11 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_rl.config.checks.input_rules import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.telemetry.metrics.tracker_names import STEP, tracker_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 
+TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")
+"""The columns of a table of rollouts."""
 QUEUE_SIZE = 1000
 CLOSE_TIMEOUT_S = 30.0
 
@@ -28,8 +34,15 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    @property
+    def place(self) -> str:
+        """The address of the run, or the command that sends it there; empty where there is nothing to say."""
+
     def truncate_after(self, step: int) -> None:
         """Forget later steps, where that is possible."""
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Show the first `rows` responses of each file of rollouts as a table of this name, where that is possible."""
 
     def close(self) -> None: ...
 
@@ -44,14 +57,22 @@ class Background:
     are dropped; `close` says how many. The first failure is reported once, through `warn`.
     """
 
-    def __init__(self, name: str, connect: Connect, warn: Callable[[str], None], size: int = QUEUE_SIZE) -> None:
+    def __init__(
+        self,
+        name: str,
+        connect: Connect,
+        warn: Callable[[str], None],
+        say: Callable[[str], None] = lambda text: None,
+        size: int = QUEUE_SIZE,
+    ) -> None:
         self.name = name
         self._connect = connect
         self._warn = warn
+        self._say = say
         self._has_failed = False
         self._num_logged = 0
         self._num_sent = 0
-        self._queue: queue.Queue[tuple[int, dict[str, float] | None] | None] = queue.Queue(size)
+        self._queue: queue.Queue[tuple[bool, Callable[[Tracker], None]] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
@@ -62,13 +83,16 @@ class Background:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._num_logged += 1
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((step, dict(metrics)))
+        copy = dict(metrics)  # the run goes on with its own
+        self._put(lambda tracker: tracker.log(step, copy), counts=True)
 
     def truncate_after(self, step: int) -> None:
         """Make the tracker forget later steps, before it gets what is logged from now on."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((step, None))
+        self._put(lambda tracker: tracker.truncate_after(step))
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Show the first responses of these files, which are read when it is their turn."""
+        self._put(lambda tracker: tracker.tables(step, files, rows))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait at most `timeout_s` for what is queued, then report what was lost."""
@@ -81,17 +105,20 @@ class Background:
         if self.num_unsent:
             self._warn(f"{self.name}: {self.num_unsent} steps were not sent; metrics.jsonl has them")
 
+    def _put(self, action: Callable[[Tracker], None], *, counts: bool = False) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((counts, action))
+
     def _run(self) -> None:
         tracker = self._guard(self._connect)
+        if tracker is not None and tracker.place:
+            self._say(f"{self.name}: {tracker.place}")
         while (item := self._queue.get()) is not None:
-            step, metrics = item
+            counts, action = item
             if tracker is None or self._has_failed:
                 continue
-            if metrics is None:
-                self._guard(partial(tracker.truncate_after, step))
-            else:
-                self._guard(partial(tracker.log, step, metrics))
-                self._num_sent += not self._has_failed
+            self._guard(partial(action, tracker))
+            self._num_sent += counts and not self._has_failed
         if tracker is not None:
             self._guard(tracker.close)
 
@@ -112,11 +139,31 @@ class _KeepsHistory:
 
 
 class _Wandb(_KeepsHistory):
+    """A W&B run, drawn over the training step.
+
+    Its own step only goes up, and drops what comes with a lower one: the steps that a resumed run repeats, and tables that
+    are ready a moment late.
+    """
+
     def __init__(self, run: Any) -> None:
         self._run = run
+        self._table = importlib.import_module("wandb").Table
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
+
+    @property
+    def place(self) -> str:
+        if self._run.offline:  # asked for its address, such a run prints a warning
+            return f"offline; to send it later: wandb sync {Path(self._run.dir).parent}"
+        return str(self._run.url or "")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log(tracker_metrics(step, metrics))
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        for name, file in files.items():
+            shown = [[record[column] for column in TABLE] for record in table_rows(file, rows)]
+            self._run.log({name: self._table(columns=list(TABLE), data=shown), STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -152,11 +199,26 @@ class _Mlflow(_KeepsHistory):
         self._run_id = run_id
         self._metric = importlib.import_module("mlflow.entities").Metric
 
+    @property
+    def place(self) -> str:
+        return f"run {self._run_id} at {self._client.tracking_uri}"
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
         # MLflow refuses @ in a name, which validation metrics have (mean@1).
-        entities = [self._metric(key.replace("@", "_at_"), float(value), now_ms, step) for key, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=entities)
+        named = {key.replace("@", "_at_"): float(value) for key, value in tracker_metrics(step, metrics).items()}
+        self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Add to one table per name, in which the step is a column. MLflow makes it with pandas, without which there is none."""
+        if importlib.util.find_spec("pandas") is None:
+            return
+        for name, file in files.items():
+            records = table_rows(file, rows)
+            columns = {column: [record[column] for record in records] for column in TABLE}
+            if records:
+                table = {"step": [step] * len(records), **columns}
+                self._client.log_table(self._run_id, table, artifact_file=f"{name.replace('/', '_')}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
@@ -177,17 +239,26 @@ def mlflow_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str,
             run_dir.path / "mlflow_run_id",
             lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
         )
+        client.update_run(run_id, status="RUNNING")  # the end of the part before a resume has closed it
         client.log_dict(run_id, jsonable(config), "config.yaml")
         return _Mlflow(client, run_id)
 
     return connect
 
 
+def table_rows(file: Path, rows: int) -> list[dict[str, Any]]:
+    """Return the first responses of a file of rollouts with the columns of a table, numbers and texts only."""
+    shown = []
+    for record in read_rollouts(file)[:rows]:
+        truth = record.get("ground_truth")
+        texts = {"ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth)}
+        shown.append({column: record.get(column) for column in TABLE} | texts)
+    return shown
+
+
 def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"trainer.logger names {package}, which is not installed: pip install '.[{package}]' or take it out of the list"
-        )
+        raise ConfigError(f"trainer.logger names {package}, which is not installed: {INSTALL[package]}")
 
 
 def _stored(file: Path, make: Callable[[], str]) -> str:

@@ -49,20 +49,48 @@ def plot_curves(run_dir: RunDir) -> Path:
     """
     # Matplotlib takes a second to import, which only a run that draws should pay.
     from matplotlib import rc_context
+
+    path = run_dir.plots / "curves.png"
+    temporary = path.with_suffix(".tmp")
+    with rc_context(style()):
+        curves_figure(run_dir.name, read_metrics(run_dir.metrics_file)).savefig(temporary, format="png", dpi=130)
+    os.replace(temporary, path)
+    return path
+
+
+def curves_figure(name: str, records: Records) -> Figure:
+    """Return the figure of `plot_curves`, under the name of the run."""
+    from matplotlib import rc_context
+
+    with rc_context(style()):
+        figure = new_figure(12, 7.6)
+        _draw(figure, name, records)
+    return figure
+
+
+def metrics_figure(name: str, records: Records, keys: Sequence[str]) -> Figure:
+    """Return a figure with one panel for each of these metrics over the steps, at most three side by side."""
+    from matplotlib import rc_context
+
+    columns = min(3, len(keys))
+    rows = math.ceil(len(keys) / columns)
+    with rc_context(style()):
+        figure = new_figure(max(5.0, 4.0 * columns), 3.2 * rows)
+        figure.suptitle(safe_text(name, limit=100), x=0.012, ha="left", fontsize=13, fontweight="bold")
+        for position, key in enumerate(keys):
+            _draw_line(figure.add_subplot(rows, columns, position + 1), safe_text(key, limit=60), records, key)
+    return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of that size in inches, which needs no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    records = read_metrics(run_dir.metrics_file)
-    with rc_context(style()):
-        figure = Figure(figsize=(12, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-        FigureCanvasAgg(figure)
-        _draw(figure, run_dir.name, records)
-        path = run_dir.plots / "curves.png"
-        temporary = path.with_suffix(".tmp")
-        figure.savefig(temporary, format="png", dpi=130)
-    os.replace(temporary, path)
-    return path
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def style() -> dict[Any, Any]:

@@ -40,8 +40,16 @@ class RolloutLog:
     """
 
     def __init__(
-        self, run_dir: RunDir, data_format: DataFormat = "jsonl", *, beside: bool = False, token_groups: int = 0
+        self,
+        run_dir: RunDir,
+        data_format: DataFormat = "jsonl",
+        *,
+        beside: bool = False,
+        token_groups: int = 0,
+        written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
     ) -> None:
+        self._written = written
+        """A function called with each file when it is whole, by the thread that writes."""
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._format = data_format
         self._token_groups = token_groups
@@ -63,9 +71,9 @@ class RolloutLog:
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.{self._format}"
         if self._thread is None:
-            return write_rollouts(path, rollouts, advantages, self._token_groups)
+            return self._write(kind, step, path, rollouts, advantages)
         self._raise_failure()
-        self._put(partial(write_rollouts, path, list(rollouts), advantages, self._token_groups))
+        self._put(partial(self._write, kind, step, path, list(rollouts), advantages))
         return path
 
     def flush(self) -> None:
@@ -95,6 +103,13 @@ class RolloutLog:
             for other_step, path in step_files(folder):
                 if other_step > step:
                     path.unlink()
+
+    def _write(
+        self, kind: Kind, step: int, path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None
+    ) -> Path:
+        write_rollouts(path, rollouts, advantages, self._token_groups)
+        self._written(kind, step, path)
+        return path
 
     def _put(self, job: Callable[[], Path]) -> None:
         try:

@@ -203,6 +203,7 @@ READ: dict[str, Reader] = {
             "on_out_of_memory", "stop_on",
         )
     },
+    "trainer.log_val_generations": _if(lambda c: bool({"wandb", "mlflow"} & set(c.trainer.logger))),
     **{f"{R}.{name}": _if(lambda c: True) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "n")},
     f"{A}.loss_agg_mode": _if(lambda c: True),
     "algorithm": _if(lambda c: True),

@@ -263,6 +263,9 @@ def test_a_logger_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check(config_of({"trainer.logger": ["console", "wandb"]}), CPU)
     assert problem.startswith("trainer.logger: wandb") and "trainer.logger=[console]" in problem
+    assert "python -m pip install wandb==" in problem
+    # What is only planned here may run elsewhere: the plan names the command instead (tests/unit/test_plan.py).
+    assert check(config_of({"trainer.logger": ["console", "wandb"], "trainer.dry_run": True}), CPU) == []
 
 
 def test_a_model_folder_needs_config_weights_and_tokenizer(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
 import importlib.util
 import math
+import shlex
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from grpo_rl.config.checks.input_rules import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def tensorboard_points(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -23,12 +28,12 @@ def tensorboard_points(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_metrics_reach_the_file_and_tensorboard(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "r")
     sinks = Sinks(run_dir, TrainerConfig(), {})
-    sinks.log(0, {"val/a/mean@1": 0.25})
+    sinks.log(0, {"val/a/mean@1": 0.25, "val/a/response_length": 3.0})
     sinks.log(1, {"reward/mean": 0.5, "actor/kl_loss": math.nan})
     sinks.close()
     assert [record["step"] for record in read_metrics(run_dir.metrics_file)] == [0, 1]
-    assert tensorboard_points(run_dir.tensorboard, "reward/mean") == [(1, 0.5)]
-    assert tensorboard_points(run_dir.tensorboard, "val/a/mean@1") == [(0, 0.25)]
+    assert tensorboard_points(run_dir.tensorboard, "critic/score/mean") == [(1, 0.5)]
+    assert tensorboard_points(run_dir.tensorboard, "val-core/a/acc/mean@1") == [(0, 0.25)]
 
 
 def test_without_tensorboard_its_folder_stays_empty(tmp_path: Path) -> None:
@@ -87,9 +92,16 @@ def test_a_disk_on_which_tensorboard_hangs_costs_no_step(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_refused_at_the_start(tmp_path: Path, package: str) -> None:
-    if importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed here")
+def test_a_logger_that_is_not_installed_is_refused_at_the_start(
+    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     trainer = TrainerConfig(logger=["console", package])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match=rf"pip install '.\[{package}\]'"):
+    with pytest.raises(ConfigError, match=f"python -m pip install {package}"):
         Sinks(RunDir.create(tmp_path, "r"), trainer, {})
+
+
+def test_the_commands_that_install_a_tracker_have_the_versions_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    words = {name: shlex.split(command)[4:] for name, command in INSTALL.items()}
+    assert words == {name: [word.replace(" ", "") for word in project[name]] for name in INSTALL}

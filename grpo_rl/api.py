@@ -1,0 +1,184 @@
+"""Training from Python: the main command in a process of its own, its output passed on, its errors raised here.
+
+Why a process of its own: a run answers signals, switches garbage collection, starts Ray and forks workers from a server.
+In the process of a notebook these would meet the notebook's own threads and handlers, and a second run would find what the
+first one left.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from grpo_rl import errors
+from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, exit_code_of
+from grpo_rl.run_folder import Run
+from grpo_rl.telemetry.rundir import dated_name
+from grpo_rl.telemetry.terminal.standard_streams import make_lasting
+
+GRACE_MARGIN_S = 30.0
+"""Seconds beyond trainer.grace_s that an interrupted run gets to end by itself."""
+_INTERRUPTED = 130
+
+
+def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
+    """Train as `python -m grpo_rl.main` does with these words, and return the finished run.
+
+    `overrides` are the words of the command line: `recipe=arithmetic/grpo`, `trainer.total_training_steps=20`. The output
+    appears as that of this process; with `quiet` only the run's folder has it (logs/console.log). A named run
+    (trainer.experiment_name) that was stopped goes on from its newest checkpoint.
+
+    Raises ConfigError with every problem before anything starts, and otherwise what ended the run: DataError, RewardError,
+    FunctionError, CheckpointError, ClusterError, DivergedError, or GrpoRlError for an error of the program itself; a note names the
+    run's folder. An interrupt (Ctrl-C, or a notebook's stop button) lets the run save and raises KeyboardInterrupt;
+    a signal that another process sent to the run raises Preempted.
+    """
+    words, composed = _checked(overrides)
+    trainer = composed.config.trainer
+    name = trainer.experiment_name
+    if name is None:
+        # Named here, because the folder is needed when the run has ended.
+        name = dated_name()
+        words.append(f"trainer.experiment_name={name}")
+    folder = Path(trainer.default_local_dir).expanduser() / name
+    with tempfile.TemporaryDirectory(prefix="grpo_rl-") as temporary:
+        error_file = Path(temporary) / "error.json"
+        command = [sys.executable, "-m", "grpo_rl.api", str(error_file), *words]
+        code = _run(command, quiet, trainer.grace_s + GRACE_MARGIN_S)
+        if code != 0:
+            raise _raised(code, error_file, folder)
+    return Run(folder)
+
+
+def _checked(overrides: Sequence[str]) -> tuple[list[str], Composed]:
+    """Return the words and what they mean. Raises ConfigError with all problems that need no look at model or data."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides={overrides!r}: is one text; give a list of words, such as [{overrides.split()[0]!r}, ...]"
+        )
+    words = list(overrides)
+    strangers = [word for word in words if not isinstance(word, str)]
+    if strangers:
+        raise ConfigError([f"overrides: {word!r} is no text; settings are written 'key=value'" for word in strangers])
+    composed = compose(words)
+    if composed.config.trainer.dry_run:
+        raise ConfigError(
+            "trainer.dry_run=true: trains nothing; python -m grpo_rl.main trainer.dry_run=true ... prints the plan"
+        )
+    return words, composed
+
+
+def _run(command: list[str], quiet: bool, grace_s: float) -> int:
+    """Run the command, and return its exit code. Raises KeyboardInterrupt when the run has ended because of one."""
+    # A notebook and a test put objects of their own in the place of the standard output, which no process can inherit.
+    is_plain = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
+    if is_plain and not quiet:
+        sys.stdout.flush()
+        return _wait(subprocess.Popen(command), grace_s)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if process.stdout is None:
+        return _wait(process, grace_s)
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, sys.stdout.write), name="run-output", daemon=True)
+    reader.start()
+    try:
+        return _wait(process, grace_s)
+    finally:
+        # What the run printed last is still in the pipe; a process that it left behind may hold the other end open.
+        reader.join(5.0)
+
+
+def _pass_on(lines: IO[str], write: Callable[[str], Any]) -> None:
+    with lines:
+        for line in lines:
+            write(line)
+
+
+def _wait(process: subprocess.Popen[Any], grace_s: float) -> int:
+    """Return the exit code. An interrupt asks the run to stop; a second one, or the end of the grace period, kills it."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # A terminal has sent SIGINT to the run as well, and two of them would end it without saving: hence SIGTERM.
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=grace_s)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(timeout=grace_s)
+        raise
+
+
+def _raised(code: int, error_file: Path, folder: Path) -> BaseException:
+    """Return the exception that ended the run, as the process wrote it down; without that, one that says how it ended."""
+    error: BaseException
+    try:
+        error = _rebuilt(json.loads(error_file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError):
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        error = ClusterError(f"the process of the run {how}, without a word; the same call goes on from the last commit")
+    if folder.is_dir():
+        error.add_note(f"run folder: {folder}")
+    return error
+
+
+def _rebuilt(record: dict[str, Any]) -> BaseException:
+    """Return the exception that `_write_error` wrote down."""
+    if record["exit_code"] == _INTERRUPTED:
+        return KeyboardInterrupt()
+    kind = getattr(errors, record["type"], None)
+    message = str(record["message"])
+    error: BaseException
+    if not isinstance(kind, type) or not issubclass(kind, GrpoRlError | Preempted):
+        error = GrpoRlError(f"unexpected {record['type']}: {message}")
+    else:
+        error = kind.__new__(kind, message)
+        if isinstance(error, ConfigError):
+            error.problems = [str(problem) for problem in record["problems"]]
+        if isinstance(error, GrpoRlError):
+            error.where, error.advice = str(record["where"]), str(record["advice"])
+    for note in record["notes"]:
+        error.add_note(str(note))
+    return error
+
+
+def _write_error(file: Path, error: BaseException) -> None:
+    """Write down the exception that ended the run, for the process that waits for it."""
+    record = {
+        "type": type(error).__name__,
+        "message": redact(str(error)),
+        "problems": [redact(problem) for problem in getattr(error, "problems", [])],
+        "where": getattr(error, "where", ""),
+        "advice": getattr(error, "advice", ""),
+        "notes": [redact(note) for note in getattr(error, "__notes__", [])],
+        "exit_code": exit_code_of(error),
+    }
+    file.write_text(json.dumps(record), encoding="utf-8")
+
+
+def _child(argv: Sequence[str]) -> int:
+    """Run the main command with the words after the first, which names the file for an exception."""
+    from grpo_rl.main import main
+
+    make_lasting()
+    return main(argv[1:], on_error=partial(_write_error, Path(argv[0])))
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1:]))

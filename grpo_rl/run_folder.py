@@ -1,0 +1,224 @@
+"""A run as an object: its configuration, metrics, rollouts, checkpoints and model, read from its folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from grpo_rl.child_processes import started
+from grpo_rl.config.convert import unknown_key
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import read_status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+State = Literal["running", "done", "preempted", "failed", "lost", "unknown"]
+_CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)")
+INSTALL_PANDAS = "python -m pip install pandas==3.1.1"
+
+
+class Run:
+    """A run, finished or still running, as its folder shows it.
+
+    Everything is read when it is asked for, so that a running run shows its present state. Nothing is changed, no process
+    is started, and torch is not loaded.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the run in `folder`. Raises DataError where there is none."""
+        self.path = Path(folder).expanduser()
+        """The run's folder."""
+        if not (self.path / "config.yaml").is_file():
+            raise DataError(f"{self.path}: this is not the folder of a run, for it has no config.yaml{_runs_below(self.path)}")
+        self._folder = RunDir(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}): {self._progress()}"
+
+    @property
+    def name(self) -> str:
+        """The name of the run, which is that of its folder."""
+        return self.path.name
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """The content of status.json: state, phase, step, total, last_commit, error and more; empty where there is none."""
+        return read_status(self.path)
+
+    @property
+    def state(self) -> State:
+        """The state of the run.
+
+        `running`, `done`, `preempted` (stopped by a signal, and saved), `failed` (`status["error"]` has the cause), or `lost`:
+        its process ended without a word. `unknown` where the folder has no status.
+        """
+        status = self.status
+        state = status.get("state")
+        is_here = status.get("host") == socket.gethostname() and isinstance(status.get("pid"), int)
+        if state == "running" and is_here and started(status["pid"]) is None:
+            return "lost"
+        return state if state in ("running", "done", "preempted", "failed") else "unknown"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole configuration, nested as in config.yaml. Secrets and values from the environment are not in it."""
+        loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        return loaded if isinstance(loaded, dict) else {}
+
+    def setting(self, key: str) -> Any:
+        """Return the value of one key of the configuration, such as `trainer.total_training_steps`.
+
+        Raises ConfigError for a key that the run does not have, with the nearest one.
+        """
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ConfigError(unknown_key(key))
+            value = value[part]
+        return value
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words of the command line with which the run was last started."""
+        file = self.path / "overrides.txt"
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+    def metrics(self, *names: str) -> DataFrame:
+        """Return the metrics, one row per step, one column per metric; all of them, or those with these names.
+
+        Step 0 is the validation before training. What a step did not measure is NaN; the column `time` is in UTC. Raises
+        DataError for a name that no step has, with the nearest one, and where pandas is not installed.
+        """
+        pandas = _pandas()
+        records = read_metrics(self.path / "metrics.jsonl")
+        known = list(dict.fromkeys(key for record in records for key in record if key != "step"))
+        _refuse_unknown(names, known)
+        rows = [{key: record.get(key) for key in (names or known)} for record in records]
+        index = pandas.Index([int(record["step"]) for record in records], name="step")
+        frame: DataFrame = pandas.DataFrame(rows, index=index, columns=list(names or known))
+        if "time" in frame:
+            frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True)
+        return frame
+
+    def rollout_steps(self, *, val: bool = False) -> list[int]:
+        """Return the steps whose rollouts were logged, ascending; with `val` those of validations."""
+        return [step for step, _ in step_files(self._rollouts_folder(val))]
+
+    def rollouts(self, step: int | None = None, *, val: bool = False) -> DataFrame:
+        """Return the responses of one step, one row each; of the last logged one where none is named.
+
+        Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage, lengths, `uid` (equal
+        for all responses to one prompt) and more. `val` chooses the responses to validation prompts. Raises DataError
+        for a step without a log, and where pandas is not installed.
+        """
+        pandas = _pandas()
+        files = dict(step_files(self._rollouts_folder(val)))
+        if not files:
+            raise DataError(f"{self._rollouts_folder(val)}: no rollouts were logged (trainer.save_rollouts)")
+        wanted = max(files) if step is None else step
+        if wanted not in files:
+            raise DataError(f"step {wanted} has no log of rollouts; there are {_listed(files)}")
+        records = read_rollouts(files[wanted])
+        for record in records:
+            parts = record.pop("reward_parts", None) or {}
+            record.update({f"reward/{name}": value for name, value in parts.items()})
+        frame: DataFrame = pandas.DataFrame.from_records(records)
+        return frame
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The committed checkpoints by step, ascending. `trainer.resume_from_path` takes one of them."""
+        folder = self._folder.checkpoints
+        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+        # A folder gets its name by a rename when everything is in it: one with a manifest is whole.
+        whole = {int(match[1]): path for match, path in found if match and (path / "manifest.json").is_file()}
+        return dict(sorted(whole.items()))
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, in Hugging Face's format. Raises DataError where it was not exported, or not yet."""
+        for folder in (self._folder.model, self._folder.reward_model):
+            if (folder / "config.json").is_file():
+                return folder
+        raise DataError(
+            f"{self._folder.model}: there is no exported model; it is written at the end of a run with "
+            f"trainer.export_at_end=true. This run: {self._progress()}"
+        )
+
+    @property
+    def report(self) -> str:
+        """The report: before and after, rewards, health, samples. It is that of the end, or made now for an unfinished run."""
+        from grpo_rl.telemetry.report import report_text
+
+        file = self._folder.report_file
+        if self.state == "done" and file.exists():
+            return file.read_text(encoding="utf-8")
+        return report_text(self._folder)
+
+    def doctor(self) -> str:
+        """Return what the doctor finds: each illness with its evidence, its meaning and what to change."""
+        from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
+        from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+
+        return as_text(diagnose(RunRecord.of_folder(self.path)))
+
+    def plot(self, *names: str) -> Figure:
+        """Return a Matplotlib figure: the curves of the report, or one panel for each of these metrics.
+
+        A notebook shows it where it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
+        that no step has, with the nearest one.
+        """
+        from grpo_rl.telemetry.plots.curves import curves_figure, metrics_figure
+
+        records = read_metrics(self.path / "metrics.jsonl")
+        if not names:
+            return curves_figure(self.name, records)
+        _refuse_unknown(names, list(dict.fromkeys(key for record in records for key in record if key not in ("step", "time"))))
+        return metrics_figure(self.name, records, names)
+
+    def _rollouts_folder(self, val: bool) -> Path:
+        return self._folder.val if val else self._folder.rollouts
+
+    def _progress(self) -> str:
+        status = self.status
+        total = f" of {status['total']}" if status.get("total") else ""
+        return f"{self.state}, step {status['step']}{total}" if "step" in status else self.state
+
+
+def _pandas() -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ImportError:
+        raise DataError(f"frames need pandas, which is not installed: {INSTALL_PANDAS}") from None
+
+
+def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {', '.join(near)}?" if near else f"there are {_listed(known)}"
+            raise DataError(f"no step has a metric {name!r}; {hint}")
+
+
+def _listed(values: Iterable[object], most: int = 12) -> str:
+    words = [str(value) for value in values]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def _runs_below(folder: Path) -> str:
+    if not folder.is_dir():
+        return "; there is no such folder"
+    names = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+    return f"; the runs below it are {_listed(names)}" if names else ""

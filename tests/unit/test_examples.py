@@ -1,0 +1,120 @@
+"""Every example runs: the scripts in processes of their own, the cells of the notebooks in their order."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run_folder import ended, write_run
+
+import grpo_rl
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.plan.make import make_plan
+
+EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
+ALONE = ["grpo_loss.py", "own_estimator.py", "own_loss.py", "own_reward.py", "own_task.py"]
+OF_RUNS = ["read_a_run.py", "plot_runs.py"]
+A_RUN = "train_from_python.py"
+"""The example that trains: tests/integration/test_api_run.py runs it."""
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
+
+
+def run(folder: Path, *command: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs, written by the program's own writers."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("first", "second"):
+        ended(write_run(folder, name))
+    return folder
+
+
+def test_every_file_is_run_by_a_test_and_stands_in_the_table() -> None:
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert files == {*ALONE, *OF_RUNS, A_RUN, *NOTEBOOKS} and len(NOTEBOOKS) >= 2
+    assert set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == files
+
+
+EXPECTED = {
+    "grpo_loss.py": r"five lines   (0\.\d+)\nthe program  \1\n",
+    "own_estimator.py": r"median   \[-0\.5, -0\.5, 0\.5, 8\.5\]",
+    "own_loss.py": r"1\.000    -1\.000\n",
+    "own_reward.py": r"'the sum is 55'    \{'score': 0\.5, 'acc': 1\.0",
+    "own_task.py": r"(\d+)\+(\d+)= -> (\1|\2)\n",
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_example_shows_what_it_says(name: str, tmp_path: Path) -> None:
+    assert re.search(EXPECTED[name], run(tmp_path, str(EXAMPLES / name)))
+
+
+def test_a_run_is_read_and_drawn(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
+    out = run(tmp_path, str(EXAMPLES / "read_a_run.py"), str(runs / "first"))
+    assert "in step 3, 1 of 1 prompts had better and worse responses" in out and "(0): '4+4=' -> '9'" in out
+    run(tmp_path, str(EXAMPLES / "plot_runs.py"), str(runs / "first"), str(runs / "second"))
+    pictures = ("curves.png", "metrics.png", "compared.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_from_top_to_bottom(name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
+    monkeypatch.setenv("RUN", str(runs / "first"))
+    content = json.loads((EXAMPLES / name).read_text())
+    assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    cells = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
+    # A notebook shows the last value of a cell; here it is printed, so that it is made.
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join(map(shown, cells)))
+    assert run(tmp_path, str(script))
+    assert not any(cell.get("outputs") for cell in content["cells"])
+
+
+def shown(cell: str) -> str:
+    """Return a cell that prints the value of its last line, where that is an expression."""
+    module = ast.parse(cell)
+    last = module.body[-1]
+    if isinstance(last, ast.Expr):
+        module.body[-1] = ast.Expr(ast.Call(ast.Name("print"), [last.value], []))
+    return ast.unparse(ast.fix_missing_locations(module))
+
+
+COMMANDS = [
+    command
+    for path in sorted(EXAMPLES.glob("*.py"))
+    for command in re.findall(r"python -m grpo_rl\.main (.*?)\n\n|$", (ast.get_docstring(ast.parse(path.read_text())) or "") + "\n\n", re.DOTALL)
+    if command
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command[:70] for command in COMMANDS])
+def test_the_command_in_an_example_is_planned(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    words = [word.strip("'") for word in command.replace("\\\n", " ").split()]
+    assert make_plan(compose(words), Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
+
+
+def test_the_training_is_planned_with_the_functions_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import train_from_python
+
+    given: list[str] = []
+    monkeypatch.setattr(grpo_rl, "train", given.extend, raising=False)
+    train_from_python.train("trainer.test_freq=5")
+    text = " ".join(make_plan(compose(given), Machine(num_gpus=0, num_cpus=2, device="cpu")).render().split())
+    assert "A = 1 (R - median(R of group))" in text and "pg = -A 0.3 tanh((r - 1) / 0.3)" in text

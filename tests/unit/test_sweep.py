@@ -1,0 +1,249 @@
+"""Sweeps: which runs the words make, what is refused before the first one, what is skipped, what a signal does, the result."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run_folder import ended, write_run
+
+from grpo_rl.config import overrides
+from grpo_rl.errors import ConfigError, DataError, Preempted
+from grpo_rl.main import main
+from grpo_rl.sweep import outcome, run_all
+from grpo_rl.sweep.points import Point, name_of, read_points, sweep_of
+
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+def sweep_words(tmp_path: Path, *words: str) -> list[str]:
+    return [f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=s", "trainer.device=cpu", *words]
+
+
+def test_every_combination_is_a_run_and_the_last_key_changes_fastest(tmp_path: Path) -> None:
+    sweep = sweep_of(sweep_words(tmp_path, f"{LR}=1e-3,1e-4", "seed=1,2", "trainer.total_training_steps=3"))
+    assert [point.name for point in sweep.points] == [
+        "lr=0.001,seed=1",
+        "lr=0.001,seed=2",
+        "lr=0.0001,seed=1",
+        "lr=0.0001,seed=2",
+    ]
+    last = sweep.composed["lr=0.0001,seed=2"].config
+    assert last.actor_rollout_ref.actor.optim.lr == 1e-4 and last.trainer.total_training_steps == 3
+    assert (last.trainer.seed, last.data.seed, last.actor_rollout_ref.rollout.seed) == (2, 2, 2)
+    assert last.trainer.experiment_name == "s/lr=0.0001,seed=2" and sweep.folder == tmp_path / "s"
+
+
+def test_hydras_words_for_several_values_are_understood() -> None:
+    found = overrides.axes(["a.b=choice(x,y)", "c.d=range(1,4)", "e.f=[1,2],[3]", "g.h=[1,2]", "i.j='a,b'", "~k.l"])
+    assert found.values == {"a.b": ["x", "y"], "c.d": ["1", "2", "3"], "e.f": ["[1,2]", "[3]"]}
+    assert found.fixed == ["g.h=[1,2]", "i.j='a,b'", "~k.l"] and not found.problems
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["trainer.seed=1"], "no setting has several values"),
+        (["seed=1,2", "seed=3,4"], "has a list of values already"),
+        (["seed=1,1"], "a value stands there twice"),
+        ([f"{LR}=interval(0,1)"], "needs single values"),
+        (["seed=range(1,2000)"], "1,999 runs; at most 1,000"),
+        (["trainer.experiment_name=a,b"], "a sweep has one name"),
+        (["trainer.default_local_dir=a,b"], "lie in one folder"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused(words: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        sweep_of(words)
+
+
+def test_a_wrong_value_is_refused_before_the_first_run_with_the_runs_that_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a run was started"))
+    words = sweep_words(tmp_path, "--multirun", f"{LR}=1e-3,-1", "trainer.test_freq=1,2.5", "trainer.save_frq=3")
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "3 problems" in err and not (tmp_path / "s").exists()
+    assert f"{LR}=-1" in err and "(in run lr=-1,test_freq=1, lr=-1,test_freq=2.5)" in err
+    assert "trainer.save_frq: unknown key. Did you mean trainer.save_freq?\n" in err
+    # What only the plan sees: a name that no registry has, and a file that is not there.
+    assert main(sweep_words(tmp_path, "-m", "algorithm.adv_estimator=grpo,nonsense")) == 2
+    assert "(in run adv_estimator=nonsense)" in capsys.readouterr().err
+
+
+def test_a_single_run_says_how_several_values_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{LR}=1e-3,1e-4"]) == 2
+    assert "--multirun makes a run for each" in capsys.readouterr().err
+    assert main(["--multirun", "--cfg", "seed=1,2"]) == 2
+    assert "a sweep has several configurations" in capsys.readouterr().err
+
+
+def test_a_dry_sweep_shows_every_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(sweep_words(tmp_path, "--multirun", "recipe=arithmetic/grpo,arithmetic/dapo", "trainer.dry_run=true")) == 0
+    out = capsys.readouterr().out
+    assert "=== run 1 of 2: recipe=arithmetic-grpo-" in out and "=== run 2 of 2: recipe=arithmetic-dapo-" in out
+    assert out.count("optimizer step") >= 2 and not (tmp_path / "s").exists()
+
+
+def test_names_of_runs_depend_on_nothing_but_their_values_and_no_two_share_a_folder() -> None:
+    assert name_of({"a.lr": "1e-3", "b.lr": "2"}) == "a.lr=1e-3,b.lr=2"
+    names = [name_of({"k": value}) for value in ("a/b", "a b", "a-b", "'a-b'", "a:b", "x" * 80, "x" * 81)]
+    assert len(set(names)) == 6 and names[2] == names[3] == "k=a-b"
+    assert all("/" not in name and len(name) < 80 for name in names)
+
+
+FAKE = """
+import sys, pathlib, json, os, signal, time
+from grpo_rl.config.compose import compose
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
+composed = compose(sys.argv[1:])
+trainer = composed.config.trainer
+run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
+run_dir.write_config(composed.yaml(), composed.overrides)
+status = Status(run_dir.status_file)
+from grpo_rl.errors import Preempted, ClusterError
+if 'wait' in os.environ.get('DO', ''):
+    def stop(*a):
+        status.end(Preempted('by SIGTERM')); os._exit(75)
+    signal.signal(signal.SIGTERM, stop)
+    print('waits', flush=True)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+if trainer.seed == 13:
+    status.end(ClusterError('died')); sys.exit(6)
+file = MetricsFile(run_dir.metrics_file)
+for step in range(1, 7):
+    file.log(step, {'reward/mean': trainer.seed / 10 + composed.config.actor_rollout_ref.actor.optim.lr * step, 'timing_s/step': 1.0})
+status.end()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stand-ins for the processes of the runs: they write a run's files at once. The command line of each is kept."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(FAKE)
+    started: list[list[str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], *args: object, **options: object) -> object:
+        if command[1:3] != ["-m", "grpo_rl.main"]:
+            return real(command, *args, **options)  # type: ignore[call-overload]
+        started.append(command[3:])
+        return real([sys.executable, str(script), *command[3:]])
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    return started
+
+
+def test_runs_go_one_after_the_other_and_end_with_a_table_a_csv_file_and_a_picture(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = sweep_words(tmp_path, "--multirun", f"{LR}=0.01,0.02", "seed=1,3")
+    assert main(words) == 0
+    out = capfd.readouterr().out
+    assert [line[-1] for line in stand_in] == [
+        f"trainer.experiment_name='s/lr={lr},seed={seed}'" for lr in ("0.01", "0.02") for seed in (1, 3)
+    ]
+    # lr 0.01: the last five steps of seed 1 have 0.1 + 0.01 * (2 + ... + 6) / 5 = 0.14, of seed 3 0.34; mean 0.24, spread 0.1414
+    [row] = [line for line in out.splitlines() if line.startswith("lr=0.01 ")]
+    assert row.split() == ["lr=0.01", "2/2", "0.240", "±", "0.141", "1.000", "±", "0.000"]
+    with (tmp_path / "s/sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == [point.name for point in read_points(tmp_path / "s")]
+    assert {row["state"] for row in rows} == {"done"} and float(rows[3]["reward"]) == pytest.approx(0.38)
+    assert (tmp_path / "s/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "s/sweep.txt").read_text().splitlines()[0].split() == ["setting", "done", "reward", "s/step"]
+
+
+def test_finished_runs_are_skipped_and_changed_or_new_ones_run(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = sweep_words(tmp_path, "--multirun", f"{LR}=0.01")
+    assert main([*words, "seed=1,2"]) == 0 and len(stand_in) == 2
+    assert main([*words, "seed=1,2,3"]) == 0 and len(stand_in) == 3
+    assert "sweep: 3 runs in" in (out := capfd.readouterr().out) and "2 of them are done and skipped" in out
+    assert main([*words, "seed=1,2,3", "trainer.total_training_steps=9"]) == 0 and len(stand_in) == 6
+
+
+def test_a_run_that_fails_keeps_no_other_from_running_and_decides_the_exit_code(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(sweep_words(tmp_path, "--multirun", "seed=13,2")) == 6
+    assert len(stand_in) == 2
+    out = capfd.readouterr().out
+    assert "seed=13: failed, 0 steps" in out and "1/2" in out
+
+
+def test_a_signal_lets_the_run_save_starts_no_other_and_says_how_to_go_on(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("DO", "wait")
+    assert main(sweep_words(tmp_path, "--multirun", "seed=1,2")) == Preempted.exit_code
+    out, err = capfd.readouterr()
+    assert len(stand_in) == 1 and "waits" in out and "seed=1: preempted" in out and "seed=2: not started" in out
+    assert "stopped: by SIGTERM; the same command goes on" in err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_goes_on_elsewhere_is_refused_before_the_first(
+    tmp_path: Path, stand_in: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path, "s/seed=2")
+    program = f"import sys, time; from grpo_rl.telemetry.run_lock import RunLock; from pathlib import Path\nRunLock.take(Path({str(run_dir.path)!r})); print('has it', flush=True); time.sleep(60)"
+    run_dir.release()
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
+    try:
+        assert main(sweep_words(tmp_path, "--multirun", "seed=1,2")) == 2
+        assert "another process" in capsys.readouterr().err and stand_in == []
+    finally:
+        holder.kill()
+        holder.wait(10)
+
+
+def test_a_sweep_whose_data_are_missing_ends_as_data_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(DataError):
+        run_all.run_sweep(sweep_words(tmp_path, "recipe=arithmetic/grpo", f"data.train_files={tmp_path}/bad.jsonl", "seed=1,2"))
+
+
+def test_the_table_of_runs_that_were_submitted_one_by_one_goes_by_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, reward in ((1, 0.2), (2, 0.4)):
+        run_dir = write_run(tmp_path / "s", f"seed={seed}", rewards=[reward] * 3)
+        ended(run_dir)
+    assert outcome.main([str(tmp_path / "s")]) == 0
+    out = capsys.readouterr().out
+    assert "all runs" in out and "0.300 ± 0.141" in out and (tmp_path / "s/sweep.png").exists()
+    assert outcome.main([str(tmp_path / "s/seed=1")]) == 3
+    assert read_points(tmp_path / "s") == [Point({"seed": "1"}, "seed=1"), Point({"seed": "2"}, "seed=2")]
+
+
+def test_the_picture_draws_validations_as_they_are_and_ends_as_the_table(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from grpo_rl.telemetry.plots.sweep_plot import Curve, _draw_bands, _draw_ends
+
+    figure = Figure()
+    noisy = Curve.of("training reward", [(1, 0.0), (2, 1.0), (3, 0.0), (4, 1.0)], last=2)
+    groups = {"a": [Curve.of("validation", [(0, 0.2), (5, 0.9)]), Curve.of("validation", [(0, 0.4), (5, 0.5)])]}
+    bands, ends, smoothed = figure.subplots(1, 3)
+    _draw_bands(bands, groups)
+    assert list(bands.lines[0].get_ydata()) == pytest.approx([0.3, 0.7])
+    _draw_ends(ends, groups)
+    assert sorted(ends.collections[0].get_offsets()[:, 0].tolist()) == [0.5, 0.9]
+    assert list(ends.lines[0].get_xdata()) == pytest.approx([0.7, 0.7])
+    _draw_bands(smoothed, {"b": [noisy]})
+    assert noisy.end == 0.5 and 0.1 < smoothed.lines[0].get_ydata()[0] < 0.9
