@@ -49,6 +49,9 @@ All keys with their meaning: docs/configuration.md. verl's launch commands work 
 recipes: """
 
 
+REFUSAL = "this configuration cannot be run"
+
+
 def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], None] = lambda error: None) -> int:
     """Run the command line `argv` (this process's, if None), and return the exit code.
 
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
 
 def exit_code_after(
     work: Callable[[], int],
-    refusal: str = "this configuration cannot be run",
+    refusal: str = REFUSAL,
     on_error: Callable[[BaseException], None] = lambda error: None,
 ) -> int:
     """Do the work of a command, and return its exit code; print a failure on stderr instead of a traceback.
@@ -176,7 +179,7 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
     return found, rest
 
 
-def _explain(error: GrpoRlError | Preempted, refusal: str) -> None:
+def _explain(error: GrpoRlError | Preempted, refusal: str = REFUSAL) -> None:
     if not isinstance(error, ConfigError):
         kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
         print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)

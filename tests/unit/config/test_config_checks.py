@@ -106,7 +106,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"reward.on_failure": "value"}, CPU, "reward.on_failure=value", "reward.failure_value, which is not set"),
     ({"reward.failure_value": 0.0}, CPU, "reward.failure_value=0", "needs reward.on_failure=value"),
     ({"reward.overlong_buffer.penalty_factor": 2}, CPU, "reward.overlong_buffer.penalty_factor=2", "overlong_buffer.len"),
-    ({f"{R}.max_num_batched_tokens": 100}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
+    ({f"{R}.max_num_batched_tokens": 100, f"{R}.max_num_seqs": 256}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
     # algorithm
     ({"algorithm.use_kl_in_reward": True}, CPU, "algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false"),
     (

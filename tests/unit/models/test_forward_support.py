@@ -100,7 +100,7 @@ def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tok
     id_M = torch.tensor([token for each in allowed for token in each], dtype=torch.int32)
 
     def value(head_VD: torch.Tensor) -> torch.Tensor:
-        found = _head(hidden_TD, head_VD, None, target_T, 0.7, True, ref_TD, ref_VD, None, (row_M, id_M))[column]
+        found = _head(hidden_TD, head_VD, None, target_T, 0.7, True, ref_TD, ref_VD, None, (row_M, id_M), "float32")[column]
         return (found * torch.tensor([1.0, -2.0, 0.5])).sum()
 
     parameter = head_VD.clone().requires_grad_()
