@@ -51,14 +51,16 @@ class Keeper:
         """Return the arguments of an update as they are kept until the next commit, and sent: in the object store.
 
         There they lie once, and go to disk when it is full; at 65 million tokens those of one update are 1.8 GB. With copies in
-        memory they are kept for the one call only, and travel with it.
+        memory they are kept for the one call only, and travel with it. What is in the store already, such as the weights that an
+        actor's rank handed over, stays as it is.
         """
         if self.in_memory:
             return arguments
-        return [
-            tuple(one if isinstance(one, Stored) else self.worker_set.store([one], stays=False)[0] for one in some)
-            for some in arguments
-        ]
+
+        def place(value: Any) -> Any:
+            return value if isinstance(value, Stored | ray.ObjectRef) else self.worker_set.store([value], stays=False)[0]
+
+        return [tuple(place(value) for value in some) for some in arguments]
 
     def after(self, method: str, arguments: Arguments) -> None:
         """Note what a call that has succeeded did to the state."""
