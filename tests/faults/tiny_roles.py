@@ -87,6 +87,9 @@ class TinyEngine:
 class TinyRollout(RolloutWorker):
     """A rollout worker, with faults that can be armed while it runs."""
 
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec, start_timeout_s=60.0, call_timeout_s=600.0)
+
     def arm(self, spec: str) -> None:
         faults.arm(spec)
 
