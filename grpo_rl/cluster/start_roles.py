@@ -22,7 +22,12 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.roles.reference_role import MovingReferenceRole, ReferenceRole, reference_factory
+from grpo_rl.cluster.roles.reference_role import (
+    BaseReferenceRole,
+    MovingReferenceRole,
+    ReferenceRole,
+    reference_factory,
+)
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.trained_reward_model_role import (
@@ -219,10 +224,11 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
         worker_set.built()
+    actor = None if actors is None else make_actor(plan, actors, tokenizer)
     return StartedRoles(
         rollout=_make_pool(cluster, engines, actors, engine_spec),
-        actor=None if actors is None else make_actor(plan, actors, tokenizer),
-        reference=None if references is None else make_reference(plan, references),
+        actor=actor,
+        reference=make_reference(plan, references, actor),
         critic=None if critics is None else make_critic(plan, critics),
         scorers=scorers,
         reward_model=make_trained_reward_model(plan, scorers, tokenizer) if scorers and plan.trains_reward_model else None,
@@ -245,7 +251,7 @@ def _ranked(
         ranked.append((actors, actor_factory, (spec,), ()))
     if references is not None:
         fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)  # without adapters: it is never trained
         ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if critics is not None:
         ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
@@ -301,18 +307,21 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
     )
 
 
-def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
-    """Return the reference's role over its processes."""
+def make_reference(plan: Plan, worker_set: SupervisedSet | None, actor: ActorRole | None) -> ReferenceRole | None:
+    """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
     passes, planned = plan.passes, plan.role("reference")
+    options: dict[str, Any] = {
+        "rule": passes.reference,
+        "want_hidden": plan.objective.needs_full_kl,
+        "splits": passes.splits,
+        "leaves_logprobs": passes.leaves_logprobs,
+    }
+    if plan.base_reference is not None and actor is not None:
+        return BaseReferenceRole(actor, **options)
+    if worker_set is None:
+        return None
     moves = planned is not None and planned.stateful
-    role = MovingReferenceRole if moves else ReferenceRole
-    return role(
-        worker_set,
-        rule=passes.reference,
-        want_hidden=plan.objective.needs_full_kl,
-        splits=passes.splits,
-        leaves_logprobs=passes.leaves_logprobs,
-    )
+    return (MovingReferenceRole if moves else ReferenceRole)(worker_set, **options)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
@@ -327,6 +336,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
             share_prompts=actor.use_prefix_grouper is not False,
+            seed=config.trainer.seed,
         ),
         objective=plan.objective,
         optim=actor.optim,

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
 from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear
+from grpo_rl.models.lora import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class PackedModel(nn.Module):
         super().__init__()
         use_fast_linear(lm)
         self.lm = lm
+        self.adapters: Adapters | None = None
+        """The adapters that are trained in place of the model's own weights, once these are read."""
 
     def hidden_TD(self, sequences: Sequences) -> Tensor:
         """Return the last hidden state before each trained token, which has read what the token was sampled from."""
@@ -150,10 +153,12 @@ class PolicyModel(PackedModel):
         logit - logsumexp of their logits, and entropy and KL are sums over them.
 
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
-        KL(policy || reference) as well.
+        KL(policy || reference) as well; without a head of the reference it is this model's, which adapters leave alone.
         """
         hidden_TD = self.hidden_TD(sequences)
         head = self.lm.get_output_embeddings()
+        if ref_hidden_TD is not None and ref_head_VD is None:
+            ref_head_VD, ref_bias_V = head.weight.detach(), None if head.bias is None else head.bias.detach()
         columns = _chunked_head(
             hidden_TD,
             head.weight,

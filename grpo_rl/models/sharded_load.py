@@ -35,6 +35,11 @@ def local_of(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def name_in_files(name: str) -> str:
+    """Return the name that a parameter has in files: a layer with an adapter has its own weight one level deeper."""
+    return name.replace(".base_layer.", ".")
+
+
 class WeightFiles:
     """The safetensors files of a model's folder, or of its place in the hub's cache."""
 
@@ -106,7 +111,7 @@ def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:
     """Return every parameter once, with all its names: a tied head is in files under one of them."""
     by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), ([], parameter))[0].append(name)
+        by_id.setdefault(id(parameter), ([], parameter))[0].append(name_in_files(name))
     return list(by_id.values())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes
+from grpo_rl.plan.memory import GIB, adapter_params, gib, head_bytes, needs_of_passes
 from grpo_rl.plan.model_folder import ModelSize, model_size
 
 CONTEXT = int(0.6 * GIB)
@@ -112,13 +112,21 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
     shard = size.num_params // role.num_workers
-    keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
+    # Of weights under adapters there are no gradients and no moments.
+    adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0
+    trained = (adapters // role.num_workers or shard) if trains else 0
+    kept = (0 if offloads[0] else 4 * (shard + (trained if adapters else 0))) + (0 if offloads[1] else 8 * trained)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)
+    tensors = (
+        shard * 4
+        + trained * (16 if adapters else 12)
+        + needs_of_passes(plan, size, name)
+        + _gathered(plan, size, name, trains=trains and not adapters)
+    )
     if name in ("actor", "reference"):
         tensors += head_bytes(plan, size, gradient=trains)
     phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    return _Resident(phase, int(shard * keeps * SLACK) + process, int(tensors * SLACK) + process)
+    return _Resident(phase, int(kept * SLACK) + process, int(tensors * SLACK) + process)
 
 
 def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.tree import Config, ModelConfig
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.rollout.engine import EngineSpec
@@ -23,8 +23,13 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if actor := plan.role("actor"):
         activations = _activations(config, size, plan.passes.update, actor_width, model.enable_gradient_checkpointing)
         activations += head_bytes(plan, size, gradient=True)
-        state = size.num_params * _TRAINING_BYTES // actor.num_workers
+        adapters = adapter_params(model, size)
+        trained = adapters or size.num_params
+        state = ((size.num_params if adapters else 0) * 4 + trained * _TRAINING_BYTES) // actor.num_workers
         parts = f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}"
+        if adapters:
+            base = size.num_params * 4 // actor.num_workers
+            parts = f"base weights {gib(base)} + adapters with gradients and AdamW {gib(state - base)} + activations {gib(activations)}"
         roles.append(RoleMemory("actor", state + activations, parts))
     if reference := plan.role("reference"):
         weights = size.num_params * 4 // reference.num_workers
@@ -39,6 +44,23 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def adapter_params(model: ModelConfig, size: ModelSize) -> int:
+    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters.
+
+    Of the usual layers of a decoder, by the last words of their names; what a model calls otherwise is not counted.
+    """
+    heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = {
+        "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),
+        "o_proj": (heads, size.hidden), "gate_proj": (size.hidden, size.intermediate),
+        "up_proj": (size.hidden, size.intermediate), "down_proj": (size.intermediate, size.hidden),
+    }  # fmt: skip
+    wanted = {name.rpartition(".")[2] for name in model.target_modules}
+    left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
+    chosen = [shape for name, shape in shapes.items() if ("all-linear" in wanted or name in wanted) and name not in left_out]
+    return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
 def head_bytes(plan: Plan, size: ModelSize, *, gradient: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.faults import fault_point
-from grpo_rl.models import fsdp, load
+from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
 from grpo_rl.models.sharded_load import local_of
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.sharded_policy import build_policy, left_columns, sequences_of
+from grpo_rl.workers.sharded_policy import build_policy, left_columns, reference_columns, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -31,7 +32,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
-        self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
+        # Under adapters the head of the reference is the policy's own, which is at hand in every pass.
+        needs_head = spec.objective.needs_full_kl and self.model.adapters is None
+        self.ref_head: dict[str, Tensor | None] = self._reference_head() if needs_head else {}
         sender = spec.sender
         self._wire_dtype: torch.dtype | None = getattr(torch, sender.dtype) if sender.dtype else None
         backend, size = sender.backend, sender.bucket_bytes
@@ -48,6 +51,23 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
         """Return whether all of `logprobs` are finite, and the column, to be left in the store."""
         return left_columns({"logprobs_T": self.logprobs(share, micro_batches)})
+
+    def reference_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
+        """Return what a reference returns, by the base model under the adapters."""
+        self.memory.load_weights()
+        self.model.eval()
+        wanted = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden}
+        with lora.adapters_off(self.model):
+            columns = reference_columns(self.model, share, micro_batches, self.device, **wanted)
+        self.model.train()
+        self.memory.release()
+        return columns
+
+    def left_reference_logprobs(
+        self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool
+    ) -> tuple[bool, dict[str, Any]]:
+        """Return whether all of `reference_logprobs` are finite, and its columns, to be left in the store."""
+        return left_columns(self.reference_logprobs(share, micro_batches, want_hidden))
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
@@ -134,7 +154,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         """Get ready to hand out the weights; return their size in bytes as float32."""
         # Nothing is loaded: each shard comes to the device by itself, when its tensor is gathered.
         self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype))
-        return sum(parameter.numel() * 4 for parameter in self.model.parameters())
+        return sum(p.numel() * 4 for name, p in self.model.named_parameters() if not lora.is_adapter(name))
 
     def next_bucket(self) -> WeightBucket | None:
         """Return the next piece of the weights, None after the last. A collective: all ranks call it together."""
@@ -156,11 +176,14 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer).
 
-        A collective.
+        With adapters the model is the merged one, and the adapters are in a peft folder inside. A collective.
         """
         state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
+        adapters = fsdp.whole_adapters(self.model, self.device)
         if self.rank.rank == 0:
             self.model.lm.save_pretrained(folder, state_dict=state)
+            if self.model.adapters is not None:
+                lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
         self.memory.free_cache()
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_rl.models import fsdp, load
+from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
 from grpo_rl.models.linear import Precision
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import PolicySpec, Rank
+from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -67,10 +67,20 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
     """Return the policy, sharded over the worker set."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
 
+    adapts = spec.train and spec.model.lora_rank > 0
+
     def wrap(lm: Any) -> PolicyModel:
+        if adapts:
+            lora.add_adapters(lm, spec.model)
         return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
 
-    return build_sharded(spec, rank, device, wrap)
+    policy = build_sharded(spec, rank, device, wrap)
+    if adapts:
+        lora.initialize(policy.lm, spec.seed)
+        if spec.model.lora_adapter_path is not None:
+            lora.load_adapter(policy.lm, spec.model)
+        policy.adapters = lora.describe(policy.lm, spec.model)
+    return policy
 
 
 def head_precision(name: str, device_type: str) -> Precision:
@@ -92,7 +102,9 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = wrap(lm)
     policy.train(spec.train)
-    policy.requires_grad_(spec.train)
+    adapters = [name for name, _ in lm.named_parameters() if lora.is_adapter(name)]
+    if not adapters:  # which are all that is trained where there are any
+        policy.requires_grad_(spec.train)
     if alone:
         policy.to(device)
     fsdp.shard(
@@ -102,7 +114,7 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         reshard_after_forward=spec.reshard_after_forward,
     )
     if not alone:
-        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)))
+        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)), new=adapters)
     return policy
 
 
@@ -168,6 +180,31 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.support_ids_M,
         batch.group_N if share_prompts else None,
     )
+
+
+@torch.no_grad()
+def reference_columns(
+    policy: PolicyModel,
+    share: Batch,
+    micro_batches: Sequence[Rows],
+    device: torch.device,
+    *,
+    share_prompts: bool,
+    want_hidden: bool,
+) -> dict[str, Tensor]:
+    """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states, on the CPU."""
+    batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
+    logprobs: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for batch in batches:
+        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden)
+        logprobs.append(output.logprobs_T.cpu())
+        if want_hidden:
+            hidden.append(output.hidden_TD.cpu())
+        # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
+        del output
+    columns = {"logprobs_T": torch.cat(logprobs)}
+    return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
 
 
 def left_columns(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:

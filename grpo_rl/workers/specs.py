@@ -42,6 +42,8 @@ class PolicySpec:
     """Compute a prompt once for all its responses in a micro-batch."""
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
+    seed: int = 0
+    """The seed of the first values of adapters, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine h
 Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on this machine")]
 ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
 Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
+AdapterRankOrOff = Annotated[int, Range(ge=0, le=2**14, reason="no adapter needs more than a layer's smaller side")]
+AdapterAlpha = Annotated[int, Range(ge=1, le=2**20, reason="alpha / rank scales the adapter, whose effect float32 has to hold")]
 Megabytes = Annotated[int, Range(ge=1, le=2**16, reason="a piece of weights is held twice in a device's memory")]
 Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries double, so more would never be made")]
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    AdapterAlpha,
+    AdapterRankOrOff,
     Coefficient,
     Count,
     CountOrOff,
@@ -55,6 +57,16 @@ class ModelConfig:
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
+    lora_rank: AdapterRankOrOff = 0
+    """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
+    lora_alpha: AdapterAlpha = 16
+    """LoRA: lora_alpha / lora_rank is the factor of what an adapter adds."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """LoRA: the layers with an adapter, by the ends of their names, e.g. [q_proj,v_proj]; all-linear: all linear layers but the head."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """LoRA: layers without an adapter that target_modules would include."""
+    lora_adapter_path: str | None = None
+    """LoRA: a peft folder whose adapter the training goes on from, with the same rank, alpha and layers; null starts from the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,9 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
-_NO_LORA = "LoRA is not here: all weights are trained"
+_LORA_OF = f"LoRA is {_M}.lora_rank, lora_alpha, target_modules and exclude_modules"
+_NO_LORA = "the critic is trained whole, without LoRA"
+_NO_QLORA = "LoRA over quantized weights (QLoRA) is not here; the base model is read in float32"
 _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
@@ -180,15 +182,21 @@ _MODEL: dict[str, Answer] = {
     "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
     "fused_kernel_options": _hint(_HEAD),
     "fused_kernel_options.impl_backend": _hint(_HEAD, "torch"),
-    "lora_rank": Answer(_NO_LORA, (0,)),
-    "lora_alpha": Answer(_NO_LORA),
-    "lora": Answer(_NO_LORA),
-    "lora.rank": Answer(_NO_LORA, (0,)),
-    "lora_adapter_path": Answer(_NO_LORA),
-    "target_modules": Answer(_NO_LORA),
-    "exclude_modules": Answer(_NO_LORA),
+    "lora": Answer(_LORA_OF),
+    "lora.rank": Answer(f"use {_M}.lora_rank", (0,)),
+    "load_in_4bit": Answer(_NO_QLORA, (False,)),
+    "load_in_8bit": Answer(_NO_QLORA, (False,)),
+    "quantization_config": Answer(_NO_QLORA),
+    "use_qlora": Answer(_NO_QLORA, (False,)),
     **_switch("tiled_mlp", "the MLP is not cut into tiles; lower ppo_max_token_len_per_gpu", "enabled", hint=True),
     **_switch("mtp", "there is no speculative decoding"),
+}
+
+_CRITIC_MODEL: dict[str, Answer] = {
+    **_MODEL,
+    "lora_rank": Answer(_NO_LORA, (0,)),
+    **{name: Answer(_NO_LORA) for name in ("lora_alpha", "lora", "lora_adapter_path", "target_modules", "exclude_modules")},
+    "lora.rank": Answer(_NO_LORA, (0,)),
 }
 
 _DATA: dict[str, Answer] = {
@@ -351,9 +359,9 @@ _SFT: dict[str, Answer] = {
     "model.use_liger": _hint("there are no Liger kernels", False),
     "model.use_remove_padding": _hint(_PACKED, True),
     "model.external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
-    "model.lora_rank": Answer(_NO_LORA, (0,)),
-    "model.lora_alpha": Answer(_NO_LORA),
-    "model.target_modules": Answer(_NO_LORA),
+    "model.lora_rank": Answer(f"{_ROWS}use {_M}.lora_rank", (0,)),
+    "model.lora_alpha": Answer(f"{_ROWS}use {_M}.lora_alpha"),
+    "model.target_modules": Answer(f"{_ROWS}use {_M}.target_modules"),
     "model.use_shm": _hint("the model is read where it lies", False),
     "model.fsdp_config": Answer(f"{_ROWS}use {_A}.fsdp_config"),
     "model.fsdp_config.model_dtype": Answer("master weights are always float32", ("fp32", "float32")),
@@ -404,7 +412,7 @@ def _table() -> dict[str, Answer]:
         f"{_A}.fsdp_config.": _FSDP,
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
         "critic.fsdp.": _FSDP,
-        "critic.model.": _MODEL,
+        "critic.model.": _CRITIC_MODEL,
         "critic.": {**_BOTH, **of_update, **_CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},

@@ -47,6 +47,8 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
         {f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
         CPU,
     ),
+    "adapters": ({"actor_rollout_ref.model.lora_rank": 8}, CPU),
+    "adapters without a reference": ({"actor_rollout_ref.model.lora_rank": 8, f"{A}.use_kl_loss": False}, CPU),
     "two updates": ({f"{A}.ppo_mini_batch_size": 16}, CPU),
     "shuffled passes": ({f"{A}.ppo_epochs": 2, f"{A}.shuffle": True}, CPU),
     "by rollouts": ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, CPU),
@@ -266,7 +268,7 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
     passes = {
         "update": plan.passes.update,
         "old": plan.passes.old if old else None,
-        "reference": plan.passes.reference if reference else None,
+        "reference": plan.passes.reference if reference or plan.base_reference else None,
         "critic": plan.passes.critic if critic else None,
         "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits),
     }
@@ -346,7 +348,11 @@ def silent_changes(context: str, keys: list[str]) -> Iterator[tuple[str, bool]]:
             except ConfigError:
                 continue
             told = idle_keys.notes(
-                config, machine, reference=plan.role("reference") is not None, old_logprobs=plan.recomputes_old_logprobs
+                config,
+                machine,
+                reference=plan.role("reference") is not None,
+                base_reference=plan.base_reference is not None,
+                old_logprobs=plan.recomputes_old_logprobs,
             )
             is_spelled_out = key in SPELLED_OUT and value_at(base, key) in (None, "auto", 0)
             is_noted = any(note.startswith(f"{key}=") for note in told)
