@@ -36,8 +36,11 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
 
     `base` is the folder of the model that the run began with, whose config, generation settings and tokenizer are taken;
     `model` is the section `actor_rollout_ref.model` of the run. The weights are in float32, as the export at a run's end has
-    them, and the same to the bit: merged, where the run trains adapters, which are in a peft folder inside then. Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where
-    `target` cannot be written; ConfigError for a base that cannot be used.
+    them, and the same to the bit. Those of a run with adapters are merged, to the bit what one rank exports and up to the
+    last bit what several do, and the adapters are in a peft folder inside.
+
+    Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where `target` cannot be written;
+    ConfigError for a base that cannot be used.
     """
     from grpo_rl.models import load
 

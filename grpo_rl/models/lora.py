@@ -75,11 +75,7 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    if getattr(lm.config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{_KEY}.path={model.path}: its weights are quantized, and LoRA over such weights (QLoRA) is not here; "
-            "use the same model in bfloat16 or float32"
-        )
+    refuse_quantized(getattr(lm.config, "quantization_config", None), model)
     targets: Any = list(model.target_modules)
     if targets == [ALL_LINEAR]:
         targets = ALL_LINEAR
@@ -96,15 +92,24 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
         inject_adapter_in_model(settings, lm, low_cpu_mem_usage=on_meta)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
-    _check_layers(lm, where)
+    _check_layers(lm, model, where)
     lm.requires_grad_(False)
     for layer in adapted_layers(lm).values():
         layer.lora_A.requires_grad_(True)
         layer.lora_B.requires_grad_(True)
 
 
-def _check_layers(lm: Any, where: str) -> None:
-    """Raise ConfigError for adapters at the LM head or the embedding, and for none at all.
+def refuse_quantized(settings: Any, model: ModelConfig) -> None:
+    """Raise ConfigError where a model's config has settings of quantized weights."""
+    if settings is not None:
+        raise ConfigError(
+            f"{_KEY}.path={model.path}: its weights are quantized, and LoRA over such weights (QLoRA) is not here; "
+            "use the same model in bfloat16 or float32"
+        )
+
+
+def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
+    """Raise ConfigError for adapters at the LM head or the embedding, and for none at all, and for a name that is that of no layer.
 
     The LM head's weight is read without its layer (`forward.PolicyModel`), so an adapter there would not be computed.
     """
@@ -119,6 +124,15 @@ def _check_layers(lm: Any, where: str) -> None:
             raise ConfigError(f"{where}: {name} is {what}; adapters are for the linear layers of the blocks")
     if not adapted:
         raise ConfigError(f"{where}: no layer of {type(lm).__name__} is left to have an adapter")
+    # peft is content with one name of several that it finds.
+    every = [name for name, _ in lm.named_modules()]
+    for key, names, among in (
+        ("target_modules", model.target_modules, list(adapted)),
+        ("exclude_modules", model.exclude_modules, every),
+    ):
+        unknown = [name for name in names if name != ALL_LINEAR and not any(f".{one}".endswith(f".{name}") for one in among)]
+        if unknown:
+            raise ConfigError(f"{_KEY}.{key}: {unknown[0]} is the end of no such layer's name in {type(lm).__name__}")
 
 
 def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
@@ -216,6 +230,10 @@ def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, T
         base_model_name_or_path=adapters.base,
         inference_mode=True,
     ).save_pretrained(str(folder))
+    # peft writes the layers in the order of a set, another one in every process.
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:

@@ -114,6 +114,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     if scorer.startswith(PREFIX):
         yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
     yield "", lambda: model_folder.check_policy(config, machine)
+    if config.actor_rollout_ref.model.lora_rank:
+        yield "", lambda: model_folder.check_adapters(config)
 
 
 def _check_engine(config: Config) -> None:

@@ -66,6 +66,25 @@ def check_policy(config: Config, machine: Machine) -> None:
         raise ConfigError(problems)
 
 
+def check_adapters(config: Config) -> None:
+    """Raise ConfigError for adapters that the policy cannot have, and for an adapter folder that does not fit; no weight is read.
+
+    Makes the model without storage. A model with code of its own is looked at when the run starts.
+    """
+    from transformers import AutoConfig
+
+    from grpo_rl.models import lora
+    from grpo_rl.models.load import load_lm
+
+    model, settings = config.actor_rollout_ref.model, policy_settings(config)
+    if model.lora_adapter_path is not None:
+        lora.check_adapter_folder(model)
+    if settings is None or "auto_map" in settings:
+        return
+    lora.refuse_quantized(settings.get("quantization_config"), model)
+    lora.add_adapters(load_lm(model.path, AutoConfig.for_model(**settings), on_meta=True), model)
+
+
 def policy_settings(config: Config) -> dict[str, Any] | None:
     """Return the policy's config.json with override_config applied; None for an embedded model that does not exist.
 

@@ -146,11 +146,22 @@ def test_first_values_depend_on_the_seed_and_on_nothing_else(folder):
 
 @pytest.mark.parametrize(
     ("targets", "words"),
-    [(["lm_head"], "the LM head"), (["embed_tokens"], "the embedding"), (["no_such"], "no_such"), (["self_attn"], "self_attn")],
+    [
+        (["lm_head"], "the LM head"),
+        (["embed_tokens"], "the embedding"),
+        (["no_such"], "no_such"),
+        (["self_attn"], "self_attn"),
+        (["q_proj", "v_porj"], "target_modules: v_porj is the end of no"),
+    ],
 )
 def test_layers_that_cannot_have_an_adapter_are_refused(folder, targets, words):
     with pytest.raises(ConfigError, match=words):
         adapted(folder, target_modules=targets)
+
+
+def test_a_misspelt_layer_to_leave_out_is_refused(folder):
+    with pytest.raises(ConfigError, match="exclude_modules: k_porj is the end of no"):
+        adapted(folder, exclude_modules=["k_porj"])
 
 
 def test_a_quantized_base_is_refused(folder):
