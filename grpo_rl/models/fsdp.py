@@ -139,12 +139,12 @@ def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
     """Return `W + (alpha / rank) B A`, sharded as W is. A collective.
 
     W and B have the same rows on the same rank, so each rank adds to its own, and only A, the smallest of the three, is
-    gathered for it. The sum is made in W's type, before anything is cast.
+    gathered for it. The sum is made in float32, before anything is cast.
     """
     a_RI, b_OR = lora.factors(layer)
     whole_RI = _whole(a_RI.detach(), device, None)
     rows, factor_rows = (local_of(one.detach()).to(device or one.device) for one in (weight, b_OR))
-    return _like(weight, torch.addmm(rows, factor_rows, whole_RI, alpha=lora.scaling(layer)))
+    return _like(weight, torch.addmm(rows.float(), factor_rows, whole_RI, alpha=lora.scaling(layer)))
 
 
 def _like(tensor: Any, rows: Tensor) -> Any:
@@ -156,8 +156,11 @@ def _like(tensor: Any, rows: Tensor) -> Any:
 
 
 def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the whole of a sharded tensor on this device and in this type, cast before its slices travel. A collective."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Return the whole of a sharded tensor on this device and in this type (None: float32), cast before its slices travel.
+
+    A collective.
+    """
+    wanted = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not isinstance(tensor, DTensor):
         return tensor.to(device=device or tensor.device, dtype=wanted)
     shard = tensor.to_local()

@@ -203,7 +203,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def base_digest(lm: nn.Module) -> str:
     """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded."""
     frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
-    sums = [local_of(parameter).contiguous().view(torch.int32).sum(dtype=torch.int64) for parameter in frozen.values()]
+    # In float32, whatever they are kept in: bfloat16's numbers are among float32's.
+    shards = (local_of(parameter).float().contiguous() for parameter in frozen.values())
+    sums = [shard.view(torch.int32).sum(dtype=torch.int64) for shard in shards]
     total = torch.stack(sums)
     is_sharded = any(local_of(parameter) is not parameter for parameter in frozen.values())
     if is_sharded and dist.get_world_size() > 1:

@@ -99,6 +99,14 @@ class WeightFiles:
         for parameter in missing:
             local_of(parameter).zero_()
 
+    def stored_as(self, lm: Any, dtype: str) -> list[Any]:
+        """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""
+        of: dict[str, str] = {}
+        for path in set(self._file_of.values()):
+            with safe_open(path, framework="pt") as opened:
+                of |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        return [parameter for names, parameter in _named(lm) if any(of.get(name) == dtype for name in names)]
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for path in set(self._file_of.values()):

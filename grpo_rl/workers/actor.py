@@ -73,7 +73,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
         fsdp.reshard(self.model)
         shards = {name: local_of(value.detach()) for name, value in self.model.named_parameters()}
-        return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
+        return {
+            name: int(shard.float().contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()
+        }
 
     def measure(self, batch: Batch | None) -> Tensor:
         logprobs_T: Tensor = self.model(self._sequences(batch)).logprobs_T

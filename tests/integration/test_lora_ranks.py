@@ -145,6 +145,36 @@ def test_first_values_are_the_same_on_any_number_of_ranks(ranks, path):
     assert_equal_bits(*found)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_base_in_bfloat16_stays_so_in_the_blocks_and_changes_no_bit_of_anything(ranks, path, tmp_path, world_size):
+    """The blocks compute in bfloat16: float32 copies of the same numbers give the same gradients, digests and exports."""
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(half)
+    model.float().save_pretrained(whole)
+    processes, found = ranks[world_size], []
+    for folder in (half, whole):
+        spec = spec_for(folder)
+        actor = start(processes, replace(spec, policy=replace(spec.policy, dtype="bfloat16")), MicroBatchRule(None, 2))
+        update(actor, range(2))
+        types = {name: value.dtype for name, value in processes.call("parameters")[0].items()}
+        wide = {name for name, dtype in types.items() if dtype == torch.float32}
+        actor.export(tmp_path / f"from_{folder.name}")
+        found.append((processes.call("gradients")[0], load_file(tmp_path / f"from_{folder.name}" / "model.safetensors"), wide))
+        (tmp_path / f"saved_{folder.name}").mkdir()
+        actor.save(tmp_path / f"saved_{folder.name}")
+    (gradients, exported, wide), (expected, also, every) = found
+    assert len(gradients) == len(expected) == 4
+    for one, other in zip(gradients, expected, strict=True):
+        assert_equal_bits(one, other)
+    assert_equal_bits(exported, also)
+    assert {value.dtype for value in exported.values()} == {torch.float32}
+    kept_in_half = every - wide
+    assert kept_in_half and all(".layers." in name and not lora.is_adapter(name) for name in kept_in_half)
+    assert wide == {name for name in every if lora.is_adapter(name)} | {"lm.model.embed_tokens.weight", "lm.model.norm.weight"}
+    actor.load(tmp_path / "saved_half")  # the digest of the base is that of its numbers
+
+
 # ---- the reference ---------------------------------------------------------------------------------------
 
 
