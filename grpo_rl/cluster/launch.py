@@ -126,6 +126,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from grpo_rl.cluster.collection import collect
         from grpo_rl.cluster.inputs import read_inputs
         from grpo_rl.cluster.processes.placement import raylets
+        from grpo_rl.cluster.run_instruments import RunInstruments
         from grpo_rl.cluster.start_roles import Cluster, start_roles
         from grpo_rl.telemetry.metrics.sinks import Sinks
         from grpo_rl.trainer.run import Run
@@ -165,6 +166,8 @@ def train(launch: Launch, stack: ExitStack) -> None:
         rows=inputs.rows,
         collected=collected,
     )
+    context.roles.instruments = instruments = RunInstruments(plan, cluster.worker_sets, run_dir.path, console.info)
+    instruments.watch_memory()
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)

@@ -107,6 +107,8 @@ class Run:
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
+        if self.roles.instruments is not None:
+            self.roles.instruments.begin(self.step)
         try:
             with self.timeline.span("step", "step"):
                 metrics = self.schedule.step()
@@ -133,6 +135,8 @@ class Run:
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
         metrics["perf/host_memory_share"] = machine_memory().used_share
+        if self.roles.instruments is not None:
+            metrics |= self.roles.instruments.end(metrics)
         self._log(metrics | self.roles.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))

@@ -9,7 +9,7 @@ from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import Config, OptimConfig
+from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
 
@@ -22,6 +22,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
+    yield from _profiler(config)
     yield from schedule_rules.problems(config)
     yield from _without_effect(config)
 
@@ -53,6 +54,31 @@ def _sampling(config: Config) -> Iterator[str]:
         )
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _profiler(config: Config) -> Iterator[str]:
+    own, profilers = config.global_profiler, profilers_of(config)
+    enabled = [key for key, profiler in profilers.items() if profiler.enable]
+    if own.tool is not None and not enabled:
+        yield (
+            f"global_profiler.tool={own.tool}: profiles no role; switch one on: {', '.join(f'{key}.enable=true' for key in profilers)}"
+        )
+    if own.tool == "torch" and own.steps is None:
+        yield "global_profiler.tool=torch: no step is named; set global_profiler.steps, e.g. [2,3]"
+    if own.tool is None:
+        yield from (f"{key}.enable=true: needs global_profiler.tool: torch or torch_memory" for key in enabled)
+    for key, profiler in profilers.items():
+        if profiler.all_ranks and profiler.ranks:
+            yield f"{key}.ranks={show(profiler.ranks)}: contradicts {key}.all_ranks=true; give one of them"
+
+
+def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
+    """Return the profilers of all roles that have one, by their key."""
+    return {
+        "actor_rollout_ref.actor.profiler": config.actor_rollout_ref.actor.profiler,
+        "actor_rollout_ref.ref.profiler": config.actor_rollout_ref.ref.profiler,
+        "critic.profiler": config.critic.profiler,
+    }
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -206,7 +232,18 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    return {
+    profiles = {
+        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
+        for key, profiler in profilers_of(config).items()
+        for name in ("all_ranks", "ranks")
+    }
+    tool = config.global_profiler.tool
+    return profiles | {
+        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
+            tool == "torch_memory",
+            "needs global_profiler.tool=torch_memory",
+        ),
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (

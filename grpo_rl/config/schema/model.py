@@ -24,6 +24,7 @@ from grpo_rl.config.schema.kinds import (
     Positive,
     PositiveFraction,
     Prompts,
+    Ranks,
     Ratio,
     RatioAboveOne,
     Responses,
@@ -89,6 +90,16 @@ class FsdpConfig:
     """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    enable: bool = False
+    """Use global_profiler.tool on this role."""
+    all_ranks: bool = False
+    """On all of its ranks."""
+    ranks: list[Ranks] = field(default_factory=list)
+    """On these ranks; without any and without all_ranks on rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,7 @@ class ActorConfig:
     """Options of an estimator of your own."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
@@ -208,6 +220,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
-_NO_PROFILER = "there is no profiler; timing_s/* in metrics.jsonl has the seconds of every phase"
+_PROFILERS = "the tools are torch (traces) and torch_memory (histories of a GPU's memory), with torch's defaults"
 _NO_QUANTIZATION = "engine and actor do not quantize; precision is set by rollout.dtype and actor.fsdp_config.dtype"
 _ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, async"
 _PACKED = "sequences are always packed without padding"
@@ -90,7 +90,11 @@ _BOTH: dict[str, Answer] = {
     "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
     "entropy_from_logits_chunk_size": _hint(_HEAD),
     "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
-    **_switch("profiler", _NO_PROFILER, hint=True),
+    "profiler.tool": _hint("use global_profiler.tool"),
+    "profiler.save_path": _hint("use global_profiler.save_path"),
+    "profiler.tool_config": _hint(
+        "a trace has CPU, GPU, memory and shapes; a history of memory is global_profiler.global_tool_config"
+    ),
     "megatron": Answer(_FSDP_ONLY),
     "veomni": Answer(_FSDP_ONLY),
     "torchtitan": Answer(_FSDP_ONLY),
@@ -160,7 +164,7 @@ _ROLLOUT: dict[str, Answer] = {
     "skip_tokenizer_init": _hint("engines take and return token ids", True),
     "enable_rollout_routing_replay": Answer("there is no replay of expert routing", (False,)),
     "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
-    **_switch("profiler", _NO_PROFILER, hint=True),
+    **_switch("profiler", "engines are not traced: use vLLM's own profiler, or the run's timeline", hint=True),
     **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
     "quantization": Answer(_NO_QUANTIZATION),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
@@ -269,7 +273,7 @@ _TRAINER: dict[str, Answer] = {
     "use_legacy_worker_impl": _hint(_ONE_SCHEDULE),
     "v1": Answer(_ONE_SCHEDULE),
     "v1.trainer_mode": Answer(_ONE_SCHEDULE, ("sync",)),
-    "profile_steps": _hint(_NO_PROFILER),
+    "profile_steps": _hint("use global_profiler.steps"),
 }
 
 _ENGINES_APART = "engines have devices of their own where actor_rollout_ref.rollout.nnodes and n_gpus_per_node say how many"
@@ -327,11 +331,18 @@ _TOP: dict[str, Answer] = {
     "sandbox_fusion": Answer(_SANDBOX),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store", hint=True),
-    "global_profiler": _hint(_NO_PROFILER),
+    "global_profiler.profile_continuous_steps": _hint("each step has files of its own", False),
+    "global_profiler.global_tool_config.nsys": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.npu": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.stack_depth": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.context": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.stacks": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.kw_args": _hint(_PROFILERS),
     "skip": Answer("rollouts are always sampled"),
     "skip.rollout.enable": Answer("rollouts are always sampled", (False,)),
     "ray_init": Answer("use ray_kwargs.ray_init"),
-    "ray_kwargs.timeline_json_file": _hint(_NO_PROFILER),
+    "ray_kwargs.timeline_json_file": _hint("the run's timeline is <run>/timeline.jsonl"),
     "ray_kwargs.ray_init.runtime_env": Answer("give it to `ray job submit --runtime-env`"),
     "hydra": Answer("Hydra's own job settings are not used; runs lie in trainer.default_local_dir"),
 }
@@ -394,7 +405,7 @@ _SFT: dict[str, Answer] = {
     "data.multiturn.enable_thinking_key": Answer("use data.enable_thinking_key"),
     "trainer.max_ckpt_to_keep": Answer("use trainer.max_actor_ckpt_to_keep"),
     "trainer.checkpoint": Answer(f"use {_A}.checkpoint.save_contents"),
-    "trainer.profile_interval": _hint(_NO_PROFILER),
+    "trainer.profile_interval": _hint("use global_profiler.steps"),
 }
 
 
