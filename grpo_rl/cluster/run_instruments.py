@@ -1,4 +1,4 @@
-"""What people tune by, asked of the workers after each step: memory by role and phase, MFU, throughput; and traces when ordered."""
+"""Figures that people tune by, asked of the workers after each step (memory by phase, MFU, throughput), and traces when ordered."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class RunInstruments:
         self.say = say
         self._profiled: dict[str, list[int]] = {}
         """The roles and ranks that are profiled in the step that is going on."""
+        self._watch_memory()
 
     @property
     def folder(self) -> Path:
@@ -76,10 +77,10 @@ class RunInstruments:
         if self._profiled:
             self._order(self._profiled, None)
             self._profiled = {}
-            self.watch_memory()
+            self._watch_memory()
         return self._throughput(metrics) | self._measured()
 
-    def watch_memory(self) -> None:
+    def _watch_memory(self) -> None:
         """Have the chosen ranks keep a history of their GPU's memory from now on, for the call in which it runs out."""
         if self.config.global_profiler.tool == "torch_memory":
             self._order(dict(self._enabled()), "torch_memory")

@@ -142,6 +142,11 @@ class Cluster:
             for worker_set in ranks:
                 worker_set.call("occupy")
 
+    def kept_updates(self) -> int:
+        """Return how many updates a recovery would make again, of the set that has most, besides those a save contains."""
+        keepers = [one.keeper for one in self.worker_sets if one.keeper is not None and one.is_restarted]
+        return max((keeper.num_unsaved for keeper in keepers), default=0)
+
     def pids(self) -> dict[str, int]:
         """Return the process id of every worker, by its name."""
         timeout_s = self.config.trainer.start_timeout_s

@@ -39,6 +39,8 @@ class EngineSpec:
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.5
+    kv_cache_memory_bytes: int | None = None
+    """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
     kv_cache_gib: float = 1.0
     """CPU: most memory for keys and values; an engine takes less where max_num_seqs full-length rollouts need less."""
     enable_prefix_caching: bool = True
@@ -81,6 +83,7 @@ class EngineSpec:
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
             kv_cache_gib=rollout.kv_cache_gib,
             enable_prefix_caching=rollout.enable_prefix_caching,
             sleep_mode=on_gpu and colocated and rollout.free_cache_engine,

@@ -59,6 +59,8 @@ class Roles:
     """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how many workers failed and came back since the last call."""
+    kept_updates: Callable[[], int] = lambda: 0
+    """A function that returns how many updates a recovery would make again: those that no save has been begun after."""
     instruments: Instruments | None = None
     """The instruments of the workers, which measure every step and trace chosen ones."""
     kept: list[Saved] = dataclasses.field(default_factory=list)

@@ -56,7 +56,7 @@ class Observation:
 
 @dataclass(slots=True)
 class PhaseMeasure:
-    """What one phase took in one process: seconds, operations, and the highest memory, in bytes by its kind."""
+    """The cost of one phase in one process: seconds, operations, and the highest memory, in bytes by its kind."""
 
     seconds: float = 0.0
     flops: float = 0.0

@@ -18,6 +18,7 @@ from grpo_rl.config.schema.tree import Config
 _KEY = "actor_rollout_ref.rollout.engine_kwargs"
 _R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _CPU_CACHE = f"{_R}.kv_cache_gib on CPUs, {_R}.gpu_memory_utilization on GPUs"
+_CACHE_BYTES = f"{_R}.kv_cache_memory_bytes on GPUs, {_R}.kv_cache_gib on CPUs"
 
 VLLM_OWNED: dict[str, str] = {
     "model": f"{_M}.path",
@@ -35,7 +36,7 @@ VLLM_OWNED: dict[str, str] = {
     "enforce_eager": f"{_R}.enforce_eager",
     "tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
     "gpu_memory_utilization": f"{_R}.gpu_memory_utilization",
-    "kv_cache_memory_bytes": _CPU_CACHE,
+    "kv_cache_memory_bytes": _CACHE_BYTES,
     "num_gpu_blocks_override": _CPU_CACHE,
     "enable_sleep_mode": f"{_R}.free_cache_engine",
     "weight_transfer_config": f"{_R}.checkpoint_engine",

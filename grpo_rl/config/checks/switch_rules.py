@@ -23,6 +23,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _validation(config)
     yield from _checkpoints(config)
     yield from _profiler(config)
+    yield from _head(config)
     yield from schedule_rules.problems(config)
     yield from _without_effect(config)
 
@@ -54,6 +55,15 @@ def _sampling(config: Config) -> Iterator[str]:
         )
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _head(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    if model.use_fused_kernels and model.lm_head_precision == "bfloat16":
+        yield (
+            "actor_rollout_ref.model.use_fused_kernels=true: torch's fused head would round its logits to bfloat16 too; "
+            "set actor_rollout_ref.model.lm_head_precision=tf32 or float32"
+        )
 
 
 def _profiler(config: Config) -> Iterator[str]:
@@ -215,7 +225,14 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
 def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for sampling: what only vLLM has, and what only validation reads."""
     r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
-    of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
+    of_vllm = (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "kv_cache_gib",
+        "free_cache_engine",
+        "enforce_eager",
+        "enable_prefix_caching",
+    )
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
     prompts = "val_prompt_files" if is_offline(config) else "val_files"
     return {
@@ -265,6 +282,10 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "trainer.recover_memory_gib": (trainer.recover == "auto", "has a meaning with trainer.recover=auto only"),
+        "trainer.max_kept_updates": (
+            saves and trainer.recover in ("auto", "checkpoint"),
+            "needs trainer.save_freq, and trainer.recover=auto or checkpoint: it bounds what is kept between checkpoints",
+        ),
         "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),

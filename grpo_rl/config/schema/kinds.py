@@ -81,6 +81,9 @@ MemoryShare = Annotated[float, Range(ge=0.01, lt=1, reason="an engine needs some
 StoreBytes = Annotated[
     int, Range(ge=75 * 2**20, le=2**46, reason="Ray takes at least 75 MiB, and no machine has more than 64 TiB")
 ]
+CacheBytes = Annotated[
+    int, Range(ge=2**20, le=2**43, reason="a cache below 1 MiB holds no block, and no device has more than 8 TiB")
+]
 Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
 ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
 Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]

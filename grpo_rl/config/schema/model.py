@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    CacheBytes,
     Coefficient,
     Count,
     CountOrOff,
@@ -56,6 +57,9 @@ class ModelConfig:
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
+    use_fused_kernels: bool = False
+    """Log-probs by torch's fused linear cross-entropy (torch.nn.functional.linear_cross_entropy), which keeps fewer tensors of
+    a chunk: the same values. Passes that want the entropy, the exact KL, or sampled from a part of the vocabulary run as without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,9 @@ class ProfilerConfig:
     enable: bool = False
     """Use global_profiler.tool on this role."""
     all_ranks: bool = False
-    """On all of its ranks."""
+    """Use it on all ranks of the role."""
     ranks: list[Ranks] = field(default_factory=list)
-    """On these ranks; without any and without all_ranks on rank 0."""
+    """Use it on these ranks of the role; without any and without all_ranks on rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +286,9 @@ class RolloutConfig:
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
     gpu_memory_utilization: MemoryShare = 0.5
     """GPU: share of the device's memory for the engine."""
+    kv_cache_memory_bytes: CacheBytes | None = None
+    """GPU: bytes of the engine's key-value cache on each device, as vLLM's argument of the name; null: what
+    gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""
     kv_cache_gib: Gib = 1.0
     """CPU: most memory for the engine's key-value cache, in GiB."""
     free_cache_engine: bool = True

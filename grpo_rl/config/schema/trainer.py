@@ -136,6 +136,9 @@ class TrainerConfig:
     checkpoint."""
     recover_memory_gib: Gib = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    max_kept_updates: Count = 100
+    """Recovery from a checkpoint: the most updates that are kept, with what they train on, to be made again after it; then a
+    checkpoint is written between two save points. Bounds the object store and the time of a recovery."""
     on_out_of_memory: Literal["stop", "split"] = "stop"
     """The reaction to too little memory in an update or a pass for log-probs or values: stop, or start the role's
     ranks again with the state they had and go on with micro-batches of half the size, until the end of the run. The

@@ -40,6 +40,7 @@ _NO_QUANTIZATION = "engine and actor do not quantize; precision is set by rollou
 _ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, async"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
+_FUSED = "fused kernels are torch's own, torch.nn.functional.linear_cross_entropy"
 _ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
 _SANDBOX = (
     "the reward `code` takes reward.function_kwargs={code: {sandbox_url: ..., max_concurrent: ..., memory_mb: ...}}, or, without "
@@ -110,7 +111,7 @@ _ACTOR: dict[str, Answer] = {
     "calculate_entropy": _hint("the entropy is computed where entropy_coeff is not 0", False),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
     "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
-    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
+    "use_fused_kernels": Answer(f"use {_M}.use_fused_kernels"),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
     "checkpoint.strict": Answer("a checkpoint is always loaded strictly", (True,)),
@@ -181,9 +182,8 @@ _MODEL: dict[str, Answer] = {
     "enable_activation_offload": _hint("use enable_gradient_checkpointing", False),
     "use_remove_padding": _hint(_PACKED, True),
     "use_liger": _hint("there are no Liger kernels", False),
-    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
-    "fused_kernel_options": _hint(_HEAD),
-    "fused_kernel_options.impl_backend": _hint(_HEAD, "torch"),
+    "fused_kernel_options": _hint(_FUSED),
+    "fused_kernel_options.impl_backend": _hint(_FUSED, "torch"),
     "lora_rank": Answer(_NO_LORA, (0,)),
     "lora_alpha": Answer(_NO_LORA),
     "lora": Answer(_NO_LORA),
@@ -415,7 +415,7 @@ def _table() -> dict[str, Answer]:
         f"{_A}.fsdp_config.": _FSDP,
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
         "critic.fsdp.": _FSDP,
-        "critic.model.": _MODEL,
+        "critic.model.": {**_MODEL, "use_fused_kernels": _hint("a critic has no LM head", *_ANY_BOOL)},
         "critic.": {**_BOTH, **of_update, **_CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},

@@ -73,6 +73,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode
+        if spec.kv_cache_memory_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_memory_bytes
     return arguments | spec.engine_kwargs
 
 

@@ -97,7 +97,6 @@ def test_a_file_in_the_runs_folder_traces_the_next_step_and_no_other(tmp_path: P
 
 def test_memory_is_recorded_between_the_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, log = instruments(tmp_path, config_with("torch_memory", [2], enable=True), monkeypatch)
-    own.watch_memory()
     own.begin(2)
     own.end({})
     assert [(order.tool, order.writes) for _, order in log] == [

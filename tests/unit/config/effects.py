@@ -169,6 +169,7 @@ READ: dict[str, Reader] = {
     "trainer.on_save_error": _if(lambda c: c.trainer.save_freq > 0),
     "trainer.max_actor_ckpt_to_keep": _if(lambda c: c.trainer.save_freq > 0),
     "trainer.recover_memory_gib": _if(lambda c: c.trainer.recover == "auto"),
+    "trainer.max_kept_updates": _if(lambda c: c.trainer.save_freq > 0 and c.trainer.recover in ("auto", "checkpoint")),
     "trainer.max_restarts": _if(lambda c: c.trainer.recover != "off"),
     "trainer.restart_window_s": _if(lambda c: c.trainer.recover != "off"),
     "trainer.max_nonfinite_steps": _if(lambda c: c.trainer.on_nonfinite == "skip"),
@@ -227,7 +228,14 @@ ENGINE_READS = {
     ("hf", "cpu"): {"threads"},
     ("hf", "cuda"): set[str](),
     ("vllm", "cpu"): {"threads", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "fp32_lm_head"},
-    ("vllm", "cuda"): {"gpu_memory_utilization", "sleep_mode", "enforce_eager", "enable_prefix_caching", "fp32_lm_head"},
+    ("vllm", "cuda"): {
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "sleep_mode",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "fp32_lm_head",
+    },
 }
 """Fields of the engine's spec that not every engine reads on every device."""
 
