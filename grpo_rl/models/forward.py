@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
-from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear
+from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class PackedModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         use_fast_linear(lm)
+        use_fast_norms(lm)
         self.lm = lm
 
     def hidden_TD(self, sequences: Sequences) -> Tensor:

@@ -51,6 +51,8 @@ class EngineSpec:
     verify_checksum: bool = False
     fp32_lm_head: bool = False
     """vLLM: compute the logits in float32 whatever `dtype` is."""
+    deterministic: bool = False
+    """vLLM on GPUs: kernels whose results do not depend on what else is in the batch."""
     seed: int = 0
     """The seed of requests that bring none of their own."""
     threads: int = 1
@@ -91,6 +93,7 @@ class EngineSpec:
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=rollout.checkpoint_engine.verify_checksum,
             fp32_lm_head=rollout.fp32_lm_head,
+            deterministic=cfg.trainer.deterministic,
             seed=rollout.seed,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),

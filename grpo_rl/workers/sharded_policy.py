@@ -25,6 +25,8 @@ M = TypeVar("M", bound=PackedModel)
 
 def join_set(rank: Rank) -> torch.device:
     """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device."""
+    if rank.deterministic:
+        torch.use_deterministic_algorithms(True)
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -85,6 +85,9 @@ class TrainerConfig:
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """The device of the models; auto: cuda where there is a GPU."""
+    deterministic: bool = False
+    """Compute by kernels whose results have the same bits every time, slower: torch.use_deterministic_algorithms in all ranks,
+    batch-invariant kernels in vLLM on GPUs. What it promises where is in docs/gpus.md."""
     device_tflops: Tflops | None = None
     """Dense bfloat16 TFLOP/s of one device, of which perf/mfu is a share; null: by the name of the GPU, and on CPUs no perf/mfu."""
     seed: Seed = 1

@@ -62,7 +62,7 @@ _FSDP: dict[str, Answer] = {
     "use_torch_compile": _hint("the trained model is not compiled", False),
     "grad_offload": _hint("gradients live only during the update; use fsdp_config.optimizer_offload", False),
     "seed": Answer("use trainer.seed"),
-    "full_determinism": Answer("seeds are trainer.seed, data.seed and rollout.seed", (False,)),
+    "full_determinism": Answer("use trainer.deterministic", (False,)),
     "strategy": Answer("use actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2")),
     "forward_only": _hint("the reference is never trained, the actor always is"),
     "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
@@ -133,7 +133,9 @@ _REFERENCE: dict[str, Answer] = {
 _ROLLOUT: dict[str, Answer] = {
     "mode": _hint("requests always go to the replicas one by one, by load", "async"),
     "do_sample": Answer("training needs samples; greedy is for val_kwargs", (True,)),
-    "full_determinism": Answer("every response has its own seed, derived from rollout.seed", (False,)),
+    "full_determinism": Answer(
+        "use trainer.deterministic; every response has its own seed, derived from rollout.seed", (False,)
+    ),
     "prompt_length": Answer("use data.max_prompt_length"),
     "response_length": Answer("use data.max_response_length"),
     "cudagraph_capture_sizes": _hint(f"use +{_R}.engine_kwargs.vllm.cudagraph_capture_sizes"),

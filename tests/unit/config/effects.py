@@ -176,6 +176,7 @@ READ: dict[str, Reader] = {
     "trainer.on_alarm": _if(lambda c: c.trainer.stop_on),
     "trainer.critic_warmup": _role("critic"),
     "trainer.device_tflops": _role("actor"),
+    "trainer.deterministic": _if(lambda c: True),
     "global_profiler.tool": _if(lambda c: True),
     "global_profiler": _if(lambda c: c.global_profiler.tool is not None),
     f"{A}.profiler": _role("actor"),
@@ -229,6 +230,7 @@ ENGINE_READS = {
     ("hf", "cuda"): set[str](),
     ("vllm", "cpu"): {"threads", "kv_cache_gib", "enforce_eager", "enable_prefix_caching", "fp32_lm_head"},
     ("vllm", "cuda"): {
+        "deterministic",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
         "sleep_mode",
