@@ -88,7 +88,7 @@ class Cluster:
         role = self.plan.role(name)
         if role is None:
             return None
-        slots = self.pool(role.pool).slots(role.devices_per_worker)
+        slots = self.pool(role.pool).slots(role.devices_per_worker)[: role.num_workers]
         return self.worker_set(name, slots, role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful)
 
     def worker_set(

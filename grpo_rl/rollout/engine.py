@@ -35,6 +35,8 @@ class EngineSpec:
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config, the same as the trainer applies."""
     tensor_parallel_size: int = 1
+    quantization: str | None = None
+    """vLLM on GPUs: its way of quantizing weights as they arrive; None: as they are."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = True
@@ -81,6 +83,7 @@ class EngineSpec:
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
             tensor_parallel_size=rollout.tensor_model_parallel_size,
+            quantization=rollout.quantization,
             max_num_seqs=max_num_seqs(cfg, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,

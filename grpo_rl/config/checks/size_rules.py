@@ -224,6 +224,17 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
             f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
         )
+    most = derived.num_rollout_devices(config, machine) // parallel
+    if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
+        yield (
+            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas}: with {parallel} "
+            f"device{'s' if parallel > 1 else ''} for each there is room for {most}"
+        )
+    if rollout.quantization is not None and machine.device == "cpu":
+        yield (
+            f"actor_rollout_ref.rollout.quantization={rollout.quantization}: needs a GPU of compute capability 8.9 or newer, "
+            "whose kernels multiply numbers of 8 bits; on CPUs leave it out"
+        )
     ranks = machine.world_size(config)
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if mini * rollout.n < ranks:

@@ -53,6 +53,10 @@ def _sampling(config: Config) -> Iterator[str]:
             f"{' and '.join(cuts)}: needs {key}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
             "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
         )
+    if rollout.quantization is not None and rollout.name != "vllm":
+        yield f"{key}.quantization={rollout.quantization}: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+    if rollout.quantization is not None and rollout.dtype == "float32":
+        yield f"{key}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {key}.dtype=bfloat16, or leave it out"
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
 

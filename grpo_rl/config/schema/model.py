@@ -280,6 +280,11 @@ class RolloutConfig:
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
     tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
+    num_replicas: Devices | None = None
+    """Engine replicas; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
+    quantization: Literal["fp8"] | None = None
+    """vllm on GPUs: quantize the engine's weights as they arrive, and activations as they are computed (fp8), while training
+    goes on in dtype and float32. rollout/logprob_diff_mean has what it costs; algorithm.rollout_correction corrects for it."""
     nnodes: NodesOrNone = 0
     """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
     n_gpus_per_node: Devices | None = None

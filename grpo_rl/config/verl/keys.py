@@ -36,7 +36,7 @@ _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its 
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
 _PROFILERS = "the tools are torch (traces) and torch_memory (histories of a GPU's memory), with torch's defaults"
-_NO_QUANTIZATION = "engine and actor do not quantize; precision is set by rollout.dtype and actor.fsdp_config.dtype"
+_NO_QUANTIZATION = "training is not quantized; engines are by actor_rollout_ref.rollout.quantization=fp8"
 _ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, async"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
@@ -139,7 +139,7 @@ _ROLLOUT: dict[str, Answer] = {
     "prompt_length": Answer("use data.max_prompt_length"),
     "response_length": Answer("use data.max_response_length"),
     "cudagraph_capture_sizes": _hint(f"use +{_R}.engine_kwargs.vllm.cudagraph_capture_sizes"),
-    "data_parallel_size": Answer("the number of replicas follows from the devices and tensor_model_parallel_size", (1,)),
+    "data_parallel_size": Answer(f"an engine is one replica; their number is {_R}.num_replicas", (1,)),
     "expert_parallel_size": Answer("experts are not spread over devices", (1,)),
     "pipeline_model_parallel_size": Answer("an engine is split by tensor_model_parallel_size only", (1,)),
     "enable_chunked_prefill": _hint("the engine always reads prompts in parts where one pass is too small for them", True),
@@ -169,7 +169,6 @@ _ROLLOUT: dict[str, Answer] = {
     "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
     **_switch("profiler", "engines are not traced: use vLLM's own profiler, or the run's timeline", hint=True),
     **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
-    "quantization": Answer(_NO_QUANTIZATION),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
     **_switch("mtp", "there is no speculative decoding"),
     **_switch("qat", _NO_QUANTIZATION),

@@ -59,6 +59,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_prefix_caching": spec.enable_prefix_caching,
         "enforce_eager": spec.enforce_eager,
         "tensor_parallel_size": parallel,
+        "quantization": spec.quantization,
         # Said outright: inside a Ray actor vLLM would otherwise start Ray workers of its own.
         "distributed_executor_backend": "mp" if parallel > 1 else "uni",
         "worker_extension_cls": "grpo_rl.rollout.vllm.weight_receiver.RolloutWorkerExtension",

@@ -12,6 +12,7 @@ from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHos
 from grpo_rl.cluster.recovery import supervised_sets
 from grpo_rl.cluster.recovery.supervised_sets import Keeper
 from grpo_rl.cluster.session.ray_session import store_bytes
+from grpo_rl.workers.instruments import Instruments
 
 
 class Echo:
@@ -36,6 +37,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make_host() -> WorkerHost:
     host = WorkerHost.__new__(WorkerHost)
+    host._instruments = Instruments("host")
     host._worker, host._fetched = Echo(), ("", None)
     return host
 
