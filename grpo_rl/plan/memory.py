@@ -130,11 +130,11 @@ def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
-    """The most tokens in one micro-batch of one rank, and never more than a mini-batch can have."""
+    """The most tokens of one micro-batch that one rank computes, and never more than a mini-batch can have."""
     longest = longest_sequence(config)
     rollouts = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     limit = rule.max_tokens if rule.max_tokens is not None else (rule.max_rollouts or 1) * longest
-    return min(limit, rollouts * longest)
+    return -(-min(limit, rollouts * longest) // rule.sequence_ranks)
 
 
 def _width(dtype: str, machine: Machine) -> int:
