@@ -115,7 +115,6 @@ class Packing:
         )
 
 
-@torch.compiler.disable  # its shapes and its way depend on the sequences; a compiled layer goes on before and behind it
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -253,8 +252,12 @@ def _torch_attention(
     return out
 
 
-def register() -> None:
-    """Register `attn_implementation=ATTENTION_NAME` with transformers."""
+def register(*, left_out: bool = False) -> None:
+    """Register `attn_implementation=ATTENTION_NAME` with transformers; `left_out` of what is compiled around it.
+
+    Its way depends on the sequences, so that a compiled layer is compiled before and behind it.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    # The decorator loads torch's compiler: only where something is compiled.
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention) if left_out else packed_attention)

@@ -24,7 +24,7 @@ from grpo_rl.models.sharded_load import local_of
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model's parameters are spread over the ranks of its set, and where they rest."""
+    """The spread of a model over the ranks of its set, and the place where it rests."""
 
     compute_dtype: torch.dtype = torch.float32
     """The type in which layers compute. Parameters, gradients and moments are float32."""

@@ -232,6 +232,7 @@ def compile_layers(lm: Any) -> None:
 
     The passes of a run differ in length, so shapes are symbols. Parameters, hooks and names stay those of the module.
     """
+    attention.register(left_out=True)
     for layer in decoder_layers(lm):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
