@@ -77,6 +77,22 @@ def test_replicas_and_steps_in_host_memory_are_on_the_page() -> None:
     assert "sharded over 4, 2 replicas; optimizer steps in host memory" in " ".join(page.split())
 
 
+def test_what_lies_in_host_memory_is_none_of_the_devices() -> None:
+    size = model_size("builtin:arithmetic")
+    assert size is not None
+
+    def actor(*words: str) -> int:
+        return next(
+            role.num_bytes for role in memory_by_role(plan_of(*words, machine=EIGHT_GPUS), size) if role.role == "actor"
+        )
+
+    plain, replicas, host = actor(), actor(f"{A}.fsdp_config.fsdp_size=2"), actor(f"{A}.fsdp_config.offload_policy=true")
+    assert plain - host == size.num_params * 16 // 8
+    assert replicas - host == size.num_params * 16 // 2
+    activations = actor("actor_rollout_ref.model.enable_activation_offload=true")
+    assert plain - activations == (size.layers - 2) * 16384 * size.hidden * 2
+
+
 def test_heads_that_the_ranks_of_a_pass_cannot_share_are_refused() -> None:
     (problem,) = problems_of(f"{A}.ulysses_sequence_parallel_size=8", machine=EIGHT_GPUS)
     assert f"{A}.ulysses_sequence_parallel_size=8: must divide the" in problem and "attention heads" in problem
