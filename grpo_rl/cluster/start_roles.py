@@ -32,7 +32,6 @@ from grpo_rl.cluster.roles.trained_reward_model_role import (
     trained_reward_model_spec,
 )
 from grpo_rl.cluster.roles.weight_sync import Transfer
-from grpo_rl.config.derived import reference_sequence_ranks
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
@@ -250,7 +249,7 @@ def _ranked(
             spec.policy,
             dtype=fsdp.dtype,
             train=False,
-            sequence_ranks=reference_sequence_ranks(plan.config),
+            sequence_ranks=plan.passes.reference.sequence_ranks,
             shard_ranks=fsdp.fsdp_size,
             in_host_memory=fsdp.offload_policy,
             forward_prefetch=fsdp.forward_prefetch,
