@@ -256,6 +256,7 @@ SPELLED_OUT: dict[str, str] = {
     f"{A}.use_prefix_grouper": "null is true, unless the model drops at random in training",
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "null is as the actor",
     f"{R}.log_prob_use_dynamic_bsz": "null is as the actor",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "null is as the actor",
     "critic.use_dynamic_bsz": "null is as the actor",
     "critic.ppo_epochs": "null is as the actor",
     "critic.ppo_mini_batch_size": "null is as the actor",
