@@ -23,8 +23,11 @@ def rows_of(tensor: Any) -> tuple[int, int]:
     total = int(tensor.shape[0])
     if not isinstance(tensor, DTensor):
         return 0, total
-    size = -(-total // tensor.device_mesh.size())
-    start = min(tensor.device_mesh.get_local_rank() * size, total)
+    mesh = tensor.device_mesh
+    # The last dimension of a mesh is the one that shards; along another one there are replicas.
+    last = mesh.ndim - 1
+    size = -(-total // mesh.size(last))
+    start = min(mesh.get_local_rank(last) * size, total)
     stop = min(start + size, total)
     assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
     return start, stop
@@ -38,6 +41,11 @@ def local_of(tensor: Any) -> Tensor:
 def name_in_files(name: str) -> str:
     """Return the name that a parameter has in files: a layer with an adapter has its own weight one level deeper."""
     return name.replace(".base_layer.", ".")
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether this rank's rows of a tensor are in the first of the replicas that hold them, which stands for all."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
 class WeightFiles:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, adapter_params, gib, head_bytes, needs_of_passes
+from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
 
 CONTEXT = int(0.6 * GIB)
@@ -111,18 +111,18 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    shard = size.num_params // role.num_workers
+    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
+    over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
     # Of weights under adapters there are no gradients and no moments.
     adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0
-    trained = (adapters // role.num_workers or shard) if trains else 0
-    kept = (0 if offloads[0] else 4 * (shard + (trained if adapters else 0))) + (0 if offloads[1] else 8 * trained)
+    trained = ((adapters or size.num_params) if trains else 0) // over
+    weights = frozen_bytes(plan, size) // over + 4 * trained if adapters else 4 * (size.num_params // over)
+    if fsdp is not None and fsdp.offload_policy:
+        trained = weights = 0  # in host memory, all the time
+    kept = (0 if offloads[0] else weights) + (0 if offloads[1] else 8 * trained)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = (
-        shard * 4
-        + trained * (16 if adapters else 12)
-        + needs_of_passes(plan, size, name)
-        + _gathered(plan, size, name, trains=trains and not adapters)
-    )
+    tensors = weights + 12 * trained + needs_of_passes(plan, size, name)
+    tensors += _gathered(plan, size, name, trains=trains and not adapters)
     if name in ("actor", "reference"):
         tensors += head_bytes(plan, size, gradient=trains)
     phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]

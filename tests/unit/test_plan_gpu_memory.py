@@ -34,8 +34,10 @@ BASE = ["data.train_files=task:arithmetic?num_rows=1000", "data.train_batch_size
 BASE += [f"{R}.n=8", "trainer.total_epochs=1", "data.max_prompt_length=1024", "data.max_response_length=3072"]
 
 
-def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS) -> Plan:
-    settings = SIZES[size] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS, **more: str) -> Plan:
+    settings = (
+        SIZES[size] | more | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
     composed = compose([*BASE, f"actor_rollout_ref.model.path={tmp_path}", *words])
     plan, model = decide(composed.config, machine, num_train_rows=1000), model_size(str(tmp_path))
@@ -66,6 +68,10 @@ def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path)
     for name in after:
         # Moments and the reference's weights, 8 + 4 bytes of each parameter over 8 ranks; in the update gradients besides.
         assert before[name].num_bytes - after[name].num_bytes > params * 11 / 8, name
+    half = plan_of(tmp_path, "7b", "actor_rollout_ref.model.lora_rank=32", dtype="bfloat16")
+    blocks = params - 2 * 152064 * 3584  # embedding and head stay in float32
+    saved = states[1] - next(need.num_bytes for need in half.memory if need.role == "actor")
+    assert saved == pytest.approx(2 * blocks / 8, abs=8)
     page = " ".join(adapted.render().split())
     assert "the base model under the adapters" in page and "LoRA adapters of rank 32 at all-linear (80.7 M parameters)" in page
 

@@ -61,13 +61,18 @@ class Keeper:
 
         There they lie once, and go to disk when it is full; at 65 million tokens those of one update are 1.8 GB. With copies in
         memory they are kept until the next copy only, and travel with the call. What is in the store already, such as the weights that an
-        actor's rank handed over, stays as it is.
+        actor's rank handed over, stays as it is. What several ranks get lies there once.
         """
         if self.in_memory:
             return arguments
+        placed: dict[int, Stored | ray.ObjectRef] = {}
 
         def place(value: Any) -> Any:
-            return value if isinstance(value, Stored | ray.ObjectRef) else self.worker_set.store([value], stays=False)[0]
+            if isinstance(value, Stored | ray.ObjectRef):
+                return value
+            if id(value) not in placed:
+                placed[id(value)] = self.worker_set.store([value], stays=False)[0]
+            return placed[id(value)]
 
         return [tuple(place(value) for value in some) for some in arguments]
 
@@ -120,6 +125,11 @@ class Keeper:
     def num_updates(self) -> int:
         """Updates that a recovery makes again."""
         return len(self._updates)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Updates that are kept, and that no save that has been begun contains: 0 with copies in memory."""
+        return 0 if self.in_memory else len(self._updates) - (self._num_saved or 0)
 
     def _set(self, copy: list[ray.ObjectRef] | None, folder: Path | None) -> None:
         self._copy, self._folder, self._updates, self._num_saved = copy, folder, [], None

@@ -50,7 +50,7 @@ class ReferenceRole:
         return batch
 
     def _dealt(self, batch: Batch) -> Dealt:
-        return deal(self.worker_set, batch, shares_prompts=self.cut.rule.shares_prompts)
+        return deal(self.worker_set, batch, rule=self.cut.rule)
 
 
 class BaseReferenceRole(ReferenceRole):

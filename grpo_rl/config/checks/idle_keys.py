@@ -28,14 +28,17 @@ def notes(
     idle: dict[str, str] = {}
     if base_reference:
         why = "the reference is the base model in the actor's ranks"
-        idle |= {key: why for key in leaves() if key.startswith(f"{_REF}.fsdp_config.")}
+        own = (f"{_REF}.fsdp_config.", f"{_REF}.ulysses_sequence_parallel_size")
+        idle |= {key: why for key in leaves() if key.startswith(own)}
     elif not reference:
         idle |= {key: "no reference runs" for key in leaves() if key.startswith(f"{_REF}.")}
     if not old_logprobs:
         why = "no pass computes old log-probs: a step has one update, for which they are the engine's"
         idle |= {key: why for key in leaves() if key.startswith(f"{_R}.log_prob_")}
     if machine.device == "cpu":
-        idle |= {f"{_R}.{name}": "is for GPUs" for name in ("gpu_memory_utilization", "free_cache_engine")}
+        idle |= {
+            f"{_R}.{name}": "is for GPUs" for name in ("gpu_memory_utilization", "free_cache_engine", "kv_cache_memory_bytes")
+        }
     else:
         idle |= {f"{_R}.{name}": "is for CPUs" for name in ("kv_cache_gib", "cpu_threads")}
     if not is_colocated(config):
