@@ -37,7 +37,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def spec_for(path: Path, *, lr: float = 3e-3, recomputed: bool = False, share: bool = True, **model: Any) -> ActorSpec:
+def spec_for(
+    path: Path,
+    *,
+    lr: float = 3e-3,
+    recomputed: bool = False,
+    share: bool = True,
+    shard_ranks: int = -1,
+    sequence_ranks: int = 1,
+    **model: Any,
+) -> ActorSpec:
     # Rank 3 over 2 ranks: their rows of an A are uneven.
     settings = {"lora_rank": 3, "lora_alpha": 6, "enable_gradient_checkpointing": recomputed, **model}
     return ActorSpec(
@@ -48,6 +57,8 @@ def spec_for(path: Path, *, lr: float = 3e-3, recomputed: bool = False, share: b
             train=True,
             share_prompts=share,
             seed=4,
+            shard_ranks=shard_ranks,
+            sequence_ranks=sequence_ranks,
         ),
         Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
         OptimConfig(lr=lr, clip_grad=1e6),
@@ -89,6 +100,8 @@ LAYOUTS = {
     "1 rank, 12 micro-batches": (1, MicroBatchRule(None, 1), {"share": False, "lm_head_chunk_tokens": 4}),
     "1 rank, recomputed": (1, WHOLE, {"recomputed": True}),
     "2 ranks, 3 micro-batches each": (2, MicroBatchRule(None, 2), {}),
+    "2 ranks, a replica each": (2, MicroBatchRule(None, 2), {"shard_ranks": 1}),
+    "2 ranks, each sequence over both": (2, MicroBatchRule(None, 3, sequence_ranks=2), {"sequence_ranks": 2}),
     "2 ranks, by tokens, recomputed": (2, MicroBatchRule(60, None, shares_prompts=True), {"recomputed": True}),
 }
 
@@ -236,10 +249,10 @@ def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.
     return folder, state(ranks[2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_adapters_and_moments_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size):
+@pytest.mark.parametrize(("world_size", "shard_ranks"), [(1, -1), (2, -1), (2, 1)])
+def test_adapters_and_moments_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size, shard_ranks):
     folder, before = saved
-    actor = start(ranks[world_size], spec_for(path))
+    actor = start(ranks[world_size], spec_for(path, shard_ranks=shard_ranks))
     actor.load(folder)
     assert_equal_bits(before, state(ranks[world_size]))
 
