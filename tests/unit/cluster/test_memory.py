@@ -124,7 +124,7 @@ def test_a_call_is_made_again_with_halves_until_there_is_room_and_later_ones_beg
     assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
     assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
     assert ranks.asked == [8, 4, 2, 2] and len(ranks.recovered) == 2
-    assert ranks.recovered[0] == "actor.update with micro-batches of 4 rollouts"
+    assert ranks.recovered[0] == "actor.update with micro-batches of 4 rollouts per rank"
 
 
 @pytest.mark.parametrize(("splits", "room"), [(False, 1), (True, 0)])
