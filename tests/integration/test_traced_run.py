@@ -35,7 +35,11 @@ def test_a_chosen_step_is_traced_on_a_chosen_rank_and_every_step_is_measured(tmp
     assert traces == ["profile/step_000002/actor1.update.json.gz"]
     events = json.loads(gzip.decompress((run.path / traces[0]).read_bytes()))["traceEvents"]
     names = {str(event.get("name")) for event in events}
-    assert "actor1.update" in names and any("Backward" in name for name in names) and any("Optimizer.step" in name for name in names)
+    assert (
+        "actor1.update" in names
+        and any("Backward" in name for name in names)
+        and any("Optimizer.step" in name for name in names)
+    )
     for row in run.steps.values():
         phases = sum(seconds for key, seconds in row.items() if key.startswith("timing_s/") and key != "timing_s/step")
         assert 0.8 * row["timing_s/step"] < phases <= 1.01 * row["timing_s/step"], "the phases make the step"
