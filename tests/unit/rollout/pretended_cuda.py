@@ -14,6 +14,15 @@ from typing import Any
 import torch
 
 
+class Missing(types.ModuleType):
+    """A module of kernels that is imported by name and never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: None
+
+
 def eight_gpus() -> Any:
     """Return the platform of a machine with eight GPUs of 80 GB."""
     for extension in ("vllm._C_stable_libtorch", "vllm._C", "vllm._moe_C"):
@@ -21,6 +30,7 @@ def eight_gpus() -> Any:
             __import__(extension)
         except ImportError:
             sys.modules[extension] = types.ModuleType(extension)
+    sys.modules["vllm.vllm_flash_attn"] = Missing("vllm.vllm_flash_attn")
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
