@@ -186,7 +186,6 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         **_engine_switches(config),
         **_layer_switches(config),
         **_run_switches(config),
-        **_profiler_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
         "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
         "data.gen_batch_size": (
@@ -262,29 +261,12 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     }
 
 
-def _profiler_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the same for traces and histories of memory."""
-    ranks = {
-        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
-        for key, profiler in profilers_of(config).items()
-        for name in ("all_ranks", "ranks")
-    }
-    tool = config.global_profiler.tool
-    return ranks | {
-        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
-        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
-            tool == "torch_memory",
-            "needs global_profiler.tool=torch_memory",
-        ),
-    }
-
-
 def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for rewards, the run and Ray."""
     trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    return {
+    return _profiler_switches(config) | {
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (
@@ -329,6 +311,23 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "ray_kwargs.ray_init.allow_insecure": (
             has_address,
             "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
+        ),
+    }
+
+
+def _profiler_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for traces and memory snapshots."""
+    tool = config.global_profiler.tool
+    of_roles = {
+        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
+        for key, profiler in profilers_of(config).items()
+        for name in ("all_ranks", "ranks")
+    }
+    return of_roles | {
+        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
+            tool == "torch_memory",
+            "needs global_profiler.tool=torch_memory",
         ),
     }
 
