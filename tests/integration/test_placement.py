@@ -43,7 +43,9 @@ def environment_of(slot: Any, tmp_path: Path) -> tuple[str, str]:
     """The node, and the visible devices of a process that is started in the slot."""
     actor = Place(slot, {}, 1).start("probe", tmp_path / "probe.log")
     ray.get(actor.build.remote(make_probe), timeout=START_S)
-    node, devices = ray.get(actor.call.remote("look"), timeout=START_S)
+    node, devices, group = ray.get(actor.call.remote("look"), timeout=START_S)
+    # vLLM takes the group that its process is in for its own processes.
+    assert group == slot.placement_group.id.hex()
     ray.kill(actor)
     return node, devices
 
@@ -55,8 +57,9 @@ def make_probe() -> Probe:
 class Probe:
     """What a process sees of its place."""
 
-    def look(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+    def look(self) -> tuple[str, str, str]:
+        group = ray.util.get_current_placement_group()
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"], group.id.hex()
 
 
 def test_each_rank_sees_its_own_gpu_of_those_that_its_node_may_use(two_nodes: None, tmp_path: Path) -> None:
