@@ -85,6 +85,7 @@ class Cluster:
                 use_gpu=self.plan.machine.device == "cuda",
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
+                nodes_per_slot=planned.nodes_per_engine,
             )
         return self.pools[name]
 

@@ -52,14 +52,21 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
     at_rest = sum(one.rest for one in residents)
     phases = []
-    asleep = awake = 0.0
+    asleep = 0.0
     if plan.engine is not None and plan.colocated:
-        awake = plan.engine.gpu_memory_utilization
-        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
-        share = 0.0 if plan.engine.sleep_mode else awake
-        phases.append(GpuPhase("sampling", at_rest, awake))
-        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        cache = plan.engine.kv_cache_memory_bytes
+        if cache is None:
+            awake = plan.engine.gpu_memory_utilization
+            share = 0.0 if plan.engine.sleep_mode else awake
+            phases.append(GpuPhase("sampling", at_rest, awake))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
+            asleep = asleep or engine
+            phases.append(GpuPhase("sampling", at_rest + engine))
+        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
         phases.append(GpuPhase("weight transfer", sync, share))
     else:
