@@ -28,6 +28,8 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
 
     Where gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
     """
+    if rank.deterministic:
+        torch.use_deterministic_algorithms(True)
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,9 +71,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker set."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+    fused = spec.model.use_fused_kernels
 
     def wrap(lm: Any) -> PolicyModel:
-        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision, fused=fused)
 
     return build_sharded(spec, rank, device, wrap)
 
