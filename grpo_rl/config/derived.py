@@ -41,6 +41,12 @@ class Machine:
     """True where the workers run in a Ray cluster that this machine need not be part of."""
     gpu_memory: int = 0
     """Bytes of one GPU, where they are all alike; 0 where it was not looked up."""
+    name: str = ""
+    """The name of a machine that is not this one, such as 8xH100-80GB."""
+    nodes: int = 1
+    """Machines of that name."""
+    host_memory: int = 0
+    """Bytes of host memory of each of them; 0 where it was not looked up."""
 
     def world_size(self, config: Config) -> int:
         """Return the number of actor ranks over all nodes."""

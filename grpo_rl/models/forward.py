@@ -183,27 +183,26 @@ class PolicyModel(PackedModel):
         own = sequences.slice
         hidden_TD = self.hidden_TD(sequences)
         head = self.lm.get_output_embeddings()
+        columns: tuple[Tensor, Tensor | None, Tensor | None]
         plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
         if self.fused and plain and len(hidden_TD):
-            logprobs_T = fused_logprobs(
-                hidden_TD, head.weight, head.bias, sequences.target_T, self.temperature, self.chunk_tokens, self.precision
+            rules = self.temperature, self.chunk_tokens, self.precision
+            columns = fused_logprobs(hidden_TD, head.weight, head.bias, sequences.target_T, *rules), None, None
+        else:
+            columns = _chunked_head(
+                hidden_TD,
+                head.weight,
+                head.bias,
+                sequences.target_T,
+                self.temperature,
+                self.chunk_tokens,
+                want_entropy=want_entropy,
+                ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
+                ref_head_VD=ref_head_VD,
+                ref_bias_V=ref_bias_V,
+                support=_support_of_chunks(sequences, self.chunk_tokens),
+                precision=self.precision,
             )
-            outputs = TokenOutputs(logprobs_T, hidden_TD=hidden_TD.float() if want_hidden else None)
-            return outputs if own is None else outputs.whole(own)
-        columns = _chunked_head(
-            hidden_TD,
-            head.weight,
-            head.bias,
-            sequences.target_T,
-            self.temperature,
-            self.chunk_tokens,
-            want_entropy=want_entropy,
-            ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
-            ref_head_VD=ref_head_VD,
-            ref_bias_V=ref_bias_V,
-            support=_support_of_chunks(sequences, self.chunk_tokens),
-            precision=self.precision,
-        )
         outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
 

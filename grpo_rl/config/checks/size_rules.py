@@ -260,6 +260,16 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
+def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
+    if machine.device == "cpu" and config.global_profiler.tool == "torch_memory":
+        yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
+    ranks = machine.world_size(config)
+    for key, profiler in profilers_of(config).items():
+        beyond = [rank for rank in profiler.ranks if rank >= ranks]
+        if beyond:
+            yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"
+
+
 def _axes(config: Config, ranks: int) -> Iterator[str]:
     """Yield sizes of groups of ranks that do not divide the ranks, and offloads of which one takes the other's place."""
     parts, critic = config.actor_rollout_ref, config.critic
@@ -296,13 +306,3 @@ def _axes(config: Config, ranks: int) -> Iterator[str]:
             "reference takes over the actor's shards, and needs the same groups; set actor_rollout_ref.actor.fsdp_config.fsdp_size="
             f"{parts.actor.fsdp_config.fsdp_size} for both"
         )
-
-
-def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
-    if machine.device == "cpu" and config.global_profiler.tool == "torch_memory":
-        yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
-    ranks = machine.world_size(config)
-    for key, profiler in profilers_of(config).items():
-        beyond = [rank for rank in profiler.ranks if rank >= ranks]
-        if beyond:
-            yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"
