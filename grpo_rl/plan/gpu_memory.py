@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -111,7 +112,8 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
+    fsdp = sharded.get(name)
     shard = size.num_params // (role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers))
     if fsdp is not None and fsdp.offload_policy:
         shard = 0  # in host memory, all the time

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
+from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
@@ -229,7 +231,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for what is done to decoder layers."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }
     return {
         f"{key}.enable_activation_offload": (
             model.enable_gradient_checkpointing,
