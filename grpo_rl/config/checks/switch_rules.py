@@ -271,18 +271,7 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    profiles = {
-        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
-        for key, profiler in profilers_of(config).items()
-        for name in ("all_ranks", "ranks")
-    }
-    tool = config.global_profiler.tool
-    return profiles | {
-        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
-        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
-            tool == "torch_memory",
-            "needs global_profiler.tool=torch_memory",
-        ),
+    return _profiler_switches(config) | {
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (
@@ -327,6 +316,23 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "ray_kwargs.ray_init.allow_insecure": (
             has_address,
             "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
+        ),
+    }
+
+
+def _profiler_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for traces and memory snapshots."""
+    tool = config.global_profiler.tool
+    of_roles = {
+        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
+        for key, profiler in profilers_of(config).items()
+        for name in ("all_ranks", "ranks")
+    }
+    return of_roles | {
+        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
+            tool == "torch_memory",
+            "needs global_profiler.tool=torch_memory",
         ),
     }
 
