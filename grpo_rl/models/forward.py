@@ -104,6 +104,11 @@ class TokenOutputs:
     full_kl_T: Tensor | None = None
     hidden_TD: Tensor | None = None
 
+    def whole(self, own: Slice) -> TokenOutputs:
+        """Return the quantities of all trained tokens, where these are of a rank's own. A collective of its group."""
+        columns = (self.logprobs_T, self.entropy_T, self.full_kl_T, self.hidden_TD)
+        return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
+
 
 class PackedModel(nn.Module):
     """A model from transformers on packed sequences, and a head.
@@ -197,16 +202,14 @@ class PolicyModel(PackedModel):
                 self.temperature,
                 self.chunk_tokens,
                 want_entropy=want_entropy,
-                ref_hidden_TD=ref_hidden_TD,
+                ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
                 ref_head_VD=ref_head_VD,
                 ref_bias_V=ref_bias_V,
                 support=_support_of_chunks(sequences, self.chunk_tokens),
                 precision=self.precision,
             )
-        outputs = (*columns, hidden_TD.float() if want_hidden else None)
-        if own is not None:
-            outputs = tuple(None if column is None else own.whole(column) for column in outputs)
-        return TokenOutputs(*outputs)
+        outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
+        return outputs if own is None else outputs.whole(own)
 
 
 def fused_logprobs(

@@ -189,6 +189,7 @@ def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:
     """
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     if inputs_in_host_memory:
+        layer: Any
         for layer in decoder_layers(lm):
             layer._gradient_checkpointing_func = _recomputed_from_host_memory
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -118,7 +119,8 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
+    fsdp = sharded.get(name)
     over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
     # Of weights under adapters there are no gradients and no moments.
     adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0

@@ -17,7 +17,9 @@ from grpo_rl.config.derived import (
     trains_only_reward_model,
     update_rule,
 )
+from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
@@ -256,7 +258,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for what is done to decoder layers."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }
     return {
         f"{key}.enable_activation_offload": (
             model.enable_gradient_checkpointing,
