@@ -16,6 +16,8 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+from grpo_rl.models.moe.expert_names import FAMILIES
+from grpo_rl.plan.model_families import num_experts, refusals
 
 _PATH = "actor_rollout_ref.model.path"
 _OVERRIDE = "actor_rollout_ref.model.override_config"
@@ -42,6 +44,30 @@ class ModelSize:
     num_params: int
     tied: bool = False
     """True where embedding and LM head are one."""
+    num_experts: int = 0
+    """Experts in a layer; 0 for a model without."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    """The inner size of one expert."""
+    expert_layers: int = 0
+    """Layers with experts; the others are dense."""
+
+    @property
+    def active_params(self) -> int:
+        """The number of parameters that one token is multiplied with: without the experts that it does not take."""
+        idle = self.num_experts - self.experts_per_token
+        return self.num_params - self.expert_layers * idle * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def mlp_numbers(self) -> int:
+        """The numbers per token that a layer's MLP keeps for its backward pass, in its largest layer.
+
+        Gate, up, their product and the activation; of each expert that a token takes also its copy of the token and what it
+        gives back, and the router's logits and probabilities.
+        """
+        dense = 4 * self.intermediate if self.expert_layers < self.layers else 0
+        experts = self.experts_per_token * (4 * self.expert_intermediate + 2 * self.hidden) + 2 * self.num_experts
+        return max(dense, experts if self.expert_layers else 0)
 
     def kv_bytes_per_token(self, width: int) -> int:
         """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
@@ -61,7 +87,7 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
-    problems += _drops_at_random(config, settings)
+    problems += [*_drops_at_random(config, settings), *refusals(config, settings)]
     if problems:
         raise ConfigError(problems)
 
@@ -293,22 +319,43 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
         return None
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
-    size = replace(size, tied=bool(config.get("tie_word_embeddings")))
+    size = replace(size, tied=bool(config.get("tie_word_embeddings")), **_experts(size, config))
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
 
 
+def _experts(size: ModelSize, config: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of a model with experts, nothing for one without."""
+    count = num_experts(config)
+    if size.architecture not in FAMILIES or count < 2:
+        return {}
+    # Qwen3-MoE may have dense layers between; an OLMoE's experts have the size that others call that of the dense MLP.
+    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    with_experts = [layer for layer in range(size.layers) if layer not in dense and (layer + 1) % step == 0]
+    return {
+        "num_experts": count,
+        "experts_per_token": int(config.get("num_experts_per_tok") or 8),
+        "expert_intermediate": int(config.get("moe_intermediate_size") or size.intermediate),
+        "expert_layers": len(with_experts),
+    }
+
+
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
-    """Parameters of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3): attention, gated MLP, norms, embeddings."""
-    if size.architecture not in ("llama", "mistral", "qwen2", "qwen3"):
+    """Parameters of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3, with experts Qwen3-MoE and OLMoE)."""
+    if size.architecture not in ("llama", "mistral", "qwen2", "qwen3", *FAMILIES):
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
     if config.get("attention_bias", size.architecture == "qwen2"):
         attention += queries + 2 * keys
-    if size.architecture == "qwen3":
+    if size.architecture in ("qwen3", "qwen3_moe"):
         attention += 2 * size.head_dim
-    layer = attention + 3 * size.hidden * size.intermediate + 2 * size.hidden
+    if size.architecture == "olmoe":
+        attention += queries + keys
+    dense = 3 * size.hidden * size.intermediate
+    experts = size.num_experts * (3 * size.hidden * size.expert_intermediate + size.hidden)
+    layers = size.layers * (attention + 2 * size.hidden)
+    layers += size.expert_layers * experts + (size.layers - size.expert_layers) * dense
     embeddings = size.vocab * size.hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return size.layers * layer + embeddings + size.hidden
+    return layers + embeddings + size.hidden

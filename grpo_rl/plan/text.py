@@ -84,6 +84,8 @@ def _setting(config: Config, plan: Plan) -> Rows:
     gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
     yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
+    if size and size.num_experts:
+        described += f", {_params(size.active_params)} of them for each token"
     yield "model", config.actor_rollout_ref.model.path + described
     rows = plan.sizes.num_train_rows
     if plan.trains:
