@@ -15,7 +15,7 @@ from typing import Any
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.moe.expert_names import FAMILIES
 from grpo_rl.plan.model_families import num_experts, refusals
 
@@ -303,7 +303,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 def _builtin_settings(path: str) -> dict[str, Any]:
     builtin = get_builtin(path)
     return {name: getattr(builtin, name) for name in builtin.__slots__} | {
-        "model_type": MODEL_TYPE,
+        "model_type": builtin.model_type,
         "tie_word_embeddings": True,
     }
 

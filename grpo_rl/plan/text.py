@@ -241,6 +241,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
         return
     yield "ratio", _ratio(plan)
+    if plan.passes.replays_routing:
+        yield "experts", "those that each token took in the pass for old log-probs (router replay R2)"
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
