@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
-from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear
+from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear, use_fast_norms
 from grpo_rl.models.moe.routing import Routing
 
 
@@ -118,6 +118,7 @@ class PackedModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         use_fast_linear(lm)
+        use_fast_norms(lm)
         self.lm = lm
         self.routing = Routing.of(lm)
         """The routers of a model with experts; None for any other."""
