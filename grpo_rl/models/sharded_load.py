@@ -97,12 +97,12 @@ class WeightFiles:
                 parts = [(name, part, 0) for name, part in expert_names.per_expert(names[0], local, first=start)]
             else:
                 local.zero_()
-            for part in parts:
-                wanted.setdefault(self._file_of[part[0]], []).append(part)
+            for name, rows, first in parts:
+                wanted.setdefault(self._file_of[name], []).append((name, rows, first))
         for path, entries in wanted.items():
             with safe_open(path, framework="pt") as opened:
-                for name, part, first in entries:
-                    part.copy_(opened.get_slice(name)[first : first + len(part)])
+                for name, rows, first in entries:
+                    rows.copy_(opened.get_slice(name)[first : first + len(rows)])
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

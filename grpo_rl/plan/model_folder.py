@@ -319,26 +319,27 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
         return None
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
-    size = replace(size, tied=bool(config.get("tie_word_embeddings")), **_experts(size, config))
+    size = _with_experts(replace(size, tied=bool(config.get("tie_word_embeddings"))), config)
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
 
 
-def _experts(size: ModelSize, config: dict[str, Any]) -> dict[str, int]:
-    """Return the sizes of a model with experts, nothing for one without."""
+def _with_experts(size: ModelSize, config: dict[str, Any]) -> ModelSize:
+    """Return the sizes with those of the experts, where the model has some."""
     count = num_experts(config)
     if size.architecture not in FAMILIES or count < 2:
-        return {}
+        return size
     # Qwen3-MoE may have dense layers between; an OLMoE's experts have the size that others call that of the dense MLP.
     step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
     with_experts = [layer for layer in range(size.layers) if layer not in dense and (layer + 1) % step == 0]
-    return {
-        "num_experts": count,
-        "experts_per_token": int(config.get("num_experts_per_tok") or 8),
-        "expert_intermediate": int(config.get("moe_intermediate_size") or size.intermediate),
-        "expert_layers": len(with_experts),
-    }
+    return replace(
+        size,
+        num_experts=count,
+        experts_per_token=int(config.get("num_experts_per_tok") or 8),
+        expert_intermediate=int(config.get("moe_intermediate_size") or size.intermediate),
+        expert_layers=len(with_experts),
+    )
 
 
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:

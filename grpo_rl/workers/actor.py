@@ -65,11 +65,11 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
         if self.routers is not None and self.routers.replays:
-            if not self.routers.has_choices_of(share):
+            rows = [some for step in update.steps for some in (*step.micro_batches, *step.silent)]
+            if rows and not self.routers.has_choices_of(share):
                 # A rank that took another's place after the pass for old log-probs: its weights are still those of that pass.
-                rows = [some for step in update.steps for some in (*step.micro_batches, *step.silent)]
                 self.logprobs(share, rows)
-            share = share.replace(experts_S=self.routers.choices)
+            share = share.replace(experts_S=self.routers.choices if rows else None)
         return super().update(share, update)
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:

@@ -206,6 +206,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(ranks, path, tmp_path, s
     processes, actor = start(ranks, spec, layout, TWO_PASSES)
     actor.update(actor.old_logprobs(BATCHES[0]))
     actor.save(tmp_path)
+    saved = states(processes)
     actor.update(actor.old_logprobs(BATCHES[1]))
     expected = states(processes)
     processes, actor = start(ranks, spec, layout, TWO_PASSES)
@@ -214,3 +215,9 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(ranks, path, tmp_path, s
     found = states(processes)
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    # Another number of ranks has other experts in each.
+    others = Layout(3 - size, MicroBatchRule(None, 2))
+    processes, actor = start(ranks, spec_for(path, others, BALANCED, replays=True), others, TWO_PASSES)
+    actor.load(tmp_path)
+    found = states(processes)
+    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []

@@ -96,7 +96,9 @@ class Routing:
         if now is None:
             return None
         logits_SE, weights_SK, own_SK = output
-        probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
+        reads_probs = now.balance or now.given_SLK is not None
+        with torch.set_grad_enabled(reads_probs and torch.is_grad_enabled()):
+            probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
         chosen_SK = own_SK
         if now.given_SLK is not None:
             given_SK = now.given_SLK[:, layer].to(own_SK.device)
