@@ -226,6 +226,7 @@ def _flash_attention(
         softmax_scale=scale,
         # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 

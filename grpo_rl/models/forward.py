@@ -8,16 +8,18 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
-from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
 from grpo_rl.models.moe.routing import Routing
 
 
@@ -145,13 +147,21 @@ class PolicyModel(PackedModel):
     """A causal LM from transformers whose forward pass returns per-token quantities instead of logits."""
 
     def __init__(
-        self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048, precision: Precision = "float32"
+        self,
+        lm: Any,
+        *,
+        temperature: float = 1.0,
+        chunk_tokens: int = 2048,
+        precision: Precision = "float32",
+        fused: bool = False,
     ) -> None:
         super().__init__(lm)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.precision = precision
         """The precision of the head's matrix products, whose results are float32."""
+        self.fused = fused
+        """True for torch's fused linear cross-entropy, where log-probs over the whole vocabulary are all that is asked for."""
 
     def forward(
         self,
@@ -175,6 +185,12 @@ class PolicyModel(PackedModel):
         """
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
         head = self.lm.get_output_embeddings()
+        plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
+        if self.fused and plain and len(hidden_TD):
+            logprobs_T = fused_logprobs(
+                hidden_TD, head.weight, head.bias, sequences.target_T, self.temperature, self.chunk_tokens, self.precision
+            )
+            return TokenOutputs(logprobs_T, hidden_TD=hidden_TD.float() if want_hidden else None)
         columns = _chunked_head(
             hidden_TD,
             head.weight,
@@ -191,6 +207,33 @@ class PolicyModel(PackedModel):
         )
         logprobs_T, entropy_T, full_kl_T = columns
         return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
+
+
+def fused_logprobs(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    precision: Precision,
+) -> Tensor:
+    """Return the log-prob of each trained token by torch's fused linear cross-entropy, whose backward pass recomputes by chunks.
+
+    The temperature divides hidden states and bias instead of logits, which is the same up to rounding.
+    """
+    x_TD, w_VD = hidden_TD.float() / temperature, head_VD.float()
+    b_V = None if bias_V is None else bias_V.float() / temperature
+    # Its gradients are those of the log-probs of each token, not of their mean.
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=None, acc_policy="compact")
+    with tf32() if precision == "tf32" else nullcontext():
+        losses_T = F.linear_cross_entropy(x_TD, w_VD, target_T, linear_bias=b_V, reduction="none", options=chunks)
+    if precision == "tf32" and losses_T.grad_fn is not None:
+        # The products of the backward pass are made in there, where no context of this function reaches.
+        inside = ExitStack()
+        losses_T.grad_fn.register_prehook(lambda gradients: inside.enter_context(tf32()))
+        losses_T.grad_fn.register_hook(lambda gradients, given: inside.close())
+    return -losses_T
 
 
 def _chunked_head(

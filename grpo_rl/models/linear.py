@@ -163,13 +163,13 @@ def reduced_product(one: Tensor, other: Tensor, precision: Precision) -> Tensor:
             return torch.mm(one, other, out_dtype=torch.float32)
         return one.float() @ other.float()
     if one.is_cuda:
-        with _tf32():
+        with tf32():
             return one @ other
     return _rounded_to_tf32(one) @ _rounded_to_tf32(other)
 
 
 @contextmanager
-def _tf32() -> Iterator[None]:
+def tf32() -> Iterator[None]:
     """Allow tensor cores to round float32 inputs, inside of this context."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"

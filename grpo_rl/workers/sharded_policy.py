@@ -25,6 +25,8 @@ M = TypeVar("M", bound=PackedModel)
 
 def join_set(rank: Rank) -> torch.device:
     """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device."""
+    if rank.deterministic:
+        torch.use_deterministic_algorithms(True)
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -66,9 +68,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker set."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+    fused = spec.model.use_fused_kernels
 
     def wrap(lm: Any) -> PolicyModel:
-        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision, fused=fused)
 
     return build_sharded(spec, rank, device, wrap)
 

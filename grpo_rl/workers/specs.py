@@ -27,6 +27,8 @@ class Rank:
     """The longest wait in a collective."""
     start_timeout_s: float = 0.0
     """The longest wait for the others while models are loaded, where that is longer."""
+    deterministic: bool = False
+    """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
 
 
 @dataclass(frozen=True, slots=True)

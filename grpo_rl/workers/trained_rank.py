@@ -29,6 +29,7 @@ from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
 
@@ -69,6 +70,7 @@ class TrainedRank(ABC, Generic[S, M]):
         # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
         torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
         self.model: M = self.build()
+        self.work = ModelWork(self.model)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)

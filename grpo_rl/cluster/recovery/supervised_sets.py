@@ -121,6 +121,11 @@ class Keeper:
         """Updates that a recovery makes again."""
         return len(self._updates)
 
+    @property
+    def num_unsaved(self) -> int:
+        """Updates that are kept, and that no save that has been begun contains: 0 with copies in memory."""
+        return 0 if self.in_memory else len(self._updates) - (self._num_saved or 0)
+
     def _set(self, copy: list[ray.ObjectRef] | None, folder: Path | None) -> None:
         self._copy, self._folder, self._updates, self._num_saved = copy, folder, [], None
         self._updates_s = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_rl.config import derived
+from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 
@@ -19,6 +20,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
     yield from problems_without_machine(config)
     yield from _devices(config, machine)
     yield from _placement(config, machine)
+    yield from _profiled_ranks(config, machine)
 
 
 def problems_without_machine(config: Config) -> Iterator[str]:
@@ -222,6 +224,17 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
             f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
         )
+    most = derived.num_rollout_devices(config, machine) // parallel
+    if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
+        yield (
+            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas}: with {parallel} "
+            f"device{'s' if parallel > 1 else ''} for each there is room for {most}"
+        )
+    if rollout.quantization is not None and machine.device == "cpu":
+        yield (
+            f"actor_rollout_ref.rollout.quantization={rollout.quantization}: needs a GPU of compute capability 8.9 or newer, "
+            "whose kernels multiply numbers of 8 bits; on CPUs leave it out"
+        )
     ranks = machine.world_size(config)
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if mini * rollout.n < ranks:
@@ -229,3 +242,13 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: with rollout.n={rollout.n} it makes {mini * rollout.n} rollouts, "
             f"fewer than the {ranks} actor ranks that share them; at least {-(-ranks // rollout.n)}"
         )
+
+
+def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
+    if machine.device == "cpu" and config.global_profiler.tool == "torch_memory":
+        yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
+    ranks = machine.world_size(config)
+    for key, profiler in profilers_of(config).items():
+        beyond = [rank for rank in profiler.ranks if rank >= ranks]
+        if beyond:
+            yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from grpo_rl.config.schema.kinds import Count, LearningRate, Positive, Prompts, Rollouts, Tokens
-from grpo_rl.config.schema.model import FsdpConfig, OptimConfig
+from grpo_rl.config.schema.model import FsdpConfig, OptimConfig, ProfilerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     ppo_mini_batch_size: Prompts | None = None
     """Prompts per optimizer step, over all ranks; null: as actor_rollout_ref.actor.ppo_mini_batch_size."""
     ppo_epochs: Count | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    CacheBytes,
     Coefficient,
     Count,
     CountOrOff,
@@ -24,6 +25,7 @@ from grpo_rl.config.schema.kinds import (
     Positive,
     PositiveFraction,
     Prompts,
+    Ranks,
     Ratio,
     RatioAboveOne,
     Responses,
@@ -55,6 +57,9 @@ class ModelConfig:
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
+    use_fused_kernels: bool = False
+    """Log-probs by torch's fused linear cross-entropy (torch.nn.functional.linear_cross_entropy), which keeps fewer tensors of
+    a chunk: the same values. Passes that want the entropy, the exact KL, or sampled from a part of the vocabulary run as without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,16 @@ class FsdpConfig:
     """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    enable: bool = False
+    """Use global_profiler.tool on this role."""
+    all_ranks: bool = False
+    """Use it on all ranks of the role."""
+    ranks: list[Ranks] = field(default_factory=list)
+    """Use it on these ranks of the role; without any and without all_ranks on rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +222,7 @@ class ActorConfig:
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
@@ -219,6 +235,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +291,20 @@ class RolloutConfig:
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
     tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
+    num_replicas: Devices | None = None
+    """Engine replicas; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
+    quantization: Literal["fp8"] | None = None
+    """vllm on GPUs: quantize the engine's weights as they arrive, and activations as they are computed (fp8), while training
+    goes on in dtype and float32. rollout/logprob_diff_mean has what it costs; algorithm.rollout_correction corrects for it."""
     nnodes: NodesOrNone = 0
     """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
     n_gpus_per_node: Devices | None = None
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
     gpu_memory_utilization: MemoryShare = 0.5
     """GPU: share of the device's memory for the engine."""
+    kv_cache_memory_bytes: CacheBytes | None = None
+    """GPU: bytes of the engine's key-value cache on each device, as vLLM's argument of the name; null: what
+    gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""
     kv_cache_gib: Gib = 1.0
     """CPU: most memory for the engine's key-value cache, in GiB."""
     free_cache_engine: bool = True

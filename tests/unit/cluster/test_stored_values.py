@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHos
 from grpo_rl.cluster.recovery import supervised_sets
 from grpo_rl.cluster.recovery.supervised_sets import Keeper
 from grpo_rl.cluster.session.ray_session import store_bytes
+from grpo_rl.workers.instruments import Instruments
 
 
 class Echo:
@@ -35,6 +37,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make_host() -> WorkerHost:
     host = WorkerHost.__new__(WorkerHost)
+    host._instruments = Instruments("host")
     host._worker, host._fetched = Echo(), ("", None)
     return host
 
@@ -100,6 +103,18 @@ def test_updates_that_a_recovery_may_make_again_lie_in_the_store_and_not_in_the_
     assert ranks.calls == [("update", sent)], "the same references again: nothing is sent twice"
     keeper.in_memory = True
     assert keeper.stored([(share, "columns")]) == [(share, "columns")]
+
+
+def test_updates_count_as_unsaved_until_a_save_begins_that_contains_them() -> None:
+    keeper = Keeper(StoringSet())  # type: ignore[arg-type]
+    for number in range(3):
+        keeper.after("update", [(f"share {number}",)])
+    assert keeper.num_unsaved == 3
+    keeper.after("begin_save", [("folder",)])
+    keeper.after("update", [("share 3",)])
+    assert (keeper.num_unsaved, keeper.num_updates) == (1, 4), "until the commit they are kept all the same"
+    keeper.committed(Path("folder"))
+    assert (keeper.num_unsaved, keeper.num_updates) == (1, 1)
 
 
 def copied_after(ranks: StoringSet, seconds: list[float], copy_s: float, *, value: Any = "columns") -> list[int]:
