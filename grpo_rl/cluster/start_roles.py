@@ -256,7 +256,16 @@ def _ranked(
         ranked.append((actors, actor_factory, (spec,), ()))
     if references is not None:
         fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        policy = replace(
+            spec.policy,
+            dtype=fsdp.dtype,
+            train=False,
+            sequence_ranks=plan.passes.reference.sequence_ranks,
+            shard_ranks=fsdp.fsdp_size,
+            in_host_memory=fsdp.offload_policy,
+            forward_prefetch=fsdp.forward_prefetch,
+            compiled=fsdp.use_torch_compile,
+        )
         ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if critics is not None:
         ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
@@ -338,6 +347,11 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
             share_prompts=actor.use_prefix_grouper is not False,
+            sequence_ranks=actor.ulysses_sequence_parallel_size,
+            shard_ranks=actor.fsdp_config.fsdp_size,
+            in_host_memory=actor.fsdp_config.offload_policy,
+            forward_prefetch=actor.fsdp_config.forward_prefetch,
+            compiled=actor.fsdp_config.use_torch_compile,
         ),
         objective=plan.objective,
         optim=actor.optim,

@@ -21,6 +21,7 @@ from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
 from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
 from grpo_rl.models.moe.routing import Routing
+from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Sequences:
     """The experts that each computed token takes in each layer, where they are those of an earlier pass."""
     place_S: Tensor | None = None
     """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
+    slice: Slice | None = None
+    """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
 
     @staticmethod
     def of(
@@ -124,6 +127,12 @@ class PackedModel(nn.Module):
         self.lm = lm
         self.routing = Routing.of(lm)
         """The routers of a model with experts; None for any other."""
+        self.sequence_group: SequenceGroup | None = None
+        """The ranks that compute each pass together, a slice of its tokens each; None: this rank computes all of it."""
+
+    def sliced(self, sequences: Sequences) -> Sequences:
+        """Return the part of the input that this rank computes."""
+        return sequences if self.sequence_group is None else self.sequence_group.sliced(sequences)
 
     def hidden_TD(self, sequences: Sequences, *, balance: bool = False, choices: bool = False) -> Tensor:
         """Return the last hidden state before each trained token, which has read what the token was sampled from.
@@ -132,11 +141,13 @@ class PackedModel(nn.Module):
         """
         if self.routing is not None:
             self.routing.begin(sequences.predict_T, sequences.experts_SLK, balance=balance, choices=choices)
+        own, positions_S = sequences.slice, sequences.packing.position_ids_S
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
-            position_ids=sequences.packing.position_ids_S[None],
+            position_ids=(positions_S if own is None else own.of(positions_S))[None],
             use_cache=False,
             packing=sequences.packing,
+            slice=own,
         ).last_hidden_state[0]
         if self.routing is not None:
             self.routing.end()
@@ -183,30 +194,34 @@ class PolicyModel(PackedModel):
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
         KL(policy || reference) as well. `balance` and `choices` are those of `hidden_TD`.
         """
+        sequences = self.sliced(sequences)
+        own = sequences.slice
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
         head = self.lm.get_output_embeddings()
+        columns: tuple[Tensor, Tensor | None, Tensor | None]
         plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
         if self.fused and plain and len(hidden_TD):
-            logprobs_T = fused_logprobs(
-                hidden_TD, head.weight, head.bias, sequences.target_T, self.temperature, self.chunk_tokens, self.precision
+            rules = self.temperature, self.chunk_tokens, self.precision
+            columns = fused_logprobs(hidden_TD, head.weight, head.bias, sequences.target_T, *rules), None, None
+        else:
+            columns = _chunked_head(
+                hidden_TD,
+                head.weight,
+                head.bias,
+                sequences.target_T,
+                self.temperature,
+                self.chunk_tokens,
+                want_entropy=want_entropy,
+                ref_hidden_TD=ref_hidden_TD,
+                ref_head_VD=ref_head_VD,
+                ref_bias_V=ref_bias_V,
+                support=_support_of_chunks(sequences, self.chunk_tokens),
+                precision=self.precision,
             )
-            return TokenOutputs(logprobs_T, hidden_TD=hidden_TD.float() if want_hidden else None)
-        columns = _chunked_head(
-            hidden_TD,
-            head.weight,
-            head.bias,
-            sequences.target_T,
-            self.temperature,
-            self.chunk_tokens,
-            want_entropy=want_entropy,
-            ref_hidden_TD=ref_hidden_TD,
-            ref_head_VD=ref_head_VD,
-            ref_bias_V=ref_bias_V,
-            support=_support_of_chunks(sequences, self.chunk_tokens),
-            precision=self.precision,
-        )
-        logprobs_T, entropy_T, full_kl_T = columns
-        return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
+        outputs = (*columns, hidden_TD.float() if want_hidden else None)
+        if own is not None:
+            outputs = tuple(None if column is None else own.whole(column) for column in outputs)
+        return TokenOutputs(*outputs)
 
 
 def fused_logprobs(

@@ -31,7 +31,9 @@ results are float32 in all three."""
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
-    if x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32 and x.numel() and _has_onednn():
+    here = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
+    # Torch's compiler has products of its own: it does not take oneDNN's where the weight may change.
+    if here and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
         out: Tensor = _OneDnnLinear.apply(x, weight_OI, bias_O)
         return out
     return F.linear(x, weight_OI, bias_O)

@@ -57,6 +57,8 @@ def refusals(config: Config, settings: dict[str, Any]) -> Iterator[str]:
     yield from _window(config, text, path)
     if experts < 2:
         yield from _keys_for_experts(config, path)
+    else:
+        yield from _keys_without_experts(config, path)
 
 
 def _window(config: Config, text: dict[str, Any], path: str) -> Iterator[str]:
@@ -76,6 +78,21 @@ def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
     """Return the kinds of the layers: those that are named, or all with a window."""
     named = text.get("layer_types")
     return tuple(named) if named else ("sliding_attention",)
+
+
+def _keys_without_experts(config: Config, path: str) -> Iterator[str]:
+    """Yield a problem for each key that models with experts do not take."""
+    parts = config.actor_rollout_ref
+    if (size := parts.actor.ulysses_sequence_parallel_size) > 1:
+        yield (
+            f"{_ACTOR}.ulysses_sequence_parallel_size={size}: {path} has experts, whose tokens are counted and replayed by rank; "
+            "set it to 1 and lower ppo_max_token_len_per_gpu"
+        )
+    if parts.actor.fsdp_config.use_torch_compile:
+        yield (
+            f"{_ACTOR}.fsdp_config.use_torch_compile=true: {path} has experts, whose layers have other shapes in every pass; "
+            "leave it out"
+        )
 
 
 def _keys_for_experts(config: Config, path: str) -> Iterator[str]:

@@ -25,12 +25,12 @@ class ReferenceWorker:
     """One rank of the reference."""
 
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
-        self.device = join_set(rank)
+        self.device = join_set(rank, in_host_memory=spec.in_host_memory)
         self.share_prompts = spec.share_prompts
         self.policy = build_policy(spec, rank, self.device)
         self.work = ModelWork(self.policy)
         self.files = RankFiles(self.policy, None, None, rank.rank)
-        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload)
+        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
         self.memory.release()
 
     @torch.no_grad()

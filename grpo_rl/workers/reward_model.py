@@ -150,7 +150,7 @@ def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpoin
     if alone:
         model.to(device)
     mesh = init_device_mesh(device.type, (rank.world_size,))
-    fsdp.shard(model, mesh, compute_dtype=compute_dtype(spec.dtype, device), reshard_after_forward=True)
+    fsdp.shard(model, mesh, fsdp.Sharding(compute_dtype(spec.dtype, device)))
     if not alone:
         # A trained one may start from a language model, which has no head for scores.
         new = ("score.weight", "score.bias") if trained else ()

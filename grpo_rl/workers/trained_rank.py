@@ -52,6 +52,9 @@ class TrainedSpec(Protocol):
     @property
     def optimizer_offload(self) -> bool: ...
 
+    @property
+    def in_host_memory(self) -> bool: ...
+
 
 S = TypeVar("S", bound=TrainedSpec)
 M = TypeVar("M", bound=PackedModel)
@@ -66,7 +69,7 @@ class TrainedRank(ABC, Generic[S, M]):
     def __init__(self, spec: S, rank: Rank) -> None:
         self.spec = spec
         self.rank = rank
-        self.device = join_set(rank)
+        self.device = join_set(rank, in_host_memory=spec.in_host_memory)
         # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
         torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
         self.model: M = self.build()
@@ -75,6 +78,7 @@ class TrainedRank(ABC, Generic[S, M]):
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
         offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
+        offload["in_host_memory"] = spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
         self.memory.release()
 

@@ -61,13 +61,18 @@ class Keeper:
 
         There they lie once, and go to disk when it is full; at 65 million tokens those of one update are 1.8 GB. With copies in
         memory they are kept until the next copy only, and travel with the call. What is in the store already, such as the weights that an
-        actor's rank handed over, stays as it is.
+        actor's rank handed over, stays as it is. What several ranks get lies there once.
         """
         if self.in_memory:
             return arguments
+        placed: dict[int, Stored | ray.ObjectRef] = {}
 
         def place(value: Any) -> Any:
-            return value if isinstance(value, Stored | ray.ObjectRef) else self.worker_set.store([value], stays=False)[0]
+            if isinstance(value, Stored | ray.ObjectRef):
+                return value
+            if id(value) not in placed:
+                placed[id(value)] = self.worker_set.store([value], stays=False)[0]
+            return placed[id(value)]
 
         return [tuple(place(value) for value in some) for some in arguments]
 

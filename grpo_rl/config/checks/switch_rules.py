@@ -183,7 +183,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     adaptive = algorithm.kl_ctrl.type == "adaptive"
     saves = config.trainer.save_freq > 0
     rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
-    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
+    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu * rule.sequence_ranks for rule in rules)
     both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
     needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
     groups, entropy = algorithm.filter_groups, actor.adaptive_entropy
@@ -193,6 +193,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     return {
         **data_rules.switches(config),
         **_engine_switches(config),
+        **_layer_switches(config),
         **_run_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
         "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
@@ -232,6 +233,18 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
             set(rollout.engine_kwargs) <= {rollout.name},
             f"names engines other than {r}.name={rollout.name}",
         ),
+    }
+
+
+def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for what is done to decoder layers."""
+    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    return {
+        f"{key}.enable_activation_offload": (
+            model.enable_gradient_checkpointing,
+            f"needs {key}.enable_gradient_checkpointing=true: it moves the inputs of layers that are recomputed",
+        )
+        for key, model in models.items()
     }
 
 

@@ -52,6 +52,8 @@ class ModelConfig:
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    enable_activation_offload: bool = False
+    """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
@@ -94,6 +96,14 @@ class FsdpConfig:
     """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
+    fsdp_size: CountOrOff = -1
+    """Ranks that the model is sharded over; each group of so many has a replica of it. -1, or all ranks: one group. Must divide the ranks."""
+    offload_policy: bool = False
+    """GPU: parameters and optimizer stay in host memory, where the optimizer steps; the GPU has the layers in use only. Takes the place of the other two offloads."""
+    forward_prefetch: bool = False
+    """Begin to gather a layer's parameters while the layer before it is computed, instead of when its kernels are queued."""
+    use_torch_compile: bool = False
+    """Compile the decoder layers with torch.compile: faster after a compilation of minutes; equal up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,14 @@ class RefFsdpConfig:
     """GPU: keep the reference's parameters in host memory while it is not asked."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU."""
+    fsdp_size: CountOrOff = -1
+    """Ranks that the reference is sharded over; as actor.fsdp_config.fsdp_size."""
+    offload_policy: bool = False
+    """GPU: parameters stay in host memory, and the GPU has the layers in use only. Takes the place of param_offload."""
+    forward_prefetch: bool = False
+    """Begin to gather a layer's parameters while the layer before it is computed."""
+    use_torch_compile: bool = False
+    """Compile the decoder layers with torch.compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +196,10 @@ class ActorConfig:
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
     ppo_max_token_len_per_gpu: Tokens = 16384
-    """Most tokens, prompts included, in one micro-batch of one rank."""
+    """Most tokens, prompts included, in one micro-batch of one rank; with ulysses_sequence_parallel_size, so many times as many in that of a group."""
+    ulysses_sequence_parallel_size: Devices = 1
+    """Ranks that compute each micro-batch together, a slice of its tokens each: activations of long sequences fit. Changes memory
+    and speed, never the gradient. Must divide the ranks and the model's attention heads."""
     use_prefix_grouper: bool | None = None
     """Compute a prompt once for all its responses in a micro-batch, in every pass of actor, reference and critic. Changes
     memory and speed, never the gradient; the tokens of a shared prompt count once in ppo_max_token_len_per_gpu. null: yes,
@@ -234,6 +255,8 @@ class RefConfig:
     """Cut passes by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
+    ulysses_sequence_parallel_size: Devices | None = None
+    """Ranks that compute each pass together; null: as the actor."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 

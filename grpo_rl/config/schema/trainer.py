@@ -128,6 +128,11 @@ class TrainerConfig:
     (`python -m grpo_rl page` writes it at any time)."""
     dry_run: bool = False
     """Print the plan and stop."""
+    machine: str | None = None
+    """The machine that a dry run plans for, instead of this one: 8xH100-80GB, several as 4x8xH100-80GB; `machine=` for short. It sets
+    n_gpus_per_node, and several set nnodes, unless they are given. Devices: docs/machines.md."""
+    machine_host_gib: Gib | None = None
+    """Host memory of each such machine; null: what is usual beside these GPUs."""
     start_timeout_s: Seconds = 600.0
     """Longest time for workers to start (loading the model and the engine)."""
     step_timeout_s: Seconds = 3600.0

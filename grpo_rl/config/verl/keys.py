@@ -41,7 +41,6 @@ _ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, a
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
 _FUSED = "fused kernels are torch's own, torch.nn.functional.linear_cross_entropy"
-_ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
 _SANDBOX = (
     "the reward `code` takes reward.function_kwargs={code: {sandbox_url: ..., max_concurrent: ..., memory_mb: ...}}, or, without "
     "sandbox_url, runs programs in a sandbox of its own"
@@ -55,19 +54,15 @@ _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 _FSDP: dict[str, Answer] = {
     "model_dtype": Answer("master weights are always float32; the compute type is fsdp_config.dtype", ("fp32", "float32")),
     "mixed_precision": Answer("use fsdp_config.dtype (float32 master weights and gradients are fixed)"),
-    "offload_policy": _hint("use fsdp_config.param_offload and optimizer_offload", False),
-    "fsdp_size": _hint("the model is sharded over all ranks of the actor", -1),
-    "forward_prefetch": _hint("FSDP2 prefetches by itself", *_ANY_BOOL),
     "use_orig_params": _hint("FSDP2 always keeps the original parameters", *_ANY_BOOL),
     "wrap_policy": _hint("each decoder layer is one unit of sharding; leave it out"),
     "wrap_policy.min_num_params": _hint("each decoder layer is one unit of sharding", 0),
-    "use_torch_compile": _hint("the trained model is not compiled", False),
     "grad_offload": _hint("gradients live only during the update; use fsdp_config.optimizer_offload", False),
     "seed": Answer("use trainer.seed"),
     "full_determinism": Answer("use trainer.deterministic", (False,)),
     "strategy": Answer("use actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2")),
     "forward_only": _hint("the reference is never trained, the actor always is"),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "ulysses_sequence_parallel_size": Answer("use actor.ulysses_sequence_parallel_size, or ref's, or the critic's", (1,)),
     "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
     "entropy_from_logits_chunk_size": _hint(_HEAD),
     "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
@@ -86,10 +81,9 @@ _REFERENCE_FSDP: dict[str, Answer] = {
 # Keys that the actor and the reference share.
 _BOTH: dict[str, Answer] = {
     "rollout_n": Answer("use actor_rollout_ref.rollout.n"),
-    "use_torch_compile": _hint("the trained model is not compiled", False),
+    "use_torch_compile": _hint("use fsdp_config.use_torch_compile; the head is not compiled", False),
     "use_remove_padding": _hint(_PACKED, True),
     "pad_to_length": _hint(_PACKED, False),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
     "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
     "entropy_from_logits_chunk_size": _hint(_HEAD),
     "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
@@ -186,7 +180,6 @@ _MODEL: dict[str, Answer] = {
     "use_shm": _hint("the model is read where it lies", False),
     "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
-    "enable_activation_offload": _hint("use enable_gradient_checkpointing", False),
     "use_remove_padding": _hint(_PACKED, True),
     "use_liger": _hint("there are no Liger kernels", False),
     "fused_kernel_options": _hint(_FUSED),
@@ -392,7 +385,7 @@ _SFT: dict[str, Answer] = {
     "optim.min_lr_ratio": Answer(f"{_ROWS}use {_A}.optim.min_lr_ratio"),
     "engine": Answer(f"{_ROWS}use {_A}.fsdp_config"),
     "checkpoint": Answer(f"{_ROWS}use {_A}.checkpoint.save_contents"),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "ulysses_sequence_parallel_size": Answer(f"{_ROWS}use {_A}.ulysses_sequence_parallel_size", (1,)),
     "use_remove_padding": _hint(_PACKED, True),
     "data.micro_batch_size": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu, which counts rows on one rank"),
     "data.micro_batch_size_per_gpu": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu"),

@@ -206,6 +206,7 @@ READ: dict[str, Reader] = {
         for name in (
             "project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps", "seed",
             "val_only", "save_freq", "resume_mode", "resume_from_path", "export_at_end", "save_rollouts", "rollout_data_format", "dry_run",
+            "machine", "machine_host_gib",
             "log_token_groups", "page_freq",
             "start_timeout_s", "step_timeout_s", "recover", "heartbeat_s", "collective_timeout_s", "grace_s", "on_nonfinite",
             "on_out_of_memory", "stop_on",
@@ -256,6 +257,7 @@ SPELLED_OUT: dict[str, str] = {
     f"{A}.use_prefix_grouper": "null is true, unless the model drops at random in training",
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "null is as the actor",
     f"{R}.log_prob_use_dynamic_bsz": "null is as the actor",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "null is as the actor",
     "critic.use_dynamic_bsz": "null is as the actor",
     "critic.ppo_epochs": "null is as the actor",
     "critic.ppo_mini_batch_size": "null is as the actor",
@@ -284,7 +286,8 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
         "old": plan.passes.old if old else None,
         "reference": plan.passes.reference if reference else None,
         "critic": plan.passes.critic if critic else None,
-        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits),
+        # Where no pass can be replayed, the plan's maker refuses replay.
+        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits, plan.passes.replays_routing),
     }
     sizes = {
         name: value
