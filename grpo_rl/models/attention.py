@@ -134,8 +134,8 @@ def packed_attention(
     """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
 
     The signature is that of transformers' attention interface. A sliding window is exact here only
-    while no sequence is longer than it; beyond that, for logit soft-capping and for attention sinks (`s_aux`), it refuses. With a `slice` all of them
-    are over this rank's slice of the tokens, and `packing` is that of all.
+    while no sequence is longer than it; beyond that, for logit soft-capping and for attention sinks (`s_aux`), it
+    refuses. With a `slice` all of them are over this rank's slice of the tokens, and `packing` is that of all.
     """
     if sliding_window is not None and packing.max_length > sliding_window:
         raise ValueError(
