@@ -373,6 +373,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
+        replays_routing=plan.passes.replays_routing,
     )
 
 

@@ -78,6 +78,8 @@ class Passes:
     """True where a pass that runs out of memory is cut smaller and repeated."""
     leaves_logprobs: bool
     """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
+    replays_routing: bool = False
+    """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +431,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
         leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
+        replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 
 

@@ -289,7 +289,8 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
         "old": plan.passes.old if old else None,
         "reference": plan.passes.reference if reference or plan.base_reference else None,
         "critic": plan.passes.critic if critic else None,
-        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits),
+        # Where no pass can be replayed, the plan's maker refuses replay.
+        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits, plan.passes.replays_routing),
     }
     sizes = {
         name: value
