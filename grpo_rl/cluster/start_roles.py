@@ -85,6 +85,7 @@ class Cluster:
                 use_gpu=self.plan.machine.device == "cuda",
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
+                nodes_per_slot=planned.nodes_per_engine,
             )
         return self.pools[name]
 
@@ -372,6 +373,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
+        replays_routing=plan.passes.replays_routing,
     )
 
 

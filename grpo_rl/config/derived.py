@@ -278,6 +278,11 @@ def rollout_devices_per_node(config: Config, machine: Machine) -> int:
     return own if own is not None and not is_colocated(config) else ranks_per_node(config, machine)
 
 
+def nodes_per_engine(config: Config, machine: Machine) -> int:
+    """Return the number of nodes over which one engine is spread: more than one where its devices are more than a node's."""
+    return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // rollout_devices_per_node(config, machine))
+
+
 def num_rollout_devices(config: Config, machine: Machine) -> int:
     """Return the number of devices for engines over all nodes."""
     nodes = config.trainer.nnodes if is_colocated(config) else config.actor_rollout_ref.rollout.nnodes

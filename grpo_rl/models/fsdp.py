@@ -50,17 +50,12 @@ def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     ranks = torch.arange(world_size).view(-1, group_size)
     own, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
     # Groups of our own: those that a mesh makes wait as long as the library's default says.
-    replicas, shards = (
-        [dist.new_group(row, timeout) if own in row else _elsewhere(row, timeout) for row in rows.tolist()]
-        for rows in (ranks.T, ranks)
-    )
-    groups = [next(group for group in some if group is not None) for some in (replicas, shards)]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def _elsewhere(ranks: list[int], timeout: datetime.timedelta) -> None:
-    """Take part in making a group that this rank is not in."""
-    dist.new_group(ranks, timeout)
+    own_groups = []
+    for rows in (ranks.T.tolist(), ranks.tolist()):
+        # Every rank takes part in making every group, those included that it is not in.
+        made = [dist.new_group(row, timeout) for row in rows]
+        own_groups.append(made[next(number for number, row in enumerate(rows) if own in row)])
+    return DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
@@ -92,7 +87,9 @@ def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
             layer.set_modules_to_forward_prefetch([following])
 
 
-def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool) -> None:
+def materialize_from(
+    policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool = False
+) -> None:
     """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
 
     Not a collective: each rank reads for itself. Buffers keep the values that they were made with.

@@ -39,6 +39,8 @@ class PoolPlan:
     name: str
     nnodes: int
     devices_per_node: int
+    nodes_per_engine: int = 1
+    """Nodes over which each engine in it spreads its weights, where those of one are too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Passes:
     """True where a pass that runs out of memory is cut smaller and repeated."""
     leaves_logprobs: bool
     """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
+    replays_routing: bool = False
+    """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +383,7 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
     if "rollout" not in names:
         return None
     engine = EngineSpec.from_config(config, machine.device, cores=names["rollout"].threads)
+    engine = dataclasses.replace(engine, num_nodes=derived.nodes_per_engine(config, machine))
     if "actor" in names:
         return engine
     # No weights ever travel, and no other role waits for the engine's memory.
@@ -387,9 +392,16 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
 
 def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
     """The pools that some role uses; the actor's is the first to be reserved."""
+    rollout = config.actor_rollout_ref.rollout
+    spans = derived.nodes_per_engine(config, machine)
     pools = (
-        PoolPlan("actor", config.trainer.nnodes, derived.ranks_per_node(config, machine)),
-        PoolPlan("rollout", config.actor_rollout_ref.rollout.nnodes, derived.rollout_devices_per_node(config, machine)),
+        PoolPlan(
+            "actor",
+            config.trainer.nnodes,
+            derived.ranks_per_node(config, machine),
+            spans if derived.is_colocated(config) else 1,
+        ),
+        PoolPlan("rollout", rollout.nnodes, derived.rollout_devices_per_node(config, machine), spans),
         PoolPlan("reward_model", config.reward.reward_model.nnodes, derived.reward_model_ranks_per_node(config, machine)),
     )
     return tuple(pool for pool in pools if pool.name in wanted)
@@ -419,6 +431,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
         leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
+        replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -52,14 +53,21 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
     at_rest = sum(one.rest for one in residents)
     phases = []
-    asleep = awake = 0.0
+    asleep = 0.0
     if plan.engine is not None and plan.colocated:
-        awake = plan.engine.gpu_memory_utilization
-        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
-        share = 0.0 if plan.engine.sleep_mode else awake
-        phases.append(GpuPhase("sampling", at_rest, awake))
-        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        cache = plan.engine.kv_cache_memory_bytes
+        if cache is None:
+            awake = plan.engine.gpu_memory_utilization
+            share = 0.0 if plan.engine.sleep_mode else awake
+            phases.append(GpuPhase("sampling", at_rest, awake))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
+            asleep = asleep or engine
+            phases.append(GpuPhase("sampling", at_rest + engine))
+        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
         phases.append(GpuPhase("weight transfer", sync, share))
     else:
@@ -111,7 +119,8 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
+    fsdp = sharded.get(name)
     over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
     # Of weights under adapters there are no gradients and no moments.
     adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0

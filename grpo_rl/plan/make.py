@@ -42,6 +42,11 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
 
     given = with_shared_prompts(given, policy_settings(config))
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
+            "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
+        )
     size = model_size(config.actor_rollout_ref.model.path)
     plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return dataclasses.replace(plan, text=describe(composed, plan))

@@ -170,9 +170,9 @@ def _activations(
 
 
 def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
-    """Bytes that one decoder layer keeps for its backward pass: about 8 hidden-sized tensors, attention's, and the MLP's four."""
+    """Bytes that one decoder layer keeps for its backward pass: about 8 hidden-sized tensors, attention's, and the MLP's."""
     attention = (2 * size.heads + 2 * size.kv_heads) * size.head_dim
-    return tokens * width * (8 * size.hidden + attention + 4 * size.intermediate)
+    return tokens * width * (8 * size.hidden + attention + size.mlp_numbers)
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:

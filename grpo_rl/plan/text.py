@@ -84,6 +84,8 @@ def _setting(config: Config, plan: Plan) -> Rows:
     gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
     yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
+    if size and size.experts:
+        described += f", {_params(size.active_params)} of them for each token"
     yield "model", config.actor_rollout_ref.model.path + described
     rows = plan.sizes.num_train_rows
     if plan.trains:
@@ -255,6 +257,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
         return
     yield "ratio", _ratio(plan)
+    if plan.passes.replays_routing:
+        yield "experts", "those that each token took in the pass for old log-probs (router replay R2)"
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):

@@ -206,6 +206,7 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.support_counts_T,
         batch.support_ids_M,
         batch.group_N if share_prompts else None,
+        batch.experts_S,
     )
 
 

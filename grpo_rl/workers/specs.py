@@ -85,6 +85,8 @@ class ActorSpec:
     """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
     measures_engine: bool = False
     """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
+    replays_routing: bool = False
+    """True where tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
 
     @property
     def in_host_memory(self) -> bool:

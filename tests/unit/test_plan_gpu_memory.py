@@ -106,6 +106,17 @@ def test_an_engine_that_keeps_its_memory_narrows_every_phase(tmp_path) -> None:
     assert phases["update"].least_gpu == pytest.approx(2 * phases["update"].num_bytes, rel=1e-6)
 
 
+def test_a_cache_of_a_fixed_size_is_no_share_of_the_gpu(tmp_path) -> None:
+    by_share = phases_of(plan_of(tmp_path, "7b"))
+    fixed = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}"))
+    added = fixed["sampling"].num_bytes - by_share["sampling"].num_bytes
+    assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 + 2 * GIB and fixed["sampling"].engine_share == 0
+    assert fixed["update"] == by_share["update"], "the engine sleeps"
+    awake = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}", f"{R}.free_cache_engine=false"))
+    kept = awake["update"].num_bytes - fixed["update"].num_bytes
+    assert 10 * GIB + 7.6e9 * 2 < kept < 10 * GIB + 7.7e9 * 2 and awake["update"].engine_share == 0
+
+
 def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:
     small = dataclasses.replace(GPUS, gpu_memory=24 * GIB)
     page = " ".join(plan_of(tmp_path, "14b", machine=small).render().split())

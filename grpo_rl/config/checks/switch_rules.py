@@ -17,7 +17,9 @@ from grpo_rl.config.derived import (
     trains_only_reward_model,
     update_rule,
 )
+from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
@@ -28,6 +30,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
+    yield from _experts(config)
     yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
@@ -69,6 +72,14 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"{key}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {key}.dtype=bfloat16, or leave it out"
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _experts(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.actor.router_replay.mode == "R3":
+        yield (
+            "actor_rollout_ref.actor.router_replay.mode=R3: the engines do not report which experts a token took: vLLM 0.32 "
+            "returns them from its newer model runner, which needs a GPU, and their way to the trainer is not built; use R2"
+        )
 
 
 def _head(config: Config) -> Iterator[str]:
@@ -256,7 +267,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for what is done to decoder layers."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }
     return {
         f"{key}.enable_activation_offload": (
             model.enable_gradient_checkpointing,

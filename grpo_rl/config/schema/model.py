@@ -171,6 +171,13 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterReplayConfig:
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Models with experts. R2: in an update tokens take the experts that they took in the pass for old log-probs, whatever
+    the router prefers by then. R3 (those of the engine) is refused: see docs/moe.md."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptiveEntropyConfig:
     enable: bool = False
     """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
@@ -242,6 +249,10 @@ class ActorConfig:
     it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     kl_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
+    router_aux_loss_coef: Coefficient = 0.0
+    """Models with experts: weight of the loss that keeps the experts evenly used, over the trained tokens of the whole
+    mini-batch (docs/moe.md). Above 0 an optimizer step makes one more forward pass, unless router_replay.mode=R2."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

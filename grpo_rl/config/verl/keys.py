@@ -48,6 +48,8 @@ _SANDBOX = (
     "sandbox_url, runs programs in a sandbox of its own"
 )
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, run by reward.num_workers processes; one that takes lists (verl's batch) is named in reward.batched"
+_REPLAY_FILES = "the experts of a pass stay in memory until the update, and go to no file"
+_OWN_ROUTING = "only the actor's experts are taken again: actor_rollout_ref.actor.router_replay.mode"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
 # Keys that only some part of FSDP takes, under the actor as under the reference.
@@ -95,7 +97,8 @@ _BOTH: dict[str, Answer] = {
     "megatron": Answer(_FSDP_ONLY),
     "veomni": Answer(_FSDP_ONLY),
     "torchtitan": Answer(_FSDP_ONLY),
-    "router_replay": Answer("there is no replay of expert routing"),
+    "router_replay.record_file": Answer(_REPLAY_FILES),
+    "router_replay.replay_file": Answer(_REPLAY_FILES),
 }
 
 _ACTOR: dict[str, Answer] = {
@@ -121,6 +124,7 @@ _ACTOR: dict[str, Answer] = {
 }
 
 _REFERENCE: dict[str, Answer] = {
+    "router_replay.mode": Answer(_OWN_ROUTING, ("disabled",)),
     "strategy": Answer(f"as {_A}.strategy: FSDP2", ("fsdp", "fsdp2")),
     "log_prob_micro_batch_size": Answer(f"use {_REF}.log_prob_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "model": Answer(f"the reference is the policy before training: {_M}.path"),
@@ -161,8 +165,10 @@ _ROLLOUT: dict[str, Answer] = {
     ),
     "trace": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
     "skip_tokenizer_init": _hint("engines take and return token ids", True),
-    "enable_rollout_routing_replay": Answer("there is no replay of expert routing", (False,)),
-    "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
+    "enable_rollout_routing_replay": Answer(
+        "engines do not report experts; actor_rollout_ref.actor.router_replay.mode=R2 replays those of the trainer", (False,)
+    ),
+    "moe_load_balance_metrics_interval": _hint("the trainer's metrics actor/router/* are there in every step", 0),
     **_switch("profiler", "engines are not traced: use vLLM's own profiler, or the run's timeline", hint=True),
     **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
@@ -233,6 +239,7 @@ _AS_UPDATE = "values are computed in the micro-batches of the critic's update"
 _OF_ACTOR = "the critic's model is loaded as the actor's: set it in actor_rollout_ref.model"
 
 _CRITIC: dict[str, Answer] = {
+    "router_replay.mode": Answer(_OWN_ROUTING, ("disabled",)),
     "strategy": Answer("as actor_rollout_ref.actor.strategy: FSDP2", ("fsdp", "fsdp2")),
     "ppo_micro_batch_size": Answer("use critic.ppo_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "forward_micro_batch_size": _hint(_AS_UPDATE),

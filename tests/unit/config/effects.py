@@ -263,6 +263,7 @@ SPELLED_OUT: dict[str, str] = {
     "critic.use_dynamic_bsz": "null is as the actor",
     "critic.ppo_epochs": "null is as the actor",
     "critic.ppo_mini_batch_size": "null is as the actor",
+    f"{R}.num_replicas": "null is as many as the devices hold",
     f"{R}.dtype": "auto is float32 on CPUs, bfloat16 on GPUs",
     f"{R}.enforce_eager": "null is true on CPUs, false on GPUs",
     f"{R}.cpu_threads": "0 is as many as the cores of each replica",
@@ -288,7 +289,8 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
         "old": plan.passes.old if old else None,
         "reference": plan.passes.reference if reference or plan.base_reference else None,
         "critic": plan.passes.critic if critic else None,
-        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits),
+        # Where no pass can be replayed, the plan's maker refuses replay.
+        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits, plan.passes.replays_routing),
     }
     sizes = {
         name: value
