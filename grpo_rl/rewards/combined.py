@@ -174,7 +174,7 @@ def model_factors(config: Config) -> dict[str, float]:
 
 def may_score_steps(config: Config) -> bool:
     """Return whether some part of the reward may give the rewards of reasoning steps."""
-    if derived.scores_steps_by_model(config):
+    if derived.scores_steps_by_model(config) or derived.plays_episodes(config):
         return True
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 

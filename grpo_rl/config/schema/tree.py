@@ -50,6 +50,7 @@ from grpo_rl.config.schema.model import (
     ValSamplingConfig,
     WeightSyncConfig,
 )
+from grpo_rl.config.schema.multi_turn import EnvironmentConfig, MultiTurnConfig, TruncationConfig
 from grpo_rl.config.schema.reward import (
     CustomRewardConfig,
     JudgeConfig,
@@ -81,12 +82,14 @@ __all__ = [
     "CustomClsConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "EnvironmentConfig",
     "FilterGroupsConfig",
     "Fraction",
     "FsdpConfig",
     "JudgeConfig",
     "KlControlConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "NonNegative",
     "OptimConfig",
     "OverlongBufferConfig",
@@ -106,6 +109,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "TrainerConfig",
+    "TruncationConfig",
     "ValSamplingConfig",
     "WeightSyncConfig",
 ]
