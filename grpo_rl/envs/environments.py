@@ -12,9 +12,24 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import load_function
 
-ENVIRONMENTS: dict[str, str] = {}
+_GAMES, _ADAPTERS, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.adapters", "grpo_rl.envs.tools"
+ENVIRONMENTS: dict[str, str] = {
+    "number_guessing": f"{_GAMES}.number_guessing:NumberGuessing",
+    "word_game": f"{_GAMES}.word_game:WordGame",
+    "grid_world": f"{_GAMES}.grid_world:GridWorld",
+    "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
+    "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
+    "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
+    "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
+    "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
+}
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
-TOOLS: dict[str, str] = {}
+TOOLS: dict[str, str] = {
+    "calculator": f"{_TOOLS}.calculator:Calculator",
+    "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
+    "search": f"{_TOOLS}.retrieval:Search",
+    "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
+}
 """The place of each tool by its name."""
 
 

@@ -14,6 +14,8 @@ from grpo_rl.types import GREEDY, Rollout
 
 ENVIRONMENT = "environment"
 """The name of the turns' reward among the parts of the reward."""
+SOLVED = "solved"
+"""The number of an environment's `info` that is the part `acc` of the reward: 1 where the episode reached its goal."""
 TRUNCATION = "truncation"
 """The name of the penalty of truncated episodes among the parts."""
 
@@ -70,6 +72,8 @@ class EpisodeRewarder:
         score = episode.score(self.config.turn_discount)
         of_whole = rollout.reward
         rollout.reward_parts = {**rollout.reward_parts, ENVIRONMENT: score}
+        if SOLVED in episode.info:  # what validation reports, in place of the reward
+            rollout.reward_parts["acc"] = episode.info[SOLVED]
         rule = getattr(self.config.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
         if rule == "punish":
             of_whole -= self.config.truncation.penalty

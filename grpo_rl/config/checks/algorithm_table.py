@@ -94,5 +94,21 @@ REWARDS: tuple[str, ...] = (
     "tags",
 )
 ENGINES: tuple[str, ...] = ("hf", "vllm")
-TASKS: tuple[str, ...] = ("arithmetic", "countdown", "rated_sums")
-EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "countdown")
+TASKS: tuple[str, ...] = (
+    "arithmetic",
+    "countdown",
+    "episodes",
+    "fact_chains",
+    "grid_world",
+    "number_guessing",
+    "rated_sums",
+    "word_game",
+)
+EMBEDDED_MODELS: tuple[str, ...] = (
+    "arithmetic",
+    "calculator",
+    "countdown",
+    "grid_world",
+    "number_guessing",
+    "word_game",
+)

@@ -193,15 +193,13 @@ def _finite(value: Any) -> float:
 def with_schemas(setup: HostSetup) -> tuple[HostSetup, list[dict[str, Any]]]:
     """Return the setup with the schemas of its tools, which the chat template shows, in OpenAI's form.
 
-    The tools are made once for it. Raises ConfigError for a tool or an environment that cannot be found, or whose options
-    are wrong, and for two tools of one name.
+    The tools and the environment are made once for it. Raises ConfigError for a tool or an environment that cannot be found,
+    or whose options are wrong, and for two tools of one name.
     """
-    from grpo_rl.envs.environments import check_options, class_of
     from grpo_rl.errors import ConfigError
 
     if setup.environment is not None:
-        found = class_of(setup.environment.name, ENVIRONMENTS, "environment")
-        check_options(setup.environment, found, "environment")
+        made(setup.environment, ENVIRONMENTS, "environment")
     schemas = [schema_of(named, made(named, TOOLS, "tool")) for named in setup.tools]
     names: Sequence[str] = [schema["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -122,7 +122,7 @@ def test_a_call_that_runs_too_long_ends_the_interpreter_and_the_next_one_begins_
 
 HOSTILE = {
     "reads the files of the machine": "open('/etc/passwd').read()",
-    "reads the home folder": "import os; os.listdir('/root')",
+    "looks at other processes": "import os; os.listdir('/proc')",
     "opens a connection": "import socket; socket.create_connection(('127.0.0.1', 80), timeout=1)",
     "starts a program": "import subprocess; subprocess.run(['/bin/true'])",
     "forks": "import os; os.fork()",
@@ -222,9 +222,9 @@ def test_a_scripted_reader_answers_questions_of_several_hops() -> None:
             found = (await tool.call({"query": book[1]})).text
             name = next(line for line in found.split("\n\n") if f'"{book[1]}"' in line).split("]")[0][1:]
         else:
-            person = re.search(r"teacher of (.+?) (?:born|write)|was (.+?) born", question)
+            person = re.search(r"teacher of (.+?) (?:born|write)", question) or re.search(r"was (.+?) born", question)
             assert person is not None
-            name = person[1] or person[2]
+            name = person[1]
         facts = await answer(tool, name)
         if "teacher" in question:
             facts = await answer(tool, re.search(r"taught by (.+)\.", facts)[1])  # type: ignore[index]

@@ -85,14 +85,16 @@ def grid_world(
     turns: int = 40,
     wording: Wording = "words",
     play: Play = "none",
+    sensible: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> LazyRows:
     """Rows of the game `grid_world`, each with a map of `size` by `size` cells whose shortest way has `fewest_steps` or more.
 
     `walls` is the share of cells that are walls; with `key` the goal opens only to a player that has been on the key's cell.
-    `turns` are the steps of a game of random play (`play=random`). The splits share no map. Row i is drawn from (seed, i).
-    Raises ConfigError for options out of range, and where they leave no map.
+    `turns` are the steps of a game of random play (`play=random`): any direction, but with the probability `sensible` that of a
+    shortest way. The splits share no map. Row i is drawn from (seed, i). Raises ConfigError for options out of range, and where
+    they leave no map.
     """
     refuse(
         NAME,
@@ -103,6 +105,7 @@ def grid_world(
         (turns >= 1, f"turns={turns} must be at least 1"),
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
+        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
         (split in ("train", "val"), f"split={split!r} must be train or val"),
     )
 
@@ -122,7 +125,11 @@ def grid_world(
             place = grid.after(place, direction)
             return None if grid.solved(place) else seen(grid, place, wording)
 
-        return played(row, lambda: rng.choice(list(STEPS)), walk, turns)
+        def step() -> str:
+            way = grid.shortest(place) if rng.random() < sensible else None
+            return way[0] if way else rng.choice(list(STEPS))
+
+        return played(row, step, walk, turns)
 
     make(0)
     return LazyRows(num_rows, make)

@@ -49,15 +49,15 @@ def number_guessing(
     answers: Answers = "direction",
     wording: Wording = "words",
     play: Play = "none",
-    keep: float = 0.0,
+    sensible: float = 0.0,
     seed: int = 0,
 ) -> LazyRows:
     """Rows of the game `number_guessing`, each with a number from `low` to `high` that is equally likely any of them.
 
-    `answers` says what a guess is answered with. `turns` are the guesses of a game of random play (`play=random`). Each of its
-    digits is drawn at random or, with the probability `keep`, that of the guess before (with `answers=range`: of one of the two
-    numbers in the last answer), whatever was answered. There are no splits: a number that is never the secret would be
-    learnt as such. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    `answers` says what a guess is answered with. `turns` are the guesses of a game of random play (`play=random`): any of the
+    numbers, whatever was answered, but with the probability `sensible` one that the answers leave. There are no splits: a
+    number that is never the secret would be learnt as such. Row i is drawn from (seed, i). Raises ConfigError for options out
+    of range.
     """
     refuse(
         NAME,
@@ -67,7 +67,7 @@ def number_guessing(
         (answers in ("direction", "range"), f"answers={answers!r} must be direction or range"),
         (wording in TEXTS, f"wording={wording!r} must be one of {', '.join(TEXTS)}"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
-        (0 <= keep <= 1, f"keep={keep} must be from 0 to 1"),
+        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
     )
 
     def make(index: int) -> Row:
@@ -77,36 +77,21 @@ def number_guessing(
         row = game_row(NAME, prompt_of(number, wording), number._asdict(), extra)
         if play == "none":
             return row
-        bounds, guess = Bounds(low, high), None
+        bounds = Bounds(low, high)
 
         def move() -> str:
-            nonlocal guess
-            models = [guess] if answers == "direction" else list(bounds)
-            guess = _drawn(rng, number, [model for model in models if model is not None], keep)
-            return written(guess, number, wording)
+            drawn = rng.randint(*(bounds if rng.random() < sensible else (low, high)))
+            return written(drawn, number, wording)
 
         def answer(text: str) -> str | None:
             nonlocal bounds
+            guess = read_guess(text, number)
             bounds = bounds.after(guess, number.secret)
             return answer_to(guess, number, bounds, wording, answers)
 
         return played(row, move, answer, turns)
 
     return LazyRows(num_rows, make)
-
-
-def _drawn(rng: random.Random, number: SecretNumber, models: list[int], keep: float) -> int:
-    """Return a number of the game, some of whose digits are those of the models."""
-    width = len(str(number.high))
-    while True:
-        drawn = f"{rng.randint(number.low, number.high):0{width}d}"
-        digits = [
-            f"{rng.choice(models):0{width}d}"[place] if models and rng.random() < keep else drawn[place]
-            for place in range(width)
-        ]
-        guess = int("".join(digits))
-        if number.low <= guess <= number.high:
-            return guess
 
 
 def prompt_of(number: SecretNumber, wording: str) -> str:

@@ -31,14 +31,14 @@ def word_game(
     turns: int = 6,
     wording: Wording = "words",
     play: Play = "none",
-    keep: float = 0.0,
+    sensible: float = 0.0,
     seed: int = 0,
 ) -> LazyRows:
     """Rows of the game `word_game`, each with a word of `length` of the `letters`, any of them in every place.
 
-    `turns` are the guesses of a game of random play (`play=random`): each of its letters is drawn at random or, with the probability
-    `keep`, that of the guess before, whatever was answered. There are no splits, as in number_guessing. Row i is drawn from
-    (seed, i). Raises ConfigError for options out of range.
+    `turns` are the guesses of a game of random play (`play=random`): any of the words, whatever was answered, but with the
+    probability `sensible` one that keeps the letters that were in place and puts others where they were not. There are no
+    splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     refuse(
         NAME,
@@ -51,7 +51,7 @@ def word_game(
         (turns >= 1, f"turns={turns} must be at least 1"),
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
-        (0 <= keep <= 1, f"keep={keep} must be from 0 to 1"),
+        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
     )
 
     def make(index: int) -> Row:
@@ -60,15 +60,17 @@ def word_game(
         row = game_row(NAME, prompt_of(word, wording), word._asdict(), {"index": index, "wording": wording})
         if play == "none":
             return row
-        guess = _drawn(rng, letters, length)
+        left = [letters] * length
 
         def move() -> str:
-            nonlocal guess
-            drawn = _drawn(rng, letters, length)
-            guess = "".join(old if rng.random() < keep else new for old, new in zip(guess, drawn, strict=True))
-            return guess
+            return "".join(rng.choice(some) for some in (left if rng.random() < sensible else [letters] * length))
 
-        return played(row, move, lambda text: answer_to(read_guess(text, word), word, wording), turns)
+        def answer(text: str) -> str | None:
+            for place, (here, there) in enumerate(zip(text, word.secret, strict=True)):
+                left[place] = here if here == there else left[place].replace(here, "")
+            return answer_to(text, word, wording)
+
+        return played(row, move, answer, turns)
 
     return LazyRows(num_rows, make)
 
