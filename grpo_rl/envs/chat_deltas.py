@@ -112,22 +112,27 @@ class ChatDeltas:
                 said |= {"tool_calls": [{"id": f"call{number:05d}", "type": "function", "function": call}]}
                 if self._ignores_content(said, answer):
                     said["content"] = ""
-            expected += self._own_text(messages, said)
-            expected += self._tail([answer])
+            tail = self._tail([answer])
+            expected += self._own_text(messages, said, None if thinks else answer, tail, role) + tail
             messages += [said, answer]
         return expected, self._rendered(messages)
 
-    def _own_text(self, before: list[Message], said: Message) -> str:
-        """Return what the template makes of an assistant message, which stands for the sampled turn, without its end."""
+    def _own_text(self, before: list[Message], said: Message, answer: Message | None, tail: str, role: str) -> str:
+        """Return what the template makes of an assistant message, which stands for the sampled turn, without its end.
+
+        It is the last message where `answer` is None: then the template writes its thoughts. Else it is the one that `answer`
+        follows, so that nothing is written which nobody has said.
+        """
         begun = self._rendered(before)
-        whole = self._rendered([*before, said], begins=False)
+        whole = self._rendered([*before, said], begins=False) if answer is None else self._rendered([*before, said, answer])
+        end = self._end() if answer is None else tail
         if not whole.startswith(begun):
             # The template writes something else where a turn begins than where it has been written, such as empty thoughts.
-            whole, begun = _without_thoughts(whole), _without_thoughts(begun)
-            if not whole.startswith(begun):
-                raise BadRow(f"{_WHERE}: an assistant's turn does not begin as the template begins it: {begun[-40:]!r}")
+            plain = _without_thoughts(begun)
+            if not _without_thoughts(whole).startswith(plain):
+                raise ConfigError(f"data.chat_template: {_rewritten(begun, whole, role)}")
+            begun, whole, end = plain, _without_thoughts(whole), _without_thoughts(end)
         own = whole[len(begun) :]
-        end = self._end()
         return own[: own.rindex(end)] if end and end in own else own
 
     def _ignores_content(self, said: Message, answer: Message) -> bool:

@@ -8,12 +8,10 @@ from grpo_rl.config.schema.multi_turn import MultiTurnConfig
 from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import CombinedRewarder
+from grpo_rl.rewards.combined import ENVIRONMENT, CombinedRewarder
 from grpo_rl.rewards.contract.failures import summary
 from grpo_rl.types import GREEDY, Rollout
 
-ENVIRONMENT = "environment"
-"""The name of the turns' reward among the parts of the reward."""
 SOLVED = "solved"
 """The number of an environment's `info` that is the part `acc` of the reward: 1 where the episode reached its goal."""
 TRUNCATION = "truncation"

@@ -87,7 +87,8 @@ class EnvironmentPool:
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Episodes for which there is no room yet."""
-        self._num_ready = 0
+        self._has_started = False
+        """True once all processes were ready: before, the first one would get all episodes."""
         self._closed = False
         self._processes = [self._start(number) for number in range(setup.num_workers)]
         self._retired: list[EnvironmentProcess] = []
@@ -162,6 +163,9 @@ class EnvironmentPool:
 
     def _admit(self) -> None:
         """Give waiting episodes to the processes with the fewest."""
+        self._has_started = self._has_started or all(process.is_ready for process in self._processes)
+        if not self._has_started:
+            return
         while self._waiting:
             open_ones = [one for one in self._processes if one.is_ready and len(one.episodes) < self.setup.max_episodes]
             if not open_ones:

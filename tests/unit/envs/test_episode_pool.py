@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_turns import EngineTurns
 
+from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.collate import collate, with_tokens
 from grpo_rl.data.prompts import Renderer
@@ -20,10 +24,12 @@ from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.models import builtin
-from grpo_rl.models.load import load_tokenizer
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.load import load_config, load_lm, load_tokenizer
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.hf.hf_engine import HfEngine
 from grpo_rl.types import Prompt, Rollout, Sampling
+from grpo_rl.workers.sharded_policy import sequences_of
 
 HERE = Path(__file__).parent / "played_environments.py"
 LONGEST = 160
@@ -156,3 +162,111 @@ def test_only_sampled_tokens_are_trained(make, tokenizer: Any) -> None:
     lengths = [length for r in rollouts for _, length in r.spans]
     rewarded = [turn.reward is not None for r in rollouts for turn in r.episode.turns]
     assert ends.tolist() == [end - 1 for end, has in zip(np.cumsum(lengths).tolist(), rewarded, strict=True) if has]
+
+
+def test_the_trainer_finds_the_engines_logprobs_on_whole_contexts(make, tokenizer: Any, folder: Path) -> None:
+    """What the actor recomputes over prompt, turns and context agrees with what each turn was sampled with, to 1e-4."""
+    rollouts = make("Echo", turns=4)[0].generate(prompts(tokenizer), 4, SAMPLING)
+    for rollout in rollouts:
+        rollout.reward = 0.0
+    batch = with_tokens(collate(rollouts))
+    policy = PolicyModel(load_lm(str(folder), load_config(str(folder))), temperature=1.0)
+    with torch.no_grad():
+        for share_prompts in (False, True):
+            found_T = policy(sequences_of(batch, torch.device("cpu"), share_prompts=share_prompts)).logprobs_T
+            assert float((found_T - batch.rollout_logprobs_T).abs().max()) <= 1e-4
+    assert max(len(rollout.spans) for rollout in rollouts) == 4
+    # The context matters: with other tokens between the turns they are other numbers.
+    is_trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
+    is_trained_S[batch.positions_T] = True
+    context = (~is_trained_S[batch.response_positions()]).nonzero()[:, 0]
+    ids = batch.token_ids_S.clone()
+    ids[batch.response_positions()[context]] = 7
+    with torch.no_grad():
+        other_T = policy(sequences_of(batch.replace(token_ids_S=ids), torch.device("cpu"), share_prompts=False)).logprobs_T
+    assert float((other_T - batch.rollout_logprobs_T).abs().max()) > 1e-2
+
+
+def test_what_a_rank_is_sent_is_the_same_batch(make, tokenizer: Any) -> None:
+    rollouts = make("Echo")[0].generate(prompts(tokenizer), 2, SAMPLING)
+    for rollout in rollouts:
+        rollout.reward = 0.0
+    batch = collate(rollouts)
+    share = pickle.loads(pickle.dumps(Share.of(batch.select([3, 0]))))
+    sent, here = share.whole(lambda refs: []), with_tokens(batch.select([3, 0]))
+    assert sent.token_ids_S.tolist() == here.token_ids_S.tolist()
+    assert sent.positions_T.tolist() == here.positions_T.tolist()
+    assert sent.rollout_logprobs_T.tolist() == here.rollout_logprobs_T.tolist()
+
+
+def test_episodes_of_a_killed_process_begin_anew_and_end_as_they_would_have(make, tokenizer: Any, tmp_path: Path) -> None:
+    expected = make("Echo")[0].generate(prompts(tokenizer), 2, SAMPLING)
+    pool, turns = make("Dying", path=str(tmp_path / "count"), times=2)
+    rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
+    assert [r.response_ids.tolist() for r in rollouts] == [r.response_ids.tolist() for r in expected]
+    retries = [int(r.episode.counts.get("retries", 0)) for r in rollouts]
+    assert max(retries) >= 1
+    for rollout in rollouts:
+        check_against_record(rollout, turns)
+
+
+def test_an_episode_whose_process_dies_every_time_has_failed_and_the_others_have_not(
+    make, tokenizer: Any, tmp_path: Path
+) -> None:
+    pool, _ = make("Dying", path=str(tmp_path / "count"), times=99, rules={"retries": 1})
+    rollouts = pool.generate(prompts(tokenizer, 1), 1, Sampling(max_tokens=100, seed=8))
+    assert [(r.episode.failure, r.episode.ended) for r in rollouts] == [("environment_error", "failed")]
+    assert "SIGKILL" in rollouts[0].episode.failure_cause and "2 attempts" in rollouts[0].episode.failure_cause
+
+
+def test_a_hanging_environment_truncates_its_episode_and_holds_up_no_other(make, tokenizer: Any) -> None:
+    pool, turns = make("Waiting", step_timeout_s=1.0, wait_s=0.0, slow="p0")
+    began = time.monotonic()
+    rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
+    assert time.monotonic() - began < 10
+    ended = {(r.prompt.uid, r.episode.ended) for r in rollouts}
+    assert ("p0", "time") in ended and not any(end == "time" for uid, end in ended if uid != "p0")
+    for rollout in rollouts:
+        check_against_record(rollout, turns)
+
+
+def test_an_episode_ends_by_turns_tokens_and_time(make, tokenizer: Any) -> None:
+    by_turns, _ = make("Echo", turns=9, rules={"max_turns": 2})
+    for rollout in by_turns.generate(prompts(tokenizer), 2, SAMPLING):
+        assert rollout.episode.ended in ("turns", "tokens") and len(rollout.episode.turns) <= 2
+    by_tokens, turns = make("Echo", turns=99)
+    rollouts = by_tokens.generate(prompts(tokenizer), 2, Sampling(max_tokens=50, seed=7))
+    assert {r.episode.ended for r in rollouts} == {"tokens"}
+    assert all(len(r.response_ids) <= 50 and r.finish_reason == "length" for r in rollouts)
+    for rollout in rollouts:
+        check_against_record(rollout, turns)
+    late, _ = make("Waiting", turns=99, wait_s=0.4, rules={"timeout_s": 1.0})
+    rollouts = late.generate(prompts(tokenizer), 1, SAMPLING)
+    assert "time" in {r.episode.ended for r in rollouts} <= {"time", "tokens"}
+
+
+def test_forgotten_episodes_are_over_and_may_be_asked_for_again(make, tokenizer: Any) -> None:
+    pool, turns = make("Waiting", wait_s=0.3)
+    ids = pool.submit(prompts(tokenizer), 2, SAMPLING)
+    assert list(pool.completed(0.5)) == []
+    with pytest.raises(ValueError, match="sampled already"):
+        pool.submit(prompts(tokenizer, 1), 1, SAMPLING)
+    pool.forget(ids)
+    assert list(pool.completed()) == [] and pool.environments.num_waiting == 0
+    rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
+    assert len(rollouts) == 6 and {r.episode.ended for r in rollouts} <= {"done", "tokens"}
+    assert turns.num_rests == 1
+
+
+def test_only_what_is_wanted_now_is_handed_over_and_the_rest_is_kept(make, tokenizer: Any) -> None:
+    pool, _ = make("Echo")
+    asked = prompts(tokenizer)
+    first, rest = pool.submit(asked[:1], 2, SAMPLING), pool.submit(asked[1:], 2, SAMPLING)
+    assert {one.prompt.uid for one in pool.completed(only=first)} == {"p0"}
+    assert {one.prompt.uid for one in pool.completed()} == {"p1", "p2"} and len(rest) == 4
+
+
+@pytest.mark.parametrize("how", ["raises", "no message"])
+def test_what_an_environment_does_wrong_is_the_episodes_failure(make, tokenizer: Any, how: str) -> None:
+    rollouts = make("Wrong", how=how)[0].generate(prompts(tokenizer, 1), 2, SAMPLING)
+    assert {r.episode.failure for r in rollouts} <= {"environment_error", None} and rollouts[0].episode.failure_cause
