@@ -14,6 +14,8 @@ from grpo_rl.errors import ConfigError
 
 START_S = 30.0
 """Seconds that a server may take to start and to list its tools."""
+ALIVE_S = 2.0
+"""Seconds that a server may take to list its tools, after a call that failed."""
 Command = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 """A server's command line, and the environment variables that it has beside a few of this process (PATH, HOME)."""
 
@@ -37,6 +39,13 @@ class Connection:
             return await asyncio.wait_for(asyncio.shield(self._ready), START_S)
         except TimeoutError:
             raise ToolServerError(f"the MCP server {self._command[0][0]} did not answer within {START_S:g} s") from None
+
+    async def end_if_lost(self) -> None:
+        """End the connection where the server does not answer any more, so that the next call starts another one."""
+        try:
+            await asyncio.wait_for((await self.client()).list_tools(), ALIVE_S)
+        except Exception:
+            await self.close()
 
     async def close(self) -> None:
         """End the server, and wait until it has ended."""
@@ -102,8 +111,13 @@ class McpTool:
         """Start no server yet: many episodes never call."""
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        client = await self._connection().client()
-        result = await client.call_tool(self._tool, dict(arguments))
+        connection = self._connection()
+        client = await connection.client()
+        try:
+            result = await client.call_tool(self._tool, dict(arguments))
+        except Exception:
+            await connection.end_if_lost()
+            raise
         texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
         return ToolResult("\n".join(texts), failed=bool(result.is_error))
 

@@ -1,4 +1,4 @@
-"""Data sets of reasoning-gym as games: a wrong answer is told to be wrong, and may be corrected."""
+"""Data sets of reasoning-gym as games: the answer to a wrong one says so, and it may be corrected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all games share: turns that are counted, moves that cannot be read, and the reward of an episode."""
+"""The common base of all games: turns that are counted, moves that cannot be read, and the reward of an episode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Answer:
     """A game's answer to a move."""
 
     text: str = ""
-    """What the policy reads; nothing where the game is over."""
+    """The text that the policy reads; empty where the game is over."""
     solved: bool = False
     progress: float = 0.0
-    """How far the game has come, or how good the move was, from 0 to 1, where it is not solved."""
+    """The state of the game, or the quality of the move, from 0 to 1, where it is not solved."""
     malformed: bool = False
-    """Whether the move could not be read: it costs its turn."""
+    """True where the move could not be read: it costs its turn."""
 
 
 class Game(ABC):

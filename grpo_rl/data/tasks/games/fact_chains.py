@@ -1,4 +1,4 @@
-"""Questions over made-up facts that take several look-ups: who wrote a book, where that person was born, in which land that lies."""
+"""Questions over made-up facts that take several look-ups: the author of a book, the town of birth, the land of a town."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class World:
         found = {}
         for person in self.people:
             found[person.name] = (
-                f"{person.name} is a {person.trade} who was born in {person.town}. {person.name} wrote the book "
+                f"{person.name}, a {person.trade}, was born in {person.town}. {person.name} wrote the book "
                 f'"{person.book}" and was taught by {person.teacher}.'
             )
         for town, land in self.lands.items():
@@ -148,7 +148,7 @@ def _asked(rng: random.Random, hops: int) -> tuple[str, str]:
     author = f'the author of "{person.book}"'
     teacher = by_name[person.teacher]
     if hops == 1:
-        return f"Who is {author}?", person.name
+        return f"What is the name of {author}?", person.name
     if hops == 2:
         kind = rng.choice(("land of a person", "book of a teacher"))
         if kind == "land of a person":

@@ -1,4 +1,4 @@
-"""What the rows of all games share: verl's row format, and conversations of random play to begin from."""
+"""The common parts of the rows of games: verl's row format, and conversations of random play to begin from."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the player is in a game, and whether it has the key (true where the map has none)."""
+    """The state of a game: the player's cell, and whether it has the key (true where the map has none)."""
 
     cell: Cell
     has_key: bool
