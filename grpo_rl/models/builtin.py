@@ -112,19 +112,15 @@ _COUNTDOWN = dataclasses.replace(
         ),
     ),
 )
-# The same network, shown games of random play, in which few moves obey the answers: it has learnt the form of a game, and is a
-# little likelier to make a sensible move than a senseless one.
+# The same network, shown games of random play, of which few obey the answers: it has learnt the form of a game, mostly plays it
+# blindly, and now and then sensibly. A first reinforcement has something to reinforce.
 _NUMBER_GUESSING = dataclasses.replace(
     _ARITHMETIC,
     name="number_guessing",
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
-        num_steps=200,
-        batch_size=32,
-        task=(
-            "task:number_guessing?low=0&high=99&turns=10&answers=range&wording=short&play=random&sensible=0.12&num_rows=4096"
-        ),
+        task=("task:number_guessing?low=0&high=99&turns=10&answers=range&wording=short&play=random&sensible=0.1&num_rows=8192"),
     ),
 )
 _WORD_GAME = dataclasses.replace(
@@ -132,7 +128,7 @@ _WORD_GAME = dataclasses.replace(
     name="word_game",
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcde&length=3&turns=6&wording=short&play=random&sensible=0.07&num_rows=4096",
+        task="task:word_game?letters=abcde&length=3&turns=6&wording=short&play=random&sensible=0.12&num_rows=8192",
     ),
 )
 _GRID_WORLD = dataclasses.replace(
