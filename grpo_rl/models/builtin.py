@@ -120,7 +120,8 @@ _NUMBER_GUESSING = dataclasses.replace(
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
-        task=("task:number_guessing?low=0&high=99&turns=10&answers=range&wording=short&play=random&sensible=0.1&num_rows=8192"),
+        num_steps=250,
+        task="task:number_guessing?low=0&high=99&turns=10&answers=range&wording=short&play=random&sensible=0.1&num_rows=8192",
     ),
 )
 _WORD_GAME = dataclasses.replace(
@@ -128,7 +129,7 @@ _WORD_GAME = dataclasses.replace(
     name="word_game",
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcde&length=3&turns=6&wording=short&play=random&sensible=0.12&num_rows=8192",
+        task="task:word_game?letters=abcde&length=3&turns=7&wording=short&play=random&sensible=0.12&num_rows=8192",
     ),
 )
 _GRID_WORLD = dataclasses.replace(
