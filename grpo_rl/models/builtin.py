@@ -112,16 +112,16 @@ _COUNTDOWN = dataclasses.replace(
         ),
     ),
 )
-# The same network, shown games of random play, of which few obey the answers: it has learnt the form of a game, mostly plays it
-# blindly, and now and then sensibly. A first reinforcement has something to reinforce.
+# The same network, shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that
+# moves have something to do with answers.
 _NUMBER_GUESSING = dataclasses.replace(
     _ARITHMETIC,
     name="number_guessing",
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
-        num_steps=250,
-        task="task:number_guessing?low=0&high=99&turns=10&answers=range&wording=short&play=random&sensible=0.1&num_rows=8192",
+        num_steps=150,
+        task="task:number_guessing?low=0&high=499&turns=14&answers=range&wording=short&play=random&sensible=0.3&num_rows=4096",
     ),
 )
 _WORD_GAME = dataclasses.replace(
@@ -129,7 +129,7 @@ _WORD_GAME = dataclasses.replace(
     name="word_game",
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcde&length=3&turns=7&wording=short&play=random&sensible=0.12&num_rows=8192",
+        task="task:word_game?letters=abcd&length=5&turns=6&wording=short&play=random&sensible=0.4&num_rows=8192",
     ),
 )
 _GRID_WORLD = dataclasses.replace(

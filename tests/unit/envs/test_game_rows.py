@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections import Counter
 from typing import Any
 
 import pytest
-from game_players import play, reached, says
+from game_players import play, reached, says, start_of
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
@@ -14,9 +16,11 @@ from grpo_rl.data.tasks.games.grid_maps import Grid, grid_world
 from grpo_rl.data.tasks.games.secret_numbers import number_guessing
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import Tokenizing, conversation
+from grpo_rl.envs.environments import Named
 from grpo_rl.envs.games.grid_world import GridWorld
 from grpo_rl.envs.games.number_guessing import NumberGuessing
 from grpo_rl.envs.games.word_game import WordGame
+from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -132,11 +136,44 @@ def test_facts_answer_their_questions() -> None:
     assert not train & val
 
 
+def test_demonstrations_of_the_calculator_are_what_an_episode_with_it_is() -> None:
+    """Each conversation is played again, by the parser, the tool and the environment of a run."""
+    rows = task_rows("task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=1&calculator_calls=0.5&num_rows=60")
+    setup = HostSetup(Named("arithmetic", {"turns": 1}), (Named("calculator"),))
+    rewards = {True: [], False: []}
+    for row in rows:
+        turns = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        answers = [message["content"] for message in row["messages"][1:] if message["role"] != "assistant"]
+        played, rewarded = asyncio.run(again(setup, row, turns))
+        assert played == answers
+        rewards[len(turns) == 2].append(rewarded)
+    assert set(rewards[True]) == {1.0} and 15 < len(rewards[True]) < 45
+    # Without the calculator every carry is forgotten: only the sums without one, and the products, are right.
+    assert 0.2 < sum(rewards[False]) / len(rewards[False]) < 0.9
+
+
+async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tuple[list[str], float | None]:
+    """The answers to these turns, and the last one's reward."""
+    host = EpisodeHost(setup)
+    start = start_of(row)
+    await host.reset({field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
+    answers: list[str] = []
+    for index, text in enumerate(turns):
+        values = {"index": index, "text": text, "raw_text": text, "finish_reason": "stop", "token_ids": [], "is_last": False}
+        answer = await host.step(values)
+        answers += [message["content"] for message in answer.messages]
+    await host.close()
+    assert answer.done
+    return answers, answer.reward
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("number_guessing?low=5&high=5", ["low=5 and high=5"]),
         ("number_guessing?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
+        ("number_guessing?sensible=2", ["sensible=2"]),
+        ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
         ("number_guessing?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),
         ("word_game?letters=AB&length=0", ["letters='AB'", "length=0"]),

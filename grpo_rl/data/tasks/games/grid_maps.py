@@ -92,7 +92,7 @@ def grid_world(
     """Rows of the game `grid_world`, each with a map of `size` by `size` cells whose shortest way has `fewest_steps` or more.
 
     `walls` is the share of cells that are walls; with `key` the goal opens only to a player that has been on the key's cell.
-    `turns` are the steps of a game of random play (`play=random`): any direction; in the share `sensible` of the games that
+    `turns` are the steps of a game of random play (`play=random`): any direction, but with the probability `sensible` that
     of a shortest way. The splits share no map. Row i is drawn from (seed, i). Raises ConfigError for options out of range, and where
     they leave no map.
     """
@@ -117,7 +117,6 @@ def grid_world(
         if play == "none":
             return row
         place = grid.first()
-        obeys = rng.random() < sensible
 
         def walk(move: str) -> str | None:
             nonlocal place
@@ -127,7 +126,7 @@ def grid_world(
             return None if grid.solved(place) else seen(grid, place, wording)
 
         def step() -> str:
-            way = grid.shortest(place) if obeys else None
+            way = grid.shortest(place) if rng.random() < sensible else None
             return way[0] if way else rng.choice(list(STEPS))
 
         return played(row, step, walk, turns)

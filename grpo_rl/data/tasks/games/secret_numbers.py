@@ -55,8 +55,8 @@ def number_guessing(
     """Rows of the game `number_guessing`, each with a number from `low` to `high` that is equally likely any of them.
 
     `answers` says what a guess is answered with. `turns` are the guesses of a game of random play (`play=random`): any of the
-    numbers, whatever was answered; in the share `sensible` of the games any of those that the answers leave. There are no splits:
-    a number that is never the secret would be learnt as such. Row i is drawn from (seed, i). Raises ConfigError for options out
+    numbers, whatever was answered, but with the probability `sensible` one that the answers leave. There are no splits: a
+    number that is never the secret would be learnt as such. Row i is drawn from (seed, i). Raises ConfigError for options out
     of range.
     """
     refuse(
@@ -78,10 +78,9 @@ def number_guessing(
         if play == "none":
             return row
         bounds = Bounds(low, high)
-        obeys = rng.random() < sensible
 
         def move() -> str:
-            drawn = rng.randint(*(bounds if obeys else (low, high)))
+            drawn = rng.randint(*(bounds if rng.random() < sensible else (low, high)))
             return written(drawn, number, wording)
 
         def answer(text: str) -> str | None:

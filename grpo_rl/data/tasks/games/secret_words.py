@@ -36,9 +36,9 @@ def word_game(
 ) -> LazyRows:
     """Rows of the game `word_game`, each with a word of `length` of the `letters`, any of them in every place.
 
-    `turns` are the guesses of a game of random play (`play=random`): any of the words, whatever was answered; in the share
-    `sensible` of the games one that keeps the letters in place and puts new ones elsewhere. There are no splits, as in
-    number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    `turns` are the guesses of a game of random play (`play=random`): each letter is any of the
+    letters, whatever was answered, but with the probability `sensible` one that the marks of its place leave. There are no
+    splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     refuse(
         NAME,
@@ -61,10 +61,9 @@ def word_game(
         if play == "none":
             return row
         left = [letters] * length
-        obeys = rng.random() < sensible
 
         def move() -> str:
-            return "".join(rng.choice(some) for some in (left if obeys else [letters] * length))
+            return "".join(rng.choice(some if rng.random() < sensible else letters) for some in left)
 
         def answer(text: str) -> str | None:
             for place, (here, there) in enumerate(zip(text, word.secret, strict=True)):
