@@ -31,6 +31,9 @@ _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _RESOLVERS = ("oc.env", "oc.select")
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 """The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
+MACHINE = "trainer.machine"
+"""The key that `machine=NAME` sets."""
+_MACHINE = re.compile(r"(?:(\d+)x)?(\d+)x[A-Za-z].*")
 MOST_RUNS = 1000
 """The most runs of one sweep: more are a slip, such as a range with too many zeros."""
 
@@ -54,6 +57,7 @@ class CommandLine:
 def read(words: list[str]) -> CommandLine:
     """Return the command line taken apart. Never raises for what a user typed: see `problems`."""
     line = CommandLine()
+    machine = ""
     size = sum(map(len, words))
     if len(words) > _MOST_WORDS or size > _MOST_CHARACTERS:
         line.problems.append(
@@ -68,6 +72,7 @@ def read(words: list[str]) -> CommandLine:
         match = _WORD.fullmatch(word)
         assert match is not None
         sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
+        key = MACHINE if key == "machine" else key
         problem = _form(word, sign, key, value)
         if problem:
             line.problems.append(problem)
@@ -80,8 +85,20 @@ def read(words: list[str]) -> CommandLine:
             _reset(line, key, value)
         else:
             assert value is not None
+            if key == MACHINE:
+                machine = value
             _assign(line, key, value)
+    _take_machine(line, machine)
     return line
+
+
+def _take_machine(line: CommandLine, name: str) -> None:
+    """Set the number of GPUs, and of several machines their number, as a machine's name says, unless the words set them."""
+    match = _MACHINE.fullmatch(name)
+    nodes, gpus = match.groups() if match else (None, None)
+    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus)):
+        if value is not None and key not in line.keys:
+            _assign(line, key, value)
 
 
 @dataclass(slots=True)

@@ -47,6 +47,14 @@ def unusable(config: Config) -> list[str]:
     return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
 
 
+def missing(config: Config) -> list[str]:
+    """Return the data files that are not on this machine; tasks, and data sets of the hub, are no files."""
+    data = config.data
+    names = [*data.train_files, *data.val_files, *data.val_prompt_files]
+    files = [name for name in names if not name.startswith((*TASK_PREFIXES, HUB_PREFIX))]
+    return [name for name in files if not Path(name).expanduser().exists()]
+
+
 def _trains_pairs(config: Config) -> bool:
     try:
         return objective_of(config).needs_pairs

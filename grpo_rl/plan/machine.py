@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.named_machine.devices import planned_machine, refused
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8
@@ -19,7 +20,12 @@ CORES_PER_CORE = 8
 
 
 def probe_machine(config: Config) -> Machine:
-    """Return what this machine has. torch is imported only where there may be a GPU."""
+    """Return what this machine has, or the one that `trainer.machine` names. torch is imported only where there may be a GPU.
+
+    Raises ConfigError for a name that no machine has.
+    """
+    if (named := planned_machine(config)) is not None:
+        return named
     wanted = config.trainer.device
     num_gpus = gpu_memory = 0
     if wanted != "cpu" and _may_have_gpu():
@@ -65,7 +71,8 @@ def _may_have_gpu() -> bool:
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield what asks for more than the machine has, with the reason. The nodes of a cluster cannot be counted from here."""
-    if machine.cluster:
+    yield from refused(config, machine)
+    if machine.cluster or machine.name:
         return
     num_cpus = config.ray_kwargs.ray_init.num_cpus
     most = CORES_PER_CORE * available_cores()

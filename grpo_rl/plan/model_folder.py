@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, critic_has_own_model
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+from grpo_rl.plan.named_machine.known_models import known_settings
 
 _PATH = "actor_rollout_ref.model.path"
 _OVERRIDE = "actor_rollout_ref.model.override_config"
@@ -42,6 +43,26 @@ class ModelSize:
     num_params: int
     tied: bool = False
     """True where embedding and LM head are one."""
+    experts: int = 0
+    """Experts of each layer of a mixture; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @property
+    def root_params(self) -> int:
+        """Return the parameters outside of the layers: embedding, final norm and LM head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def layer_params(self) -> int:
+        """Return the parameters of one layer."""
+        return (self.num_params - self.root_params) // self.layers
+
+    @property
+    def active_params(self) -> int:
+        """Return the parameters whose products each token takes part in: the LM head's, and of experts only the chosen ones'."""
+        idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
+        return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
     def kv_bytes_per_token(self, width: int) -> int:
         """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
@@ -62,6 +83,7 @@ def check_policy(config: Config, machine: Machine) -> None:
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
     problems += _drops_at_random(config, settings)
+    problems += _heads_do_not_split(config, settings)
     if problems:
         raise ConfigError(problems)
 
@@ -87,6 +109,8 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
         if "auto_map" in settings and model.trust_remote_code:
             # The model's own code decides; it runs when the run starts, and not for a plan.
             return settings | dict(model.override_config)
+    if config.trainer.machine is not None and not folder.is_dir() and (known := known_settings(model.path)):
+        return known | dict(model.override_config)  # planned for another machine, where the model need not be
     # transformers takes a second to import: only where its own checks are needed.
     from grpo_rl.models.load import load_config
 
@@ -166,6 +190,25 @@ def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def _heads_do_not_split(config: Config, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem for attention heads that the ranks which compute a pass together cannot share evenly."""
+    parts, text = config.actor_rollout_ref, settings.get("text_config") or settings
+    heads = text.get("num_attention_heads")
+    sizes = {
+        "actor_rollout_ref.actor": parts.actor.ulysses_sequence_parallel_size,
+        "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1,
+    }
+    if not critic_has_own_model(config):
+        sizes["critic"] = config.critic.ulysses_sequence_parallel_size
+    for role, size in sizes.items():
+        if isinstance(heads, int) and heads > 0 and heads % size:
+            fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            yield (
+                f"{role}.ulysses_sequence_parallel_size={size}: must divide the {heads} attention heads of {parts.model.path}, of "
+                f"which each rank computes its part; possible: {fits}"
+            )
+
+
 def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
 
@@ -240,14 +283,14 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model at `path`; None where only loading it shows them (hub names, other families)."""
+    """Return the sizes of the model at `path`; None where only loading it shows them (names that are not known, other families)."""
     if path.startswith(PREFIX):
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
+        settings = None if folder.is_dir() else known_settings(path)
     return (
         _from_settings(settings.get("text_config") or settings, stored_params(folder)) if isinstance(settings, dict) else None
     )
@@ -289,26 +332,38 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
         vocab = int(config["vocab_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
+        wide = int(config.get("moe_intermediate_size") or intermediate) if experts else 0
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
-    size = replace(size, tied=bool(config.get("tie_word_embeddings")))
+    tied = bool(config.get("tie_word_embeddings", architecture.startswith("gemma")))
+    size = replace(size, tied=tied, experts=experts, experts_per_token=chosen, expert_intermediate=wide)
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
 
 
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "olmoe")
+"""Families whose parameters are counted: attention of queries, keys, values and output, a gated MLP or experts of such."""
+
+
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
-    """Parameters of a Llama-like decoder (Llama, Mistral, Qwen2, Qwen3): attention, gated MLP, norms, embeddings."""
-    if size.architecture not in ("llama", "mistral", "qwen2", "qwen3"):
+    """Return the parameters of a decoder of a known family: attention, gated MLP or experts with their router, norms, embeddings."""
+    if size.architecture not in _LLAMA_LIKE:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
     if config.get("attention_bias", size.architecture == "qwen2"):
         attention += queries + 2 * keys
-    if size.architecture == "qwen3":
+    if size.architecture in ("qwen3", "qwen3_moe", "gemma3_text"):
         attention += 2 * size.head_dim
-    layer = attention + 3 * size.hidden * size.intermediate + 2 * size.hidden
-    embeddings = size.vocab * size.hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return size.layers * layer + embeddings + size.hidden
+    elif size.architecture in ("olmo2", "olmoe"):
+        attention += queries + keys  # norms over all heads
+    mlp = 3 * size.hidden * size.intermediate
+    if size.experts:
+        mlp = size.experts * 3 * size.hidden * size.expert_intermediate + size.hidden * size.experts
+    layer = attention + mlp + (4 if size.architecture == "gemma3_text" else 2) * size.hidden
+    return size.layers * layer + size.root_params

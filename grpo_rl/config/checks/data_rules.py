@@ -24,7 +24,7 @@ def problems(config: Config) -> Iterator[str]:
     if data.custom_cls.path is None:
         for key in ("train_files", "val_files", "val_prompt_files"):
             for file in getattr(data, key):
-                problem = _data_file(file)
+                problem = _data_file(file, elsewhere=config.trainer.machine is not None)
                 if problem:
                     yield f"data.{key}={file}: {problem}"
     for key in ("train_max_samples", "val_max_samples"):
@@ -40,7 +40,8 @@ def problems(config: Config) -> Iterator[str]:
     yield from _curriculum(data)
 
 
-def _data_file(file: str) -> str | None:
+def _data_file(file: str, *, elsewhere: bool = False) -> str | None:
+    """Return what is wrong with one entry; a file that is not here is no problem where the run is `elsewhere`."""
     if file.startswith(("task:", "reasoning_gym:")):
         return None
     if file.startswith("hf:"):
@@ -52,6 +53,8 @@ def _data_file(file: str) -> str | None:
     if not path.exists() and "?" in file:
         path = Path(file.rpartition("?")[0]).expanduser()
     if not path.exists():
+        if elsewhere:
+            return None
         folder = path.parent if path.parent.is_dir() else None
         near = difflib.get_close_matches(path.name, os.listdir(folder), n=2) if folder else []
         hint = f"; there is {' and '.join(str(folder / name) for name in near)}" if folder and near else ""

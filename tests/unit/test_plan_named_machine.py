@@ -1,0 +1,129 @@
+"""A plan for a machine that is not here: its name, the sizes of models by name, and what is refused for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.machine import probe_machine
+from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.named_machine.devices import DEVICES, named
+from grpo_rl.plan.named_machine.known_models import known_names, known_settings
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# Published counts: "Total parameters" of the models' pages, the sum of the shapes in their safetensors files.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "google/gemma-3-1b-it": 999_885_952,
+    "microsoft/phi-4": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+}
+
+
+def size_of(name: str) -> ModelSize:
+    size = model_size(name)
+    assert size is not None
+    return size
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_counted_from_the_sizes_are_those_that_are_published(name) -> None:
+    assert size_of(name).num_params == PUBLISHED[name]
+
+
+def test_every_entry_has_sizes_and_names_of_other_models_have_none() -> None:
+    for pattern in known_names():
+        size = size_of(pattern.replace("-*", "-x").replace("*", ""))
+        assert size.num_params > 1e8 and size.heads % size.kv_heads == 0, pattern
+    for other in (
+        "Qwen/Qwen2.5-7B-Instruct-AWQ",
+        "Qwen/Qwen2.5-7B-Instruct-1M",
+        "Qwen/Qwen2.5-71B",
+        "Qwen/Qwen2.5-VL-7B",
+        "x/y",
+    ):
+        assert known_settings(other) is None, other
+
+
+def test_a_token_of_a_mixture_takes_part_in_few_of_its_experts() -> None:
+    moe = size_of("Qwen/Qwen3-30B-A3B")
+    # "30.5B in total and 3.3B activated": the page counts the embedding, whose rows are looked up and not multiplied.
+    assert moe.active_params + moe.vocab * moe.hidden == pytest.approx(3.3e9, rel=0.02)
+    assert size_of("allenai/OLMoE-1B-7B-0924").active_params == pytest.approx(1.2e9, rel=0.03)
+
+
+def test_a_machine_is_read_from_its_name() -> None:
+    assert (named("8xH100-80GB").nodes, named("8xH100-80GB").gpus) == (1, 8)
+    assert (named("4x8xh100-80gb").nodes, named("4x8xh100-80gb").gpus) == (4, 8)
+    assert named("RTX4090-24GB").device is DEVICES["RTX4090-24GB"] and named("RTX4090-24GB").gpus == 1
+    for wrong, hint in {
+        "8xH100": "8xH100-80GB",
+        "8xH100-90GB": "did you mean H100-80GB",
+        "0xH100-80GB": "without GPUs",
+        "many": "is written as",
+        "8x": "is written as",
+    }.items():
+        with pytest.raises(ConfigError, match=hint):
+            named(wrong)
+
+
+def test_the_name_sets_gpus_and_nodes_unless_they_are_given() -> None:
+    config = compose(["machine=4x8xH100-80GB", "trainer.dry_run=true"]).config
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (4, 8)
+    machine = probe_machine(config)
+    assert (machine.nodes, machine.num_gpus, machine.cluster, machine.device) == (4, 8, True, "cuda")
+    config = compose(["trainer.n_gpus_per_node=2", "machine=8xH100-80GB", "trainer.machine_host_gib=100"]).config
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 2)
+    assert probe_machine(config).host_memory == 100 * 2**30
+
+
+def test_a_plan_is_made_without_model_data_gpu_or_network() -> None:
+    plan = make_plan(compose(["recipe=gsm8k/qwen2.5-7b", "machine=8xH100-80GB", "trainer.dry_run=true"]))
+    assert plan.machine.device == "cuda" and plan.world_size == 8
+    assert plan.model is not None and plan.model.num_params == PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(compose(["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", *words]))
+    return "\n".join(caught.value.problems)
+
+
+def test_what_depends_on_the_device_is_judged_on_the_machine_that_is_named() -> None:
+    offload = f"{A}.fsdp_config.param_offload=true"
+    dry = "trainer.dry_run=true"
+    assert "this run has no GPU" in refused(offload, dry)
+    words = ["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", offload, dry]
+    make_plan(compose([*words, "machine=1xA100-80GB"]))
+    assert "no bfloat16" in refused(dry, "machine=8xV100-32GB") and f"{R}.dtype" in refused(dry, "machine=8xV100-32GB")
+    assert "has 8 GPUs" in refused(dry, "machine=8xH100-80GB", "trainer.n_gpus_per_node=16")
+    assert "it has 2" in refused(dry, "machine=2x8xH100-80GB", "trainer.nnodes=3")
+    assert "must divide" in refused(dry, "machine=8xH100-80GB", f"{R}.tensor_model_parallel_size=3")
+    assert "can only be planned" in refused("machine=8xH100-80GB")
+    assert "describes the machine" in refused(dry, "trainer.machine_host_gib=8")
+    long = ["data.max_response_length=40000", f"{A}.ppo_max_token_len_per_gpu=65536"]
+    assert "positions" in refused(dry, "machine=8xH100-80GB", *long)
