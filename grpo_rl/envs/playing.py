@@ -88,7 +88,7 @@ class Playing:
         self.finish_reason = turn.finish_reason
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Append tokens that nobody sampled: they have no log-prob, and nothing trains them."""
+        """Append tokens that were not sampled: they have no log-prob, and nothing trains them."""
         ids = token_ids.astype(np.int32, copy=False)
         self.pieces.append(ids)
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32))

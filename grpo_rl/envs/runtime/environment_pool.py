@@ -28,7 +28,7 @@ What = Literal["answered", "failed", "timeout", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
+    """The outcome of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
 
     episode: str
     what: What

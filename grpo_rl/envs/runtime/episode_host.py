@@ -18,7 +18,7 @@ from grpo_rl.envs.tool_formats import argument_problem, parse
 
 @dataclass(frozen=True, slots=True)
 class HostSetup:
-    """What every episode of a run is played with; plain values, so that they can be sent to a process."""
+    """The environment and the tools of every episode of a run; plain values, so that they can be sent to a process."""
 
     environment: Named | None
     tools: tuple[Named, ...] = ()
