@@ -70,11 +70,11 @@ class Playing:
         """Return all tokens so far, the prompt's first: what the next turn is sampled behind."""
         return np.concatenate([self.prompt.token_ids, *self.pieces]).astype(np.int32, copy=False)
 
-    def add_turn(self, turn: Rollout, cached_tokens: int | None = None) -> None:
+    def add_turn(self, turn: Rollout) -> None:
         """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling."""
         ids = np.array(turn.response_ids, dtype=np.int32)
         before = len(self.prompt.token_ids) + self.length
-        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=cached_tokens, context_tokens=before))
+        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=turn.cached_tokens, context_tokens=before))
         self.pieces.append(ids)
         self.logprobs.append(np.array(turn.rollout_logprobs, dtype=np.float32))
         if self.sampling.returns_support:
