@@ -67,6 +67,8 @@ class Observation:
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged: the mean over episodes of each name's last value becomes the metric env/NAME."""
+    replaces_prompt: bool = False
+    """True where the messages that `reset` returns stand in place of the row's own, and not behind them."""
 
 
 class Environment(Protocol):

@@ -275,7 +275,10 @@ class EpisodePool:
         playing.counts.update(answer["counts"])
         try:
             if not playing.turns:
-                self._shown_first(playing, messages)
+                if answer["done"]:
+                    self._fail(playing, "environment_error", "the environment was done before the first turn")
+                    return
+                self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
             elif self._goes_on(playing, messages, answer):
                 delta = self.deltas.between(
                     messages, ended=playing.finish_reason == "stop", plain=playing.prompt.messages is None
@@ -307,19 +310,19 @@ class EpisodePool:
             return False
         return ended is None
 
-    def _shown_first(self, playing: Playing, messages: list[Any]) -> None:
-        """Render the prompt anew where the environment adds messages to it."""
+    def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
+        """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""
         if not messages:
             return
         row = playing.prompt
         key = (row.uid, repr(messages))
         if key not in self._shown:
-            if row.messages is None:
+            if row.messages is None and not replaces:
                 shown = self.deltas.between(messages, ended=False, plain=True)
                 text, whole = row.text + shown.text, None
                 ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
             else:
-                whole = (*row.messages, *messages)
+                whole = tuple(messages) if replaces else (*(row.messages or ()), *messages)
                 shown = self.deltas.prompt(whole)
                 text, ids = shown.text, shown.token_ids.tolist()
             self._shown[key] = dataclasses.replace(row, token_ids=ids, text=text, messages=whole)

@@ -45,6 +45,7 @@ class Answer:
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    replaces_prompt: bool = False
 
 
 class EpisodeHost:
@@ -159,7 +160,8 @@ class EpisodeHost:
             raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
         reward = None if found.reward is None else _finite(found.reward)
         info = {str(name): _finite(value) for name, value in found.info.items()}
-        return Answer([checked(message) for message in found.messages], reward, bool(found.done), info)
+        messages = [checked(message) for message in found.messages]
+        return Answer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt))
 
 
 def checked(message: Any) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig
@@ -34,7 +35,7 @@ def episode(sample: int, reward: float, *, masked: bool = False) -> Rollout:
 def test_a_masked_episode_counts_in_its_group_and_none_of_its_tokens_is_trained() -> None:
     batch = with_tokens(collate([episode(0, 1.0), episode(1, 0.0, masked=True), episode(2, 0.0)]))
     batch, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(batch)
-    assert batch.token_advantages().tolist() == [*[2 / 3] * 4, *[-1 / 3] * 8]
+    assert batch.token_advantages().tolist() == pytest.approx([*[2 / 3] * 4, *[-1 / 3] * 8])
     trained, metrics = TrainedTokens(AlgorithmConfig())(batch)
     assert trained.trained_lengths_N.tolist() == [4, 0, 4]
     assert trained.token_ids_S[trained.positions_T].tolist() == [10, 11, 20, 21, 12, 11, 22, 21]
