@@ -28,6 +28,8 @@ class Playing:
     seed: int = 0
     """The environment's seed."""
     attempt: int = 0
+    wave: int = 0
+    """The number of times that episodes were forgotten before this one was asked for: engines may still answer requests of those."""
     began: float | None = None
     """The moment, by time.monotonic, at which the first turn was asked for."""
     pieces: list[np.ndarray] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Playing:
     @property
     def name(self) -> str:
         """The name of this attempt, for the environment processes."""
-        return f"{self.id}#{self.attempt}"
+        return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
     @property
     def turn_id(self) -> str:
@@ -58,7 +60,7 @@ class Playing:
 
     def again(self, row_prompt: Prompt) -> Playing:
         """Return a new attempt at the same episode, with the same seed."""
-        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1)
+        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
 

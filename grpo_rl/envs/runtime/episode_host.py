@@ -98,7 +98,10 @@ class EpisodeHost:
 
     async def close(self) -> None:
         """Release the environment and every tool, whichever of them fail at it."""
-        holders = [*self.tools.values(), *([self.environment] if self.environment is not None else [])]
+        holders: list[Tool | Environment] = [
+            *self.tools.values(),
+            *([self.environment] if self.environment is not None else []),
+        ]
         results = await asyncio.gather(*(one.close() for one in holders), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
@@ -168,8 +171,8 @@ def checked(message: Any) -> Message:
     """Return a message that a template can render. Raises TypeError for another value."""
     if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
         raise TypeError(f"a message is {{role, content}} with texts, not {message!r:.80}")
-    if message["role"] == "assistant":
-        raise TypeError("an environment writes user and tool messages; those of the assistant are the policy's")
+    if message["role"] not in ("user", "tool", "system"):
+        raise TypeError("an environment writes user, tool and system messages; those of the assistant are the policy's")
     return dict(message)
 
 

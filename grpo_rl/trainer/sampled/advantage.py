@@ -149,7 +149,8 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         "reward_parts_NP": batch.reward_parts_NP,
         "values_T": batch.values_T,
     }
-    if places_turns and (ends_K := columns["step_ends_K"]) is not None:
+    ends_K = columns["step_ends_K"]
+    if places_turns and ends_K is not None and batch.step_rewards_K is not None:
         check_rewards(batch.rewards_N)
         nothing_N = torch.zeros_like(batch.rewards_N)
         rewards_T = token_rewards(nothing_N, batch.trained_lengths_N, kl_T, kl_coef)
