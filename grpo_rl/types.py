@@ -134,6 +134,8 @@ class Completion(_ComparesArrays):
     """The tokens that each one was sampled from, where the request's sampling returns them."""
     text: str = ""
     """The response decoded without special tokens. Engines leave it empty; their process fills it in."""
+    cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the prompt whose keys and values the engine had already; None where it does not report that."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
@@ -176,6 +178,8 @@ class Rollout(_ComparesArrays):
     episode: Episode | None = None
     """The turns and their rewards, where the response is an episode of several turns: then only the turns' tokens were sampled.
     `versions` counts these alone, and all others have a log-prob of 0 that nothing reads."""
+    cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
     masked: bool = False
     """True where the rollout is compared with its group and none of its tokens is trained."""
     text_at: Stretch | None = field(default=None, compare=False)

@@ -63,7 +63,7 @@ class Inputs:
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards
     episodes: EpisodeSetup | None = None
-    """What episodes of several turns are played with; None where rollouts are single responses."""
+    """The environment and the tools of episodes; None where rollouts are single responses."""
 
 
 def read_inputs(

@@ -38,7 +38,6 @@ from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
-from grpo_rl.rollout.model_info import stop_token_ids
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Metrics
@@ -72,7 +71,7 @@ class Cluster:
         self.worker_sets: list[SupervisedSet] = []
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
-        """What ends with the cluster besides its worker sets."""
+        """Functions that end what belongs to the cluster besides its worker sets."""
         self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
 
     def pool(self, name: str) -> Pool:
@@ -242,6 +241,9 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeS
         worker_set.built()
     rollout: ReplicaPool | EpisodePool | None = _make_pool(cluster, engines, actors, engine_spec)
     if episodes is not None and environments is not None and isinstance(rollout, ReplicaPool) and engine_spec is not None:
+        # It loads parts of transformers that a controller without episodes does without.
+        from grpo_rl.rollout.model_info import stop_token_ids
+
         stop_ids = frozenset(stop_token_ids(engine_spec))
         rollout = episodes.pool(rollout, environments, tokenizer, stop_ids, engine_spec.max_model_len)
     return StartedRoles(

@@ -63,7 +63,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     return batch if lies_elsewhere else with_tokens(batch)
 
 
-def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Tensor]:
+def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
     """Return the places of the sampled tokens, where some tokens of the responses were not sampled; else nothing."""
     if all(rollout.episode is None for rollout in rollouts):
         return {}

@@ -121,7 +121,7 @@ class ChatDeltas:
         """Return what the template makes of an assistant message, which stands for the sampled turn, without its end.
 
         It is the last message where `answer` is None: then the template writes its thoughts. Else it is the one that `answer`
-        follows, so that nothing is written which nobody has said.
+        follows, so that nothing is written beside it.
         """
         begun = self._rendered(before)
         whole = self._rendered([*before, said], begins=False) if answer is None else self._rendered([*before, said, answer])

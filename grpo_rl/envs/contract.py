@@ -1,4 +1,4 @@
-"""What an environment and a tool are: the protocols that an episode is played by, and the values that pass between them.
+"""The contract of environments and tools: the protocols that an episode is played by, and the values that pass between them.
 
 An episode is one rollout of several turns: the policy writes an assistant turn, the environment answers with an
 observation, and so on until it says that the episode is done. One object is made per episode, in one of the pooled
@@ -50,7 +50,7 @@ class Turn:
     """The turn decoded without special tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
-    """What was wrong with calls that could not be read, one sentence each."""
+    """One sentence for each call that could not be read, which says what is wrong with it."""
     finish_reason: Literal["stop", "length", "abort"] = "stop"
     token_ids: np.ndarray | None = None
     """int32 [tokens] of the turn, for environments that read tokens."""
@@ -67,6 +67,8 @@ class Observation:
     done: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged: the mean over episodes of each name's last value becomes the metric env/NAME."""
+    replaces_prompt: bool = False
+    """True where the messages that `reset` returns stand in place of the row's own, and not behind them."""
 
 
 class Environment(Protocol):
@@ -84,12 +86,12 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool call returns to the policy."""
+    """The result of a tool call, which the policy reads."""
 
     text: str
     reward: float | None = None
     failed: bool = False
-    """Whether the call failed in the policy's sight (a wrong argument, an error of its program): counted, not fatal."""
+    """True where the call failed in the policy's sight (a wrong argument, an error of its program): counted, not fatal."""
 
 
 class Tool(Protocol):

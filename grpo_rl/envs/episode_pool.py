@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.playing import Playing
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
@@ -78,6 +80,8 @@ class EpisodePool:
         self._shown: dict[tuple[str, str], Prompt] = {}
         """Prompts with what environments add to them, so that equal ones are one object."""
         self._last_news = time.monotonic()
+        self._wave = 0
+        """The number of calls of `forget` for episodes on their way."""
 
     # ---- what it hands on ------------------------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class EpisodePool:
         for name, (prompt, sample) in zip(ids, asked, strict=True):
             self._rows[name] = prompt
             seed = sample_seed(sampling.seed, prompt.uid, sample) or 0
-            self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed))
+            self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed, wave=self._wave))
         return ids
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
@@ -133,7 +137,8 @@ class EpisodePool:
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these episodes over no more; their turns and environments end."""
-        turns = []
+        turns: list[str] = []
+        self._wave += any(one in self._playing for one in ids)
         for one in ids:
             self._rows.pop(one, None)
             self._ended.pop(one, None)
@@ -275,7 +280,10 @@ class EpisodePool:
         playing.counts.update(answer["counts"])
         try:
             if not playing.turns:
-                self._shown_first(playing, messages)
+                if answer["done"]:
+                    self._fail(playing, "environment_error", "the environment was done before the first turn")
+                    return
+                self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
             elif self._goes_on(playing, messages, answer):
                 delta = self.deltas.between(
                     messages, ended=playing.finish_reason == "stop", plain=playing.prompt.messages is None
@@ -307,22 +315,22 @@ class EpisodePool:
             return False
         return ended is None
 
-    def _shown_first(self, playing: Playing, messages: list[Any]) -> None:
-        """Render the prompt anew where the environment adds messages to it."""
+    def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
+        """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""
         if not messages:
             return
         row = playing.prompt
         key = (row.uid, repr(messages))
         if key not in self._shown:
-            if row.messages is None:
+            if row.messages is None and not replaces:
                 shown = self.deltas.between(messages, ended=False, plain=True)
                 text, whole = row.text + shown.text, None
                 ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
             else:
-                whole = (*row.messages, *messages)
+                whole = tuple(messages) if replaces else (*(row.messages or ()), *messages)
                 shown = self.deltas.prompt(whole)
                 text, ids = shown.text, shown.token_ids.tolist()
-            self._shown[key] = dataclasses.replace(row, token_ids=ids, text=text, messages=whole)
+            self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
             if len(self._shown) > 4 * len(self._rows) + 16:
                 del self._shown[next(iter(self._shown))]
         playing.prompt = self._shown[key]

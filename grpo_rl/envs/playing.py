@@ -28,6 +28,8 @@ class Playing:
     seed: int = 0
     """The environment's seed."""
     attempt: int = 0
+    wave: int = 0
+    """The number of times that episodes were forgotten before this one was asked for: engines may still answer requests of those."""
     began: float | None = None
     """The moment, by time.monotonic, at which the first turn was asked for."""
     pieces: list[np.ndarray] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Playing:
     @property
     def name(self) -> str:
         """The name of this attempt, for the environment processes."""
-        return f"{self.id}#{self.attempt}"
+        return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
 
     @property
     def turn_id(self) -> str:
@@ -58,7 +60,7 @@ class Playing:
 
     def again(self, row_prompt: Prompt) -> Playing:
         """Return a new attempt at the same episode, with the same seed."""
-        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1)
+        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
 
@@ -70,11 +72,11 @@ class Playing:
         """Return all tokens so far, the prompt's first: what the next turn is sampled behind."""
         return np.concatenate([self.prompt.token_ids, *self.pieces]).astype(np.int32, copy=False)
 
-    def add_turn(self, turn: Rollout, cached_tokens: int | None = None) -> None:
+    def add_turn(self, turn: Rollout) -> None:
         """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling."""
         ids = np.array(turn.response_ids, dtype=np.int32)
         before = len(self.prompt.token_ids) + self.length
-        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=cached_tokens, context_tokens=before))
+        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=turn.cached_tokens, context_tokens=before))
         self.pieces.append(ids)
         self.logprobs.append(np.array(turn.rollout_logprobs, dtype=np.float32))
         if self.sampling.returns_support:
@@ -88,7 +90,7 @@ class Playing:
         self.finish_reason = turn.finish_reason
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Append tokens that nobody sampled: they have no log-prob, and nothing trains them."""
+        """Append tokens that were not sampled: they have no log-prob, and nothing trains them."""
         ids = token_ids.astype(np.int32, copy=False)
         self.pieces.append(ids)
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32))

@@ -38,7 +38,8 @@ class EpisodeSetup:
             return None
         own = config.actor_rollout_ref.rollout.multi_turn
         problems: list[str] = []
-        host, schemas = None, []
+        host: HostSetup | None = None
+        schemas: list[dict[str, Any]] = []
         try:
             host, schemas = with_schemas(_host(own))
         except ConfigError as error:

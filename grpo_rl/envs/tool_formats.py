@@ -50,7 +50,8 @@ def parse(name: str, text: str) -> Parsed:
 
 
 def _collected(found: Iterator[Any]) -> Parsed:
-    calls, malformed = [], []
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
     for value in found:
         try:
             calls.append(_call(value, len(calls)))

@@ -54,9 +54,9 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     metrics = {"episode/turns": _mean(turns), "episode/turns/max": max(turns), "episode/turns/min": min(turns)}
     names = {*COUNTS, *(name for one, _ in episodes for name in one.counts)}
     metrics |= {f"episode/{name}": _mean([one.counts.get(name, 0.0) for one, _ in episodes]) for name in sorted(names)}
-    for name in (*TRUNCATED, "failed"):
-        share = _mean([float(one.ended == name) for one, _ in episodes])
-        metrics[f"episode/truncated_{name}" if name in TRUNCATED else "episode/failed"] = share
+    for ending in TRUNCATED:
+        metrics[f"episode/truncated_{ending}"] = _mean([float(one.ended == ending) for one, _ in episodes])
+    metrics["episode/failed"] = _mean([float(one.ended == "failed") for one, _ in episodes])
     if waits := [wait for one, _ in episodes for wait in one.waits_s]:
         metrics |= {"episode/wait_s": _mean(waits), "episode/wait_s/max": max(waits)}
     num_tokens = sum(len(rollout.response_ids) for _, rollout in episodes)

@@ -374,6 +374,7 @@ class ReplicaPool:
             versions=ended.report.versions,
             support=ended.support,
             text_at=ended.text,
+            cached_tokens=ended.report.cached_tokens,
         )
 
 

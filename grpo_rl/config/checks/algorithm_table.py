@@ -21,7 +21,7 @@ ESTIMATORS: dict[str, Facts] = {
     "gpg": {"needs": ("group",), "options": ("std", "epsilon")},
     "grpo": {"needs": ("group",), "options": ("std", "epsilon")},
     "grpo_passk": {"needs": ("group",), "options": ("std", "epsilon")},
-    "grpo_process": {"needs": ("group", "steps"), "options": ("std", "epsilon")},
+    "grpo_process": {"needs": ("group", "steps"), "options": ("std", "epsilon", "gamma")},
     "opo": {"needs": ("group",), "options": ()},
     "reinforce_plus_plus": {"needs": (), "options": ("gamma",)},
     "reinforce_plus_plus_baseline": {"needs": ("group",), "options": ()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from grpo_rl.config.checks import data_rules, multi_turn_rules, schedule_rules
+from grpo_rl.config.checks import data_rules, reward_rules, schedule_rules
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
@@ -25,7 +25,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _profiler(config)
     yield from _head(config)
     yield from schedule_rules.problems(config)
-    yield from multi_turn_rules.problems(config)
+    yield from reward_rules.episode_problems(config)
     yield from _without_effect(config)
 
 
@@ -187,7 +187,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         **_engine_switches(config),
         **_layer_switches(config),
         **_run_switches(config),
-        **multi_turn_rules.switches(config),
+        **reward_rules.episode_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
         "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
         "data.gen_batch_size": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 import queue
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_rl.envs.runtime.environment_process import EnvironmentProcess
-from grpo_rl.envs.runtime.episode_host import HostSetup
+from grpo_rl.envs.runtime.episode_host import Answer, HostSetup
 from grpo_rl.errors import ClusterError
 from grpo_rl.rewards.runtime.reward_process_log import OutputLog
 
@@ -23,12 +24,15 @@ START_S = 120.0
 CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
 
+_FIELDS = {field.name for field in dataclasses.fields(Answer)}
+_ROLES = ("system", "user", "tool")
+
 What = Literal["answered", "failed", "timeout", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
+    """The outcome of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
 
     episode: str
     what: What
@@ -203,8 +207,8 @@ class EnvironmentPool:
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
         if "ready" in message and not process.is_ready:
             process.is_ready = True
-            for serial in [s for s, asked in self._asked.items() if asked.process is process and asked.episode == ""]:
-                del self._asked[serial]
+            for start in [s for s, asked in self._asked.items() if asked.process is process and asked.episode == ""]:
+                del self._asked[start]
             self._admit()
             return []
         if "failed" in message and not process.is_ready:
@@ -231,7 +235,7 @@ class EnvironmentPool:
     def _event(self, asked: _Asked, message: dict[str, Any]) -> Event:
         seconds = time.monotonic() - asked.began
         answer = message.get("answer")
-        if isinstance(answer, dict):
+        if is_answer(answer):
             return Event(asked.episode, "answered", answer, seconds=seconds)
         return Event(asked.episode, "failed", cause=str(message.get("failed", "it answered something else")), seconds=seconds)
 
@@ -301,3 +305,25 @@ class EnvironmentPool:
                 raise ClusterError(f"an environment process cannot start: {cause}")
             self._processes[self._processes.index(process)] = self._start(process.number)
         return [Event(episode, "lost", cause=cause) for episode in lost]
+
+
+def is_answer(answer: Any) -> bool:
+    """Return whether a process's answer has the form of one: what runs there may have written it."""
+    if not isinstance(answer, dict) or answer.keys() != _FIELDS:
+        return False
+    messages, reward, info, counts = (answer[name] for name in ("messages", "reward", "info", "counts"))
+    return (
+        isinstance(messages, list)
+        and all(isinstance(one, dict) and isinstance(one.get("content"), str) and one.get("role") in _ROLES for one in messages)
+        and (reward is None or _is_number(reward))
+        and isinstance(answer["done"], bool)
+        and isinstance(answer["replaces_prompt"], bool)
+        and isinstance(info, dict)
+        and all(map(_is_number, info.values()))
+        and isinstance(counts, dict)
+        and all(map(_is_number, counts.values()))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

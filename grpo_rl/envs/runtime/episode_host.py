@@ -18,7 +18,7 @@ from grpo_rl.envs.tool_formats import argument_problem, parse
 
 @dataclass(frozen=True, slots=True)
 class HostSetup:
-    """What every episode of a run is played with; plain values, so that they can be sent to a process."""
+    """The environment and the tools of every episode of a run; plain values, so that they can be sent to a process."""
 
     environment: Named | None
     tools: tuple[Named, ...] = ()
@@ -45,6 +45,7 @@ class Answer:
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    replaces_prompt: bool = False
 
 
 class EpisodeHost:
@@ -97,7 +98,10 @@ class EpisodeHost:
 
     async def close(self) -> None:
         """Release the environment and every tool, whichever of them fail at it."""
-        holders = [*self.tools.values(), *([self.environment] if self.environment is not None else [])]
+        holders: list[Tool | Environment] = [
+            *self.tools.values(),
+            *([self.environment] if self.environment is not None else []),
+        ]
         results = await asyncio.gather(*(one.close() for one in holders), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
@@ -159,15 +163,16 @@ class EpisodeHost:
             raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
         reward = None if found.reward is None else _finite(found.reward)
         info = {str(name): _finite(value) for name, value in found.info.items()}
-        return Answer([checked(message) for message in found.messages], reward, bool(found.done), info)
+        messages = [checked(message) for message in found.messages]
+        return Answer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt))
 
 
 def checked(message: Any) -> Message:
     """Return a message that a template can render. Raises TypeError for another value."""
     if not isinstance(message, Mapping) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
         raise TypeError(f"a message is {{role, content}} with texts, not {message!r:.80}")
-    if message["role"] == "assistant":
-        raise TypeError("an environment writes user and tool messages; those of the assistant are the policy's")
+    if message["role"] not in ("user", "tool", "system"):
+        raise TypeError("an environment writes user, tool and system messages; those of the assistant are the policy's")
     return dict(message)
 
 

@@ -180,6 +180,8 @@ def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: 
         "failure_cause": rollout.failure_cause,
         "token_ids": np.asarray(rollout.response_ids) if with_tokens else None,
         "token_logprobs": [round(value, 4) for value in logprobs.tolist()] if with_tokens else None,
+        "ended": None if rollout.episode is None else rollout.episode.ended,
+        "num_turns": None if rollout.episode is None else len(rollout.episode.turns),
         "episode": None if rollout.episode is None else episode_record(rollout.episode),
     }
     return {

@@ -91,7 +91,6 @@ _WORDS: list[Bad] = [
         for word, why in (
             ("environment.name=no/such.py:Game", "there is no file"),
             ("tool_config_path=no/such.yaml", "there is no file"),
-            ("tools={no/such.py:Tool: {}}", "there is no file"),
         )
     ),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),
