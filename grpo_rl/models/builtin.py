@@ -120,8 +120,9 @@ _NUMBER_GUESSING = dataclasses.replace(
     version=1,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
-        num_steps=150,
-        task="task:number_guessing?low=0&high=499&turns=14&answers=range&wording=short&play=random&sensible=0.3&num_rows=4096",
+        num_steps=220,
+        batch_size=32,
+        task="task:number_guessing?low=0&high=99&turns=12&answers=range&wording=short&play=random&sensible=0.6&num_rows=8192",
     ),
 )
 _WORD_GAME = dataclasses.replace(
@@ -129,7 +130,7 @@ _WORD_GAME = dataclasses.replace(
     name="word_game",
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcd&length=5&turns=6&wording=short&play=random&sensible=0.4&num_rows=8192",
+        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=8192",
     ),
 )
 _GRID_WORLD = dataclasses.replace(

@@ -10,12 +10,16 @@ from grpo_rl.envs.games.game import Answer, Game, Rewards
 
 
 class NumberGuessing(Game):
-    """Rows of `task:number_guessing`. Progress is the share of the logarithm of all numbers that the answers have ruled out."""
+    """Rows of `task:number_guessing`. Progress is the share of the logarithm of all numbers that the answers have ruled out.
+
+    With `strict` a guess that the answers have ruled out loses the game.
+    """
 
     name = NAME
 
-    def __init__(self, *, turns: int = 8, partial: float = 0.5, rewards: Rewards = "end") -> None:
+    def __init__(self, *, turns: int = 8, partial: float = 0.5, rewards: Rewards = "end", strict: bool = False) -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
+        self._strict = strict
 
     def begin(self, start: Start) -> None:
         ground_truth = start.ground_truth
@@ -28,10 +32,11 @@ class NumberGuessing(Game):
 
     async def move(self, text: str) -> Answer:
         guess = read_guess(text, self._number)
+        lost = self._strict and guess is not None and not self._bounds.low <= guess <= self._bounds.high
         self._bounds = self._bounds.after(guess, self._number.secret)
         said = answer_to(guess, self._number, self._bounds, self._wording, self._answers)
         if said is None:
             return Answer(solved=True)
         left = self._bounds.high - self._bounds.low + 1
         progress = 1 - math.log(left) / math.log(self._number.high - self._number.low + 1)
-        return Answer(said, progress=progress, malformed=guess is None)
+        return Answer(said, progress=progress, lost=lost, malformed=guess is None)

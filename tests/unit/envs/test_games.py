@@ -74,6 +74,15 @@ def test_the_range_that_is_left_is_said_where_it_is_asked_for(wording: str, answ
     assert play(NumberGuessing(), row, says("50", "none", "25", "37")).answers == answers
 
 
+def test_a_guess_that_is_ruled_out_loses_a_strict_game() -> None:
+    episode = play(NumberGuessing(strict=True, turns=8), number_row(37), says("50", "none", "25", "25"))
+    assert episode.answers == ["lower", "Answer with a whole number from 1 to 100.", "higher"]
+    assert episode.rewards[:3] == [None, None, None] and 0 < episode.total < 0.5 and not episode.solved
+    assert episode.info["turns"] == 4
+    assert play(NumberGuessing(strict=True), number_row(37), says("50", "25", "37")).total == 1
+    assert play(NumberGuessing(), number_row(37), says("50", "60", "37")).total == 1
+
+
 def test_a_number_that_is_not_found_is_worth_what_was_ruled_out() -> None:
     # 8 numbers: after "higher" than 4 there are 5 to 8, a third of the logarithm less; after "lower" than 7 there are 5 and 6.
     episode = play(NumberGuessing(turns=2, partial=0.5), number_row(5, 1, 8, "short"), says("4", "7"))
