@@ -122,7 +122,7 @@ _NUMBER_GUESSING = dataclasses.replace(
         _ARITHMETIC.warm_start,
         num_steps=220,
         batch_size=32,
-        task="task:number_guessing?low=0&high=99&turns=12&answers=range&wording=short&play=random&sensible=0.6&num_rows=8192",
+        task="task:number_guessing?low=0&high=99&turns=12&answers=range&wording=short&play=random&sensible=0.6&num_rows=4096",
     ),
 )
 _WORD_GAME = dataclasses.replace(
@@ -130,7 +130,7 @@ _WORD_GAME = dataclasses.replace(
     name="word_game",
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=8192",
+        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=4096",
     ),
 )
 _GRID_WORLD = dataclasses.replace(
