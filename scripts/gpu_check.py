@@ -35,6 +35,9 @@ DEADLINE_S = 300.0
 
 def rows_of(name: str, device: str) -> list[Row]:
     """Return the rows of one check, made in this process. An error becomes a row."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         try:
