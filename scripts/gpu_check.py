@@ -65,7 +65,9 @@ def in_process(name: str, device: str) -> list[Row]:
     try:
         if not pipe.poll(DEADLINE_S):
             return [Row(name, "failed", f"no answer within {DEADLINE_S:.0f} s")]
-        return [Row(**row) for row in pipe.recv()]
+        rows = [Row(**row) for row in pipe.recv()]
+        process.join(30)
+        return rows
     except EOFError:
         process.join(10)
         return [Row(name, "failed", f"the process ended with exit code {process.exitcode}")]
