@@ -22,7 +22,12 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.roles.reference_role import MovingReferenceRole, ReferenceRole, reference_factory
+from grpo_rl.cluster.roles.reference_role import (
+    BaseReferenceRole,
+    MovingReferenceRole,
+    ReferenceRole,
+    reference_factory,
+)
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.trained_reward_model_role import (
@@ -32,6 +37,8 @@ from grpo_rl.cluster.roles.trained_reward_model_role import (
     trained_reward_model_spec,
 )
 from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.envs.episode_pool import EpisodePool
+from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
@@ -68,6 +75,8 @@ class Cluster:
         self.console = console
         self.worker_sets: list[SupervisedSet] = []
         self.pools: dict[str, Pool] = {}
+        self.on_shutdown: list[Callable[[], None]] = []
+        """Functions that end what belongs to the cluster besides its worker sets."""
         self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
 
     def pool(self, name: str) -> Pool:
@@ -170,6 +179,8 @@ class Cluster:
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
+        for end in self.on_shutdown:
+            end()
         for worker_set in self.worker_sets:
             worker_set.shutdown()
         for pool in self.pools.values():
@@ -180,7 +191,7 @@ class Cluster:
 class StartedRoles:
     """The roles of a run, ready to work; None for each that the plan does not start."""
 
-    rollout: ReplicaPool | None
+    rollout: ReplicaPool | EpisodePool | None
     actor: ActorRole | None
     reference: ReferenceRole | None
     critic: CriticRole | None
@@ -198,8 +209,8 @@ Ranked = tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
 """A worker set of ranks, its factory, and the factory's arguments before and after the rank."""
 
 
-def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
-    """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides.
+def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None) -> StartedRoles:
+    """Start the roles of the plan and return them; with `episodes` the rollout role plays these. `plan` has the number of steps, which the data decides.
 
     Processes start beside each other, for none touches a GPU before something is built in it. What is built in them comes up
     beside each other, too, except for engines on the GPUs of others: vLLM sizes its cache by what is free on the
@@ -210,6 +221,9 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     for planned in plan.pools:
         cluster.pool(planned.name)
     began = time.monotonic()
+    environments = None if episodes is None else episodes.environments(cluster.log_dir)
+    if environments is not None:
+        cluster.on_shutdown.append(environments.close)
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
@@ -231,10 +245,18 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
         worker_set.built()
+    rollout: ReplicaPool | EpisodePool | None = _make_pool(cluster, engines, actors, engine_spec)
+    if episodes is not None and environments is not None and isinstance(rollout, ReplicaPool) and engine_spec is not None:
+        # It loads parts of transformers that a controller without episodes does without.
+        from grpo_rl.rollout.model_info import stop_token_ids
+
+        stop_ids = frozenset(stop_token_ids(engine_spec))
+        rollout = episodes.pool(rollout, environments, tokenizer, stop_ids, engine_spec.max_model_len)
+    actor = None if actors is None else make_actor(plan, actors, tokenizer)
     return StartedRoles(
-        rollout=_make_pool(cluster, engines, actors, engine_spec),
-        actor=None if actors is None else make_actor(plan, actors, tokenizer),
-        reference=None if references is None else make_reference(plan, references),
+        rollout=rollout,
+        actor=actor,
+        reference=make_reference(plan, references, actor),
         critic=None if critics is None else make_critic(plan, critics),
         scorers=scorers,
         reward_model=make_trained_reward_model(plan, scorers, tokenizer) if scorers and plan.trains_reward_model else None,
@@ -322,18 +344,21 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
     )
 
 
-def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
-    """Return the reference's role over its processes."""
+def make_reference(plan: Plan, worker_set: SupervisedSet | None, actor: ActorRole | None) -> ReferenceRole | None:
+    """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
     passes, planned = plan.passes, plan.role("reference")
+    options: dict[str, Any] = {
+        "rule": passes.reference,
+        "want_hidden": plan.objective.needs_full_kl,
+        "splits": passes.splits,
+        "leaves_logprobs": passes.leaves_logprobs,
+    }
+    if plan.base_reference is not None and actor is not None:
+        return BaseReferenceRole(actor, **options)
+    if worker_set is None:
+        return None
     moves = planned is not None and planned.stateful
-    role = MovingReferenceRole if moves else ReferenceRole
-    return role(
-        worker_set,
-        rule=passes.reference,
-        want_hidden=plan.objective.needs_full_kl,
-        splits=passes.splits,
-        leaves_logprobs=passes.leaves_logprobs,
-    )
+    return (MovingReferenceRole if moves else ReferenceRole)(worker_set, **options)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
@@ -348,6 +373,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
             share_prompts=actor.use_prefix_grouper is not False,
+            seed=config.trainer.seed,
             sequence_ranks=actor.ulysses_sequence_parallel_size,
             shard_ranks=actor.fsdp_config.fsdp_size,
             in_host_memory=actor.fsdp_config.offload_policy,
@@ -363,6 +389,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
+        replays_routing=plan.passes.replays_routing,
     )
 
 

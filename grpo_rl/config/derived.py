@@ -95,6 +95,11 @@ def samples_answers(config: Config) -> bool:
     return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
+def plays_episodes(config: Config) -> bool:
+    """Return whether rollouts are episodes of several turns, with an environment or tools."""
+    return config.actor_rollout_ref.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
+
+
 def is_iterated(config: Config) -> bool:
     """Return whether the policy is trained in iterations, on the score of the reward model alone."""
     return config.trainer.schedule == ITERATE and not is_offline(config)
@@ -242,6 +247,8 @@ def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchR
 def reference_sequence_ranks(config: Config) -> int:
     """Return how many ranks of the reference compute a pass together; without a setting of its own as many as the actor's."""
     parts = config.actor_rollout_ref
+    if parts.model.lora_rank:  # the reference is the base model in the actor's ranks
+        return parts.actor.ulysses_sequence_parallel_size
     return parts.ref.ulysses_sequence_parallel_size or parts.actor.ulysses_sequence_parallel_size
 
 

@@ -14,7 +14,8 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine, MicroBatchRule
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.registry import needs_of
@@ -77,6 +78,8 @@ class Passes:
     """True where a pass that runs out of memory is cut smaller and repeated."""
     leaves_logprobs: bool
     """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
+    replays_routing: bool = False
+    """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class RewardPlan:
     """True where reward functions run, in processes of their own."""
     judge: bool
     """True where a language model behind an endpoint judges the responses."""
-    steps_from: Literal["rules", "model", "none"]
+    steps_from: Literal["rules", "model", "turns", "none"]
     """The part that gives the rewards of reasoning steps to an estimator that reads them."""
     model_alone: bool = False
     """True where the reward model's score is the whole reward, and that of the rules is only shown beside it."""
@@ -172,6 +175,9 @@ class Plan:
     """The kind of rows that are trained on; None where what is trained on is sampled."""
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
+    base_reference: str | None = None
+    """The purpose of the reference where it is the base model under the actor's adapters, which the actor's ranks compute; None
+    where a reference has processes of its own, and where there is none."""
     resumes: bool = False
     """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
     collection: Plan | None = None
@@ -199,10 +205,19 @@ class Plan:
         sizes = dataclasses.replace(self.sizes, num_train_rows=num_rows, total_steps=_total_steps(self.config, num_rows))
         return dataclasses.replace(self, sizes=sizes)
 
+    def with_data(self, data: DataConfig) -> Plan:
+        """Return the plan with other settings of the data."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, data=data))
+
     @property
     def overlaps(self) -> bool:
         """Return whether responses are sampled while the policy is trained, by a schedule that looks at their age itself."""
         return derived.overlaps(self.config)
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Return whether rollouts are episodes of several turns."""
+        return self.role("rollout") is not None and derived.plays_episodes(self.config)
 
     @property
     def trains(self) -> bool:
@@ -269,7 +284,10 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     driven = schedule.roles if derived.samples_answers(config) else schedule.roles - {"rollout", "rewarder"}
     if not derived.trains_reward_model(config):
         driven -= {"reward_model"}
-    roles = _roles(config, machine, driven, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes)
+    reference = _reference(config, objective) if "reference" in driven else None
+    base_reference = reference if config.actor_rollout_ref.model.lora_rank else None
+    own_reference = None if base_reference else reference
+    roles = _roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes)
     return Plan(
         config=config,
         machine=machine,
@@ -284,15 +302,37 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         advantage_needs=needs,
         rows=_rows(config, objective),
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
+        base_reference=base_reference,
         resumes=resumes,
         collection=collection,
     )
 
 
+def _reference(config: Config, objective: Objective) -> str | None:
+    """Return the purpose of a reference, None where nothing reads one.
+
+    Raises ConfigError where the reference would be the base model and the run does not begin with that.
+    """
+    readers = {
+        "the KL in the loss": derived.has_kl_in_loss(config),
+        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the loss": objective.needs_ref,
+    }
+    purpose = next((reader for reader, reads in readers.items() if reads), None)
+    model = config.actor_rollout_ref.model
+    if purpose is not None and model.lora_rank and model.lora_adapter_path is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: {purpose} compares with a reference, which under "
+            "adapters is the base model and not the policy that this run would begin with; merge the adapter into a model and begin "
+            "with that, or train without a KL term (actor_rollout_ref.actor.use_kl_loss=false)"
+        )
+    return purpose
+
+
 def _roles(
-    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, needs_ref: bool, resumes: bool
+    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
 ) -> list[RolePlan]:
-    """Return the roles that start, of those that the schedule drives, with the reasons.
+    """Return the roles that start, of those that the schedule drives, with the reasons; `reference` is that of a reference.
 
     A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
     """
@@ -318,15 +358,9 @@ def _roles(
     if trains or (resumes and "rollout" in driven):
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
-    readers = {
-        "the KL in the loss": derived.has_kl_in_loss(config),
-        "the KL in the reward": derived.has_kl_in_reward(config),
-        "the loss": needs_ref,
-    }
-    if "reference" in driven and any(readers.values()):
-        reason = next(reader for reader, reads in readers.items() if reads)
+    if reference is not None:
         moves = derived.is_iterated(config)
-        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason, stateful=moves))
+        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
     scores = "rewarder" in driven and derived.has_reward_model(config)
@@ -405,13 +439,22 @@ def _passes(config: Config, objective: Objective) -> Passes:
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
-        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
+        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated and not _masks_episodes(config),
+        replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
+
+
+def _masks_episodes(config: Config) -> bool:
+    """Return whether truncated episodes may be compared and not trained."""
+    rules = config.actor_rollout_ref.rollout.multi_turn.truncation
+    return derived.plays_episodes(config) and "mask" in (rules.turns, rules.tokens, rules.time)
 
 
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
     by_model = derived.scores_steps_by_model(config)
-    steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
+    steps_from: Literal["rules", "model", "turns", "none"] = "none"
+    if reads_steps:
+        steps_from = "turns" if derived.plays_episodes(config) else "model" if by_model else "rules"
     rules, judge = scores and bool(config.reward.functions), scores and derived.has_judge(config)
     return RewardPlan(scores, rules, judge, steps_from, derived.is_iterated(config))
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes, sharded_over
+from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
 
 CONTEXT = int(0.6 * GIB)
@@ -118,17 +119,23 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
-    shard = size.num_params // (role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers))
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
+    fsdp = sharded.get(name)
+    over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
+    # Of weights under adapters there are no gradients and no moments.
+    adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0
+    trained = ((adapters or size.num_params) if trains else 0) // over
+    weights = frozen_bytes(plan, size) // over + 4 * trained if adapters else 4 * (size.num_params // over)
     if fsdp is not None and fsdp.offload_policy:
-        shard = 0  # in host memory, all the time
-    keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
+        trained = weights = 0  # in host memory, all the time
+    kept = (0 if offloads[0] else weights) + (0 if offloads[1] else 8 * trained)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)
+    tensors = weights + 12 * trained + needs_of_passes(plan, size, name)
+    tensors += _gathered(plan, size, name, trains=trains and not adapters)
     if name in ("actor", "reference"):
         tensors += head_bytes(plan, size, gradient=trains)
     phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    return _Resident(phase, int(shard * keeps * SLACK) + process, int(tensors * SLACK) + process)
+    return _Resident(phase, int(kept * SLACK) + process, int(tensors * SLACK) + process)
 
 
 def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:

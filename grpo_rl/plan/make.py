@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine, settled
+from grpo_rl.config.derived import Machine, plays_episodes, settled
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.plan import machine as machines
@@ -42,6 +42,11 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
 
     given = with_shared_prompts(given, policy_settings(config))
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
+            "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
+        )
     size = model_size(config.actor_rollout_ref.model.path)
     plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return dataclasses.replace(plan, text=describe(composed, plan))
@@ -92,6 +97,7 @@ def _look_up_names(config: Config, machine: Machine) -> int | None:
 
 def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each name with its key, and the look-up that raises ConfigError for one that is unknown or does not fit."""
+    from grpo_rl.envs.setup import EpisodeSetup
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm, model_folder
     from grpo_rl.rewards.combined import factors_of
@@ -107,6 +113,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "", lambda: weight_backend(config, machine.device)
     yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
+    if plays_episodes(config):
+        yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls
     if custom.path is not None:
         yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
@@ -116,6 +124,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     if scorer.startswith(PREFIX):
         yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
     yield "", lambda: model_folder.check_policy(config, machine)
+    if config.actor_rollout_ref.model.lora_rank:
+        yield "", lambda: model_folder.check_adapters(config)
 
 
 def _check_engine(config: Config) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from grpo_rl.config import derived
 from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 
 _NEAR = 100_000
@@ -287,7 +288,7 @@ def _axes(config: Config, ranks: int) -> Iterator[str]:
         "critic": critic.ulysses_sequence_parallel_size,
     }
     sizes = {f"{role}.ulysses_sequence_parallel_size": size or 1 for role, size in together.items()}
-    fsdp = {
+    fsdp: dict[str, FsdpConfig | RefFsdpConfig] = {
         "actor_rollout_ref.actor.fsdp_config": parts.actor.fsdp_config,
         "actor_rollout_ref.ref.fsdp_config": parts.ref.fsdp_config,
         "critic.fsdp": critic.fsdp,

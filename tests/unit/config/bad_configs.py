@@ -84,6 +84,15 @@ _WORDS: list[Bad] = [
     *_each(f"{A}.policy_loss.loss_mode", "there is no file", "no/such.py:f"),
     *_each(f"{A}.loss_agg_mode", "there is no file", "no/such.py:f"),
     *_each(f"{R}.name", "there is no file", "no/such.py:f"),
+    ([f"{R}.multi_turn.enable=true"], f"{R}.multi_turn.enable", "nothing answers the policy"),
+    ([f"{R}.multi_turn.max_assistant_turns=3"], f"{R}.multi_turn.max_assistant_turns", "multi_turn.enable=true"),
+    *(
+        ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.{word}"], f"{R}.multi_turn.{word.partition('=')[0]}", why)
+        for word, why in (
+            ("environment.name=no/such.py:Game", "there is no file"),
+            ("tool_config_path=no/such.yaml", "there is no file"),
+        )
+    ),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),
     *_each("data.train_files", "null is not allowed", "null"),
     *_each("trainer.total_epochs", "has no value yet", "???"),
@@ -247,7 +256,26 @@ _SILENT_IN_VERL: list[Bad] = [
     (["algorithm.use_pf_ppo=true"], "algorithm.use_pf_ppo", "only false"),
     (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode", "only sync"),
     ([f"{R}.expert_parallel_size=8"], f"{R}.expert_parallel_size", "only 1"),
-    ([f"{M}.lora_rank=8"], f"{M}.lora_rank", "only 0"),
+    ([f"{M}.lora_alpha=8"], f"{M}.lora_alpha", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.target_modules=[q_proj]"], f"{M}.target_modules", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.exclude_modules=[q_proj]"], f"{M}.exclude_modules", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.lora_adapter_path=x"], f"{M}.lora_adapter_path", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.lora_rank=-1"], f"{M}.lora_rank", ">= 0"),
+    ([f"{M}.lora_rank=8", f"{M}.target_modules=[]"], f"{M}.target_modules", "no layer would have an adapter"),
+    ([f"{M}.lora_rank=8", f"{M}.target_modules=[all-linear,q_proj]"], f"{M}.target_modules", "all-linear stands alone"),
+    ([f"{M}.lora_rank=8", f"+{M}.override_config.quantization_config={{bits: 4}}"], f"{M}.override_config", "QLoRA"),
+    ([f"{M}.load_in_4bit=true"], f"{M}.load_in_4bit", "QLoRA"),
+    (["critic.model.lora_rank=8"], "critic.model.lora_rank", "only 0"),
+    (
+        [
+            f"{M}.lora_rank=8",
+            "trainer.schedule=iterate",
+            "reward.reward_model.enable=true",
+            "reward.reward_model.model_path=builtin:arithmetic",
+        ],
+        f"{M}.lora_rank",
+        "moves the reference",
+    ),
     (["distillation.enabled=true"], "distillation.enabled", "only false"),
 ]
 BAD: list[Bad] = [*_NUMBERS, *_WORDS, *_KEYS, *_EXPRESSIONS, *_PATHS, *_CONTRADICTIONS, *_SILENT_IN_VERL]
