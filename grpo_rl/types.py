@@ -113,6 +113,8 @@ class Request(_ComparesArrays):
     prompt_ids: np.ndarray
     """int32 [tokens]; any sequence of integers may be given."""
     sampling: Sampling
+    conversation: str = ""
+    """A name that requests of one conversation share: the replica of the last one has its keys and values. Empty: it is by itself."""
 
     def __post_init__(self) -> None:
         _as_array(self, "prompt_ids", np.int32)

@@ -118,11 +118,11 @@ class Turns:
             for completion in self._engine.step():
                 self._ended.put(completion)
 
-    def ask(self, turns: Sequence[tuple[Prompt, Sampling]]) -> list[str]:
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
         now = time.monotonic()
-        self._wanted |= {rollout_id(prompt, 0): (prompt, 0, now) for prompt, _ in turns}
-        self._new.put([Request(rollout_id(prompt, 0), prompt.token_ids, sampling) for prompt, sampling in turns])
-        return [rollout_id(prompt, 0) for prompt, _ in turns]
+        self._wanted |= {rollout_id(prompt, 0): (prompt, 0, now) for prompt, _, _ in turns}
+        self._new.put([Request(rollout_id(prompt, 0), prompt.token_ids, sampling) for prompt, sampling, _ in turns])
+        return [rollout_id(prompt, 0) for prompt, _, _ in turns]
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
         until = time.monotonic() + (wait_s or 0.0)

@@ -35,8 +35,8 @@ DRAIN_S = 0.001
 class TurnPool(RolloutPool, Protocol):
     """The pool that single turns are asked of."""
 
-    def ask(self, turns: Sequence[tuple[Prompt, Sampling]]) -> list[str]:
-        """Ask for one rollout per prompt, sampled exactly as it says; return their ids."""
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
 
     def rest(self) -> None:
         """Let the engines give their memory back, where they do that and nothing is asked for."""
@@ -224,7 +224,7 @@ class EpisodePool:
     def _ask_due(self) -> None:
         due, self._due = self._due, []
         if due:
-            ids = self.turns.ask([(prompt, sampling) for prompt, sampling, _ in due])
+            ids = self.turns.ask([(prompt, sampling, playing.name) for prompt, sampling, playing in due])
             self._of_turn.update(zip(ids, (playing for _, _, playing in due), strict=True))
 
     def _past_deadlines(self) -> None:

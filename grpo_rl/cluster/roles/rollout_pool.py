@@ -209,14 +209,14 @@ class ReplicaPool:
         self._top_up()
         return list(wanted)
 
-    def ask(self, turns: Sequence[tuple[Prompt, Sampling]]) -> list[str]:
-        """Ask for one rollout per prompt, each sampled exactly as it says; return their ids.
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
 
         They go to the replicas with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
         as `submit` does.
         """
-        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _ in turns}
-        self._add(wanted, [Request(rollout_id(prompt, 0), prompt.token_ids, sampling) for prompt, sampling in turns])
+        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
+        self._add(wanted, [Request(rollout_id(prompt, 0), prompt.token_ids, *rest) for prompt, *rest in turns])
         return list(wanted)
 
     def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request]) -> None:

@@ -39,8 +39,8 @@ class EngineTurns:
         assert not self._wanted
         self.num_rests += 1
 
-    def ask(self, turns: Sequence[tuple[Prompt, Sampling]]) -> list[str]:
-        return self._ask([(prompt, 0, sampling) for prompt, sampling in turns])
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        return self._ask([(prompt, 0, sampling) for prompt, sampling, _ in turns])
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
         return self._ask([(one, sample, sampling_of(sampling, one.uid, sample)) for one in prompts for sample in range(n)])
