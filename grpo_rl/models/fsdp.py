@@ -17,9 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.models import lora
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
-from grpo_rl.models.sharded_load import local_of
+from grpo_rl.models.sharded_load import local_of, name_in_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +154,33 @@ def named_full_tensors(
     needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
 
     A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
-    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards.
+    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards. Of a model with
+    adapters it is the merged one, in new tensors: the base weights stay what they are.
     """
     reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in lora.adapted_layers(policy.lm).items()}
     tied: Tensor | None = None
     for name, tensor in policy.lm.state_dict(keep_vars=True).items():
+        if lora.is_adapter(name):
+            continue
+        if name in adapted:
+            yield name_in_files(name), _whole(_merged(tensor.detach(), adapted[name], device), device, dtype)
+            continue
         if tensor is embedding and tied is not None:
             yield name, tied
             continue
         whole = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
             tied = whole
-        yield name, whole
+        yield name_in_files(name), whole
+
+
+def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tensor]:
+    """Return the whole adapter tensors in host memory, by their names in the language model. A collective."""
+    reshard(policy)
+    named = policy.lm.state_dict(keep_vars=True).items()
+    return {name: _whole(tensor.detach(), device, None).to("cpu") for name, tensor in named if lora.is_adapter(name)}
 
 
 def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
@@ -177,14 +192,34 @@ def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dic
     return state
 
 
+def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
+    """Return `W + (alpha / rank) B A`, sharded as W is. A collective.
+
+    W and B have the same rows on the same rank, so each rank adds to its own, and only A, the smallest of the three, is
+    gathered for it. The sum is made in float32, before anything is cast.
+    """
+    a_RI, b_OR = lora.factors(layer)
+    whole_RI = _whole(a_RI.detach(), device, None)
+    rows, factor_rows = (local_of(one.detach()).to(device or one.device) for one in (weight, b_OR))
+    return _like(weight, torch.addmm(rows.float(), factor_rows, whole_RI, alpha=lora.scaling(layer)))
+
+
+def _like(tensor: Any, rows: Tensor) -> Any:
+    """Return a tensor of which this rank has these rows, sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return rows
+    placed = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(rows, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the whole of a sharded tensor on this device and in this type, cast before its slices travel. A collective."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Return the whole of a sharded tensor on this device and in this type (None: float32), cast before its slices travel.
+
+    A collective.
+    """
+    wanted = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not isinstance(tensor, DTensor):
         return tensor.to(device=device or tensor.device, dtype=wanted)
     shard = tensor.to_local()
     cast = shard.to(device=device or shard.device, dtype=wanted)
-    if cast is not shard:
-        placed = tensor.device_mesh, tensor.placements
-        tensor = DTensor.from_local(cast, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    return tensor.full_tensor()
+    return (tensor if cast is shard else _like(tensor, cast)).full_tensor()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes, sharded_over
+from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
 
 CONTEXT = int(0.6 * GIB)
@@ -53,14 +53,21 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
     at_rest = sum(one.rest for one in residents)
     phases = []
-    asleep = awake = 0.0
+    asleep = 0.0
     if plan.engine is not None and plan.colocated:
-        awake = plan.engine.gpu_memory_utilization
-        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
-        share = 0.0 if plan.engine.sleep_mode else awake
-        phases.append(GpuPhase("sampling", at_rest, awake))
-        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        cache = plan.engine.kv_cache_memory_bytes
+        if cache is None:
+            awake = plan.engine.gpu_memory_utilization
+            share = 0.0 if plan.engine.sleep_mode else awake
+            phases.append(GpuPhase("sampling", at_rest, awake))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
+            asleep = asleep or engine
+            phases.append(GpuPhase("sampling", at_rest + engine))
+        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
         phases.append(GpuPhase("weight transfer", sync, share))
     else:
@@ -114,16 +121,21 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
     }[name]
     sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
     fsdp = sharded.get(name)
-    shard = size.num_params // (role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers))
+    over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
+    # Of weights under adapters there are no gradients and no moments.
+    adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0
+    trained = ((adapters or size.num_params) if trains else 0) // over
+    weights = frozen_bytes(plan, size) // over + 4 * trained if adapters else 4 * (size.num_params // over)
     if fsdp is not None and fsdp.offload_policy:
-        shard = 0  # in host memory, all the time
-    keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
+        trained = weights = 0  # in host memory, all the time
+    kept = (0 if offloads[0] else weights) + (0 if offloads[1] else 8 * trained)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)
+    tensors = weights + 12 * trained + needs_of_passes(plan, size, name)
+    tensors += _gathered(plan, size, name, trains=trains and not adapters)
     if name in ("actor", "reference"):
         tensors += head_bytes(plan, size, gradient=trains)
     phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    return _Resident(phase, int(shard * keeps * SLACK) + process, int(tensors * SLACK) + process)
+    return _Resident(phase, int(kept * SLACK) + process, int(tensors * SLACK) + process)
 
 
 def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:

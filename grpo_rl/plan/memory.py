@@ -7,7 +7,7 @@ from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
@@ -24,7 +24,9 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if actor := plan.role("actor"):
         activations = needs_of_passes(plan, size, "actor") + head_bytes(plan, size, gradient=True)
         fsdp = config.actor_rollout_ref.actor.fsdp_config
-        roles.append(_trained("actor", size, fsdp, actor.num_workers, activations))
+        adapters = adapter_params(config.actor_rollout_ref.model, size)
+        base = frozen_bytes(plan, size) if adapters else 0
+        roles.append(_trained("actor", adapters or size.num_params, fsdp, actor.num_workers, activations, base))
     if reference := plan.role("reference"):
         own = config.actor_rollout_ref.ref.fsdp_config
         weights = size.num_params * 4 // sharded_over(own, reference.num_workers)
@@ -41,6 +43,23 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def adapter_params(model: ModelConfig, size: ModelSize) -> int:
+    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters.
+
+    Of the usual layers of a decoder, by the last words of their names; what a model calls otherwise is not counted.
+    """
+    heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = {
+        "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),
+        "o_proj": (heads, size.hidden), "gate_proj": (size.hidden, size.intermediate),
+        "up_proj": (size.hidden, size.intermediate), "down_proj": (size.intermediate, size.hidden),
+    }  # fmt: skip
+    wanted = {name.rpartition(".")[2] for name in model.target_modules}
+    left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
+    chosen = [shape for name, shape in shapes.items() if ("all-linear" in wanted or name in wanted) and name not in left_out]
+    return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
 def head_bytes(plan: Plan, size: ModelSize, *, gradient: bool) -> int:
@@ -81,15 +100,26 @@ def needs_of_passes(plan: Plan, size: ModelSize, name: RoleName) -> int:
 def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:
     """The actor's need without the LM head's logits, for its own model's sizes where it has one."""
     size = size if plan.critic_model is None else model_size(plan.critic_model) or size
-    return _trained("critic", size, plan.config.critic.fsdp, ranks, needs_of_passes(plan, size, "critic"))
+    return _trained("critic", size.num_params, plan.config.critic.fsdp, ranks, needs_of_passes(plan, size, "critic"))
 
 
-def _trained(name: str, size: ModelSize, fsdp: FsdpConfig, ranks: int, activations: int) -> RoleMemory:
-    """Return the need of a trained role, whose state may lie in host memory."""
-    state = size.num_params * _TRAINING_BYTES // sharded_over(fsdp, ranks)
+def _trained(name: str, trained: int, fsdp: FsdpConfig, ranks: int, activations: int, frozen: int = 0) -> RoleMemory:
+    """Return the need of a role with `trained` parameters and `frozen` bytes under them, whose state may lie in host memory."""
+    over = sharded_over(fsdp, ranks)
+    state = trained * _TRAINING_BYTES // over
     where = " in host memory" if fsdp.offload_policy else ""
-    parts = f"weights, gradients, AdamW {gib(state)}{where} + activations {gib(activations)}"
-    return RoleMemory(name, activations + (0 if fsdp.offload_policy else state), parts)
+    what = f"base weights {gib(frozen // over)} + adapters with gradients and AdamW" if frozen else "weights, gradients, AdamW"
+    parts = f"{what} {gib(state)}{where} + activations {gib(activations)}"
+    return RoleMemory(name, activations + (0 if fsdp.offload_policy else state + frozen // over), parts)
+
+
+def frozen_bytes(plan: Plan, size: ModelSize) -> int:
+    """Return the bytes of a model under adapters: float32, but for blocks that files have in bfloat16 and that compute in it."""
+    settings = policy_settings(plan.config) or {}
+    stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+    width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
+    ends = size.vocab * size.hidden * (1 if size.tied else 2)
+    return ends * 4 + (size.num_params - ends) * (2 if width == 2 and stored == "bfloat16" else 4)
 
 
 def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:
@@ -140,9 +170,9 @@ def _activations(
 
 
 def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
-    """Bytes that one decoder layer keeps for its backward pass: about 8 hidden-sized tensors, attention's, and the MLP's four."""
+    """Bytes that one decoder layer keeps for its backward pass: about 8 hidden-sized tensors, attention's, and the MLP's."""
     attention = (2 * size.heads + 2 * size.kv_heads) * size.head_dim
-    return tokens * width * (8 * size.hidden + attention + 4 * size.intermediate)
+    return tokens * width * (8 * size.hidden + attention + size.mlp_numbers)
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:

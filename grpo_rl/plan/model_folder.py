@@ -15,7 +15,8 @@ from typing import Any
 from grpo_rl.config.derived import Machine, critic_has_own_model
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+from grpo_rl.models.builtin import PREFIX, get_builtin
+from grpo_rl.plan.model_families import refusals
 from grpo_rl.plan.named_machine.known_models import known_settings
 
 _PATH = "actor_rollout_ref.model.path"
@@ -64,6 +65,17 @@ class ModelSize:
         idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
         return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
+    @property
+    def mlp_numbers(self) -> int:
+        """The numbers per token that a layer's MLP keeps for its backward pass.
+
+        Gate, up, their product and the activation; of each expert that a token takes also its copy of the token and what it
+        gives back, and the router's logits and probabilities.
+        """
+        if not self.experts:
+            return 4 * self.intermediate
+        return self.experts_per_token * (4 * self.expert_intermediate + 2 * self.hidden) + 2 * self.experts
+
     def kv_bytes_per_token(self, width: int) -> int:
         """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
@@ -82,10 +94,29 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
-    problems += _drops_at_random(config, settings)
+    problems += [*_drops_at_random(config, settings), *refusals(config, settings)]
     problems += _heads_do_not_split(config, settings)
     if problems:
         raise ConfigError(problems)
+
+
+def check_adapters(config: Config) -> None:
+    """Raise ConfigError for adapters that the policy cannot have, and for an adapter folder that does not fit; no weight is read.
+
+    Makes the model without storage. A model with code of its own is looked at when the run starts.
+    """
+    from transformers import AutoConfig
+
+    from grpo_rl.models import lora
+    from grpo_rl.models.load import load_lm
+
+    model, settings = config.actor_rollout_ref.model, policy_settings(config)
+    if model.lora_adapter_path is not None:
+        lora.check_adapter_folder(model)
+    if settings is None or "auto_map" in settings:
+        return
+    lora.refuse_quantized(settings.get("quantization_config"), model)
+    lora.add_adapters(load_lm(model.path, AutoConfig.for_model(**settings), on_meta=True), model)
 
 
 def policy_settings(config: Config) -> dict[str, Any] | None:
@@ -320,7 +351,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 def _builtin_settings(path: str) -> dict[str, Any]:
     builtin = get_builtin(path)
     return {name: getattr(builtin, name) for name in builtin.__slots__} | {
-        "model_type": MODEL_TYPE,
+        "model_type": builtin.model_type,
         "tie_word_embeddings": True,
     }
 

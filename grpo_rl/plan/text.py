@@ -27,7 +27,7 @@ from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
-from grpo_rl.plan.memory import gib
+from grpo_rl.plan.memory import adapter_params, gib
 from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
@@ -84,6 +84,8 @@ def _setting(config: Config, plan: Plan) -> Rows:
     gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
     yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
+    if size and size.experts:
+        described += f", {_params(size.active_params)} of them for each token"
     yield "model", config.actor_rollout_ref.model.path + described
     rows = plan.sizes.num_train_rows
     if plan.trains:
@@ -132,7 +134,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     if actor := plan.role("actor"):
         why = "" if plan.trains else f", for {actor.reason}"
-        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}"
+        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}{_adapters(config, plan)}"
     elif not plan.trains:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
     if plan.engine is not None:
@@ -140,6 +142,11 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if reference := plan.role("reference"):
         moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
+    elif plan.base_reference is not None:
+        yield (
+            "reference",
+            f"the base model under the adapters, computed by the actor's ranks, for {plan.base_reference}; no second copy",
+        )
     elif plan.trains and not is_offline(config):
         why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
         yield "reference", f"not started: {why}"
@@ -171,6 +178,17 @@ def _roles(config: Config, plan: Plan) -> Rows:
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
     scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
+
+
+def _adapters(config: Config, plan: Plan) -> str:
+    """Describe the adapters that are trained, where there are any."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return ""
+    number = "" if plan.model is None else f" ({_params(adapter_params(model, plan.model))} parameters)"
+    layers = ", ".join(model.target_modules) + (f" without {', '.join(model.exclude_modules)}" * bool(model.exclude_modules))
+    start = f", from {model.lora_adapter_path}" if model.lora_adapter_path else ""
+    return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the merged weights"
 
 
 def _engines(plan: Plan, engine: EngineSpec) -> str:
@@ -239,6 +257,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
         return
     yield "ratio", _ratio(plan)
+    if plan.passes.replays_routing:
+        yield "experts", "those that each token took in the pass for old log-probs (router replay R2)"
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
@@ -331,7 +351,7 @@ def _micro_batches(plan: Plan) -> list[str]:
     uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
     if passes.old_logprobs == "actor":
         uses.setdefault(passes.old, []).append("old log-probs")
-    if plan.role("reference"):
+    if plan.role("reference") or plan.base_reference:
         uses.setdefault(passes.reference, []).append("reference")
     if plan.role("critic"):
         uses.setdefault(passes.critic, []).append("critic")
@@ -430,8 +450,13 @@ def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
     yield from composed.notes
     for name in missing_loggers(plan.config):
         yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
-    reference = plan.role("reference") is not None
-    yield from idle_keys.notes(plan.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
+    yield from idle_keys.notes(
+        plan.config,
+        plan.machine,
+        reference=plan.role("reference") is not None,
+        base_reference=plan.base_reference is not None,
+        old_logprobs=plan.recomputes_old_logprobs,
+    )
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

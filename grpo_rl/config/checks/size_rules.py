@@ -232,12 +232,16 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
         )
         yield f"{_BACKEND}={rollout.checkpoint_engine.backend}: the engines {where}; auto or {'ipc' if colocated else 'nccl'}"
     per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
-    if per_node % parallel:
+    nodes = config.trainer.nnodes if colocated else rollout.nnodes
+    spans = derived.nodes_per_engine(config, machine)
+    across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
+    if per_node % parallel and not across:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else "actor_rollout_ref.rollout"
         fits = ", ".join(str(size) for size in range(1, min(per_node, _NEAR) + 1) if per_node % size == 0)
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
-            f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
+            f"{of}.n_gpus_per_node = {per_node}, or on GPUs be all devices of several nodes, whose number divides that of the pool's "
+            f"nodes, {nodes}; possible: {fits}{_whole_nodes(per_node, nodes) if machine.device == 'cuda' else ''}"
         )
     most = derived.num_rollout_devices(config, machine) // parallel
     if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
@@ -259,6 +263,10 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: with rollout.n={rollout.n} it makes {mini * rollout.n} rollouts, "
             f"fewer than the {ranks} actor ranks that share them; at least {-(-ranks // rollout.n)}"
         )
+
+
+def _whole_nodes(per_node: int, nodes: int) -> str:
+    return "".join(f", {per_node * count}" for count in range(2, min(nodes, _NEAR) + 1) if nodes % count == 0)
 
 
 def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
