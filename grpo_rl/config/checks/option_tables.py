@@ -6,14 +6,25 @@ Written by scripts/write_option_tables.py; a test compares it with the functions
 from __future__ import annotations
 
 TASK_OPTIONS: dict[str, str] = {
-    "arithmetic": ("num_rows:int forms:str carrying:float forgotten_carries:float calculator_calls:float split:train|val " "seed:int"),
-    "countdown": ("num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int " "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"),
+    "arithmetic": (
+        "num_rows:int forms:str carrying:float forgotten_carries:float calculator_calls:float split:train|val seed:int"
+    ),
+    "countdown": (
+        "num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int "
+        "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
+    ),
     "episodes": "num_rows:int prompt:str data_source:str",
     "fact_chains": "num_rows:int hops:str split:train|val seed:int",
-    "grid_world": ("num_rows:int size:int walls:float key:bool fewest_steps:int turns:int wording:words|short " "play:none|random sensible:float split:train|val seed:int"),
-    "number_guessing": ("num_rows:int low:int high:int turns:int answers:direction|range wording:words|short play:none|random " "sensible:float seed:int"),
+    "grid_world": (
+        "num_rows:int size:int walls:float key:bool fewest_steps:int turns:int wording:words|short "
+        "play:none|random sensible:float split:train|val seed:int"
+    ),
+    "number_guessing": (
+        "num_rows:int low:int high:int turns:int answers:direction|range wording:words|short play:none|random "
+        "sensible:float seed:int"
+    ),
     "rated_sums": "num_rows:int digits:int errors:float split:train|val seed:int",
-    "word_game": ("num_rows:int letters:str length:int turns:int wording:words|short play:none|random sensible:float " "seed:int"),
+    "word_game": ("num_rows:int letters:str length:int turns:int wording:words|short play:none|random sensible:float seed:int"),
 }
 REWARD_OPTIONS: dict[str, str] = {
     "arithmetic": "",
@@ -44,9 +55,14 @@ GYM_OPTIONS: dict[str, str] = {
     "advanced_geometry": "max_coord min_coord task_types",
     "aiw": "female_names male_names max_entities task_type_weights task_types",
     "arc_1d": "max_size min_size num_train",
-    "arc_agi": ("board_format_opts mirrors mirrors_weights rotations rotations_weights shuffle_example_order " "use_color_permutation use_eval use_train"),
+    "arc_agi": (
+        "board_format_opts mirrors mirrors_weights rotations rotations_weights shuffle_example_order "
+        "use_color_permutation use_eval use_train"
+    ),
     "base_conversion": "max_base max_value min_base min_value",
-    "basic_arithmetic": ("allow_negation allow_parentheses format_style max_digits max_terms min_digits min_terms operators " "whitespace"),
+    "basic_arithmetic": (
+        "allow_negation allow_parentheses format_style max_digits max_terms min_digits min_terms operators whitespace"
+    ),
     "bf": "difficulty",
     "binary_alternation": "max_n min_n p_solvable",
     "binary_matrix": "max_n min_n p_zero",
@@ -63,7 +79,10 @@ GYM_OPTIONS: dict[str, str] = {
     "count_bits": "max_n min_n",
     "count_primes": "max_n min_n",
     "countdown": "max_numbers max_target max_value min_numbers min_target min_value operators shuffle",
-    "course_schedule": ("max_cycle_length max_num_courses max_num_prerequisites min_cycle_length min_num_courses " "min_num_prerequisites p_solvable"),
+    "course_schedule": (
+        "max_cycle_length max_num_courses max_num_prerequisites min_cycle_length min_num_courses "
+        "min_num_prerequisites p_solvable"
+    ),
     "cryptarithm": "allow_leading_zero max_words min_words",
     "decimal_arithmetic": "max_num_decimal_places max_terms min_num_decimal_places min_terms precision",
     "decimal_chain_sum": "allow_negation max_decimal_places max_digits max_terms min_decimal_places min_digits min_terms",
@@ -79,7 +98,11 @@ GYM_OPTIONS: dict[str, str] = {
     "graph_color": "edge_probability max_num_vertices min_num_vertices num_colors",
     "group_anagrams": "max_anagram_groups max_words_per_group min_anagram_groups min_words_per_group",
     "gsm_symbolic": "difficulty",
-    "intermediate_integration": ("linear_lower_bound linear_upper_bound max_linear_degree max_poly_degree min_linear_degree " "min_poly_degree operators outer_constant_max outer_constant_min problem_type_weights problem_types " "symbols"),
+    "intermediate_integration": (
+        "linear_lower_bound linear_upper_bound max_linear_degree max_poly_degree min_linear_degree "
+        "min_poly_degree operators outer_constant_max outer_constant_min problem_type_weights problem_types "
+        "symbols"
+    ),
     "isomorphic_strings": "max_string_length min_string_length p_solvable",
     "jugs": "difficulty num_jugs",
     "kakurasu": "max_cols max_retries max_rows min_cols min_rows p_ones",
@@ -89,10 +112,15 @@ GYM_OPTIONS: dict[str, str] = {
     "lcm": "max_numbers max_value min_numbers min_value",
     "leg_counting": "max_animals max_instances min_animals min_instances",
     "letter_counting": "max_words min_words",
-    "letter_jumble": ("consecutive_words max_corruption_level max_word_len max_words min_corruption_level min_word_len " "min_words"),
+    "letter_jumble": (
+        "consecutive_words max_corruption_level max_word_len max_words min_corruption_level min_word_len min_words"
+    ),
     "list_functions": "",
     "mahjong_puzzle": "max_num_rounds min_num_rounds",
-    "manipulate_matrix": ("max_cols max_rows max_transforms min_cols min_rows min_transforms w_cmirror w_crop w_dmirror " "w_hmirror w_map w_remove_every_nth_col w_remove_every_nth_row w_rotate w_vmirror w_zero_divisible"),
+    "manipulate_matrix": (
+        "max_cols max_rows max_transforms min_cols min_rows min_transforms w_cmirror w_crop w_dmirror "
+        "w_hmirror w_map w_remove_every_nth_col w_remove_every_nth_row w_rotate w_vmirror w_zero_divisible"
+    ),
     "maze": "max_dist max_grid_size min_dist min_grid_size",
     "mini_sudoku": "max_empty min_empty",
     "modulo_grid": "max_divisor max_holes max_target size_x size_y",
@@ -106,7 +134,10 @@ GYM_OPTIONS: dict[str, str] = {
     "palindrome_partitioning": "max_string_len max_substring_palindrome_len min_string_len min_substring_palindrome_len",
     "path_star": "degree max_path_length min_path_length node_range reversed",
     "polynomial_equations": "max_degree max_terms max_value min_degree min_terms min_value operators",
-    "polynomial_multiplication": ("allow_cross_variable_product allow_multivariate_polynomials max_degree max_polynomials max_terms " "max_value min_degree min_polynomials min_terms min_value operators variables"),
+    "polynomial_multiplication": (
+        "allow_cross_variable_product allow_multivariate_polynomials max_degree max_polynomials max_terms "
+        "max_value min_degree min_polynomials min_terms min_value operators variables"
+    ),
     "pool_matrix": "max_cols max_pool_size max_rows min_cols min_pool_size min_rows",
     "power_function": "max_base max_exponent min_base min_exponent",
     "prime_factorization": "max_value min_value",
@@ -115,7 +146,10 @@ GYM_OPTIONS: dict[str, str] = {
     "puzzle24": "max_value min_value operators",
     "quantum_lock": "difficulty",
     "ransom_note": "max_magazine_length max_note_length min_magazine_length min_note_length p_solvable",
-    "rearc": ("board_format_opts diff_lb diff_ub max_examples min_examples pso_difficulty_ranges " "pso_difficulty_weights rng_difficulty_ranges rng_difficulty_weights"),
+    "rearc": (
+        "board_format_opts diff_lb diff_ub max_examples min_examples pso_difficulty_ranges "
+        "pso_difficulty_weights rng_difficulty_ranges rng_difficulty_weights"
+    ),
     "rectangle_count": "height max_rectangles width",
     "rotate_matrix": "max_n max_rotations min_n min_rotations",
     "rotten_oranges": "max_n min_n p_oranges p_rotten",
