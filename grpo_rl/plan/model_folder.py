@@ -43,7 +43,7 @@ class ModelSize:
     num_params: int
     tied: bool = False
     """True where embedding and LM head are one."""
-    experts: int = 0
+    num_experts: int = 0
     """Experts of each layer of a mixture; 0 for a dense model."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -61,7 +61,7 @@ class ModelSize:
     @property
     def active_params(self) -> int:
         """Return the parameters whose products each token takes part in: the LM head's, and of experts only the chosen ones'."""
-        idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
+        idle = max(0, self.num_experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
         return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
     def kv_bytes_per_token(self, width: int) -> int:
@@ -320,7 +320,7 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
     tied = bool(config.get("tie_word_embeddings", architecture.startswith("gemma")))
-    size = replace(size, tied=tied, experts=experts, experts_per_token=chosen, expert_intermediate=wide)
+    size = replace(size, tied=tied, num_experts=experts, experts_per_token=chosen, expert_intermediate=wide)
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
@@ -343,7 +343,7 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
     elif size.architecture in ("olmo2", "olmoe"):
         attention += queries + keys  # norms over all heads
     mlp = 3 * size.hidden * size.intermediate
-    if size.experts:
-        mlp = size.experts * 3 * size.hidden * size.expert_intermediate + size.hidden * size.experts
+    if size.num_experts:
+        mlp = size.num_experts * 3 * size.hidden * size.expert_intermediate + size.hidden * size.num_experts
     layer = attention + mlp + (4 if size.architecture == "gemma3_text" else 2) * size.hidden
     return size.layers * layer + size.root_params
