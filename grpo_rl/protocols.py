@@ -109,6 +109,16 @@ class TrainedRewardModel(Trained, Protocol):
         """Write the model as a Hugging Face folder that reward.reward_model.model_path loads."""
 
 
+class Instruments(Protocol):
+    """The instruments of a run's workers. They are used between steps, while no role works."""
+
+    def begin(self, step: int) -> None:
+        """Order the instruments of this step."""
+
+    def end(self, metrics: Metrics) -> Metrics:
+        """Return what the instruments found in the step that has these metrics."""
+
+
 class RolloutPool(Protocol):
     """All rollout replicas together."""
 

@@ -20,7 +20,7 @@ from grpo_rl.checkpoint.files import Files, flush, write_file
 from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
-from grpo_rl.models.sharded_load import local_of, rows_of
+from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
 
 TRAINING = "training.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -133,7 +133,8 @@ def share_bytes(share: Share) -> int:
 
 def state_bytes(policy: nn.Module, *, frozen: bool = False) -> int:
     """Return about how many bytes this rank writes: its rows of the weights and, unless frozen, of AdamW's two moments of each."""
-    return sum((1 if frozen else 3) * local_of(p).numel() * p.element_size() for p in policy.parameters())
+    written = [p for p in policy.parameters() if is_first_replica(p)]
+    return sum((1 if frozen else 3) * local_of(p).numel() * p.element_size() for p in written)
 
 
 def _path(folder: Path, kind: str, rank: int) -> Path:
@@ -165,8 +166,8 @@ def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
 
 
 def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
-    """Note this rank's rows of the tensor. What every rank has as a whole is rank 0's to write."""
-    if not isinstance(tensor, DTensor) and rank != 0:
+    """Note this rank's rows of the tensor. Of replicas the first writes; what every rank has as a whole is rank 0's to write."""
+    if (not isinstance(tensor, DTensor) and rank != 0) or not is_first_replica(tensor):
         return
     rows = local_of(tensor).detach()
     start = rows_of(tensor)[0] if tensor.dim() else 0

@@ -44,7 +44,9 @@ from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.cluster.start_roles import Cluster, StartedRoles
     from grpo_rl.plan.first_look import RewardTrial
+    from grpo_rl.protocols import Rewarder
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
@@ -156,7 +158,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
 
     context = Context(
         config,
-        started.as_roles(rewarder, cluster.supervisor.log.metrics),
+        roles_of(launch, cluster, started, rewarder),
         inputs.train_data,
         inputs.val_data,
         Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline, launch.page),
@@ -170,6 +172,16 @@ def train(launch: Launch, stack: ExitStack) -> None:
         training.resume(launch.checkpoint)
     training.fit()
     leave_results(launch, context.roles, timeline, training.step)
+
+
+def roles_of(launch: Launch, cluster: Cluster, started: StartedRoles, rewarder: Rewarder | None) -> Roles:
+    """Return the roles as the schedule drives them, with the instruments of their processes."""
+    from grpo_rl.cluster.run_instruments import RunInstruments
+
+    roles = started.as_roles(rewarder, cluster.supervisor.log.metrics)
+    roles.kept_updates = cluster.kept_updates
+    roles.instruments = RunInstruments(cluster.plan, cluster.worker_sets, launch.run_dir.path, launch.console.info)
+    return roles
 
 
 def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:

@@ -41,6 +41,10 @@ from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Metrics
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""The environment of trainer.deterministic: cuBLAS keeps to one workspace, without which torch refuses its products, and NCCL to
+one way of adding up, where it would choose by message size and topology."""
+
 
 class Cluster:
     """The processes of a run: pools of devices, and the worker sets placed in them."""
@@ -84,7 +88,7 @@ class Cluster:
         role = self.plan.role(name)
         if role is None:
             return None
-        slots = self.pool(role.pool).slots(role.devices_per_worker)
+        slots = self.pool(role.pool).slots(role.devices_per_worker)[: role.num_workers]
         return self.worker_set(name, slots, role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful)
 
     def worker_set(
@@ -99,6 +103,8 @@ class Cluster:
     ) -> SupervisedSet:
         """Start one process per slot, with nothing in it yet; `threads` are OpenMP's on a CPU."""
         environment = {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT | dict(environment) | faults.environment()
+        if self.config.trainer.deterministic:
+            environment |= DETERMINISTIC
         worker_set = SupervisedSet(
             role,
             slots,
@@ -120,7 +126,7 @@ class Cluster:
             address = "127.0.0.1"
         trainer, size = self.config.trainer, len(worker_set)
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
-        return [Rank(i, size, address, port, self.plan.machine.device, *timeouts) for i in range(size)]
+        return [Rank(i, size, address, port, self.plan.machine.device, *timeouts, trainer.deterministic) for i in range(size)]
 
     def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
@@ -141,6 +147,11 @@ class Cluster:
         finally:
             for worker_set in ranks:
                 worker_set.call("occupy")
+
+    def kept_updates(self) -> int:
+        """Return how many updates a recovery would make again, of the set that has most, besides those a save contains."""
+        keepers = [one.keeper for one in self.worker_sets if one.keeper is not None and one.is_restarted]
+        return max((keeper.num_unsaved for keeper in keepers), default=0)
 
     def pids(self) -> dict[str, int]:
         """Return the process id of every worker, by its name."""
@@ -245,7 +256,16 @@ def _ranked(
         ranked.append((actors, actor_factory, (spec,), ()))
     if references is not None:
         fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(spec.policy, dtype=fsdp.dtype, train=False)
+        policy = replace(
+            spec.policy,
+            dtype=fsdp.dtype,
+            train=False,
+            sequence_ranks=plan.passes.reference.sequence_ranks,
+            shard_ranks=fsdp.fsdp_size,
+            in_host_memory=fsdp.offload_policy,
+            forward_prefetch=fsdp.forward_prefetch,
+            compiled=fsdp.use_torch_compile,
+        )
         ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
     if critics is not None:
         ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
@@ -327,6 +347,11 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
             share_prompts=actor.use_prefix_grouper is not False,
+            sequence_ranks=actor.ulysses_sequence_parallel_size,
+            shard_ranks=actor.fsdp_config.fsdp_size,
+            in_host_memory=actor.fsdp_config.offload_policy,
+            forward_prefetch=actor.fsdp_config.forward_prefetch,
+            compiled=actor.fsdp_config.use_torch_compile,
         ),
         objective=plan.objective,
         optim=actor.optim,

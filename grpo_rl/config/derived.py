@@ -61,9 +61,12 @@ class MicroBatchRule:
     max_rollouts: int | None
     shares_prompts: bool = False
     """True where responses to one prompt share its states in a pass, so that its tokens count once."""
+    sequence_ranks: int = 1
+    """The ranks that compute each pass together, a slice of its tokens each; the other numbers are for all of them."""
 
     def __str__(self) -> str:
-        return f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
+        size = f"<= {self.max_tokens:,} tokens" if self.max_tokens is not None else f"{self.max_rollouts} rollouts"
+        return f"{size} per rank" if self.sequence_ranks == 1 else f"{size} per {self.sequence_ranks} ranks together"
 
 
 def is_offline(config: Config) -> bool:
@@ -200,16 +203,17 @@ def update_rule(config: Config) -> MicroBatchRule:
     """Return the rule for micro-batches of the actor's update."""
     actor = config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
+    shares, together = actor.use_prefix_grouper is not False, actor.ulysses_sequence_parallel_size
     if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
-        return MicroBatchRule(actor.ppo_max_token_len_per_gpu, None, actor.use_prefix_grouper is not False)
-    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, actor.use_prefix_grouper is not False)
+        return MicroBatchRule(actor.ppo_max_token_len_per_gpu * together, None, shares, together)
+    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, shares, together)
 
 
 def critic_rule(config: Config) -> MicroBatchRule:
     """Return the rule for micro-batches of the critic; without settings of its own it is the actor's."""
     critic, actor = config.critic, update_rule(config)
     rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
-    return _own_rule(config, critic.use_dynamic_bsz, tokens, rollouts, actor)
+    return _own_rule(config, critic.use_dynamic_bsz, tokens, rollouts, actor, critic.ulysses_sequence_parallel_size)
 
 
 def critic_mini_batch_size(config: Config) -> int:
@@ -231,19 +235,27 @@ def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchR
     update = update_rule(config)
     rollouts = settings.log_prob_micro_batch_size_per_gpu
     tokens = settings.log_prob_max_token_len_per_gpu
-    return _own_rule(config, settings.log_prob_use_dynamic_bsz, tokens, rollouts, update)
+    together = reference_sequence_ranks(config) if role == "ref" else update.sequence_ranks
+    return _own_rule(config, settings.log_prob_use_dynamic_bsz, tokens, rollouts, update, together)
+
+
+def reference_sequence_ranks(config: Config) -> int:
+    """Return how many ranks of the reference compute a pass together; without a setting of its own as many as the actor's."""
+    parts = config.actor_rollout_ref
+    return parts.ref.ulysses_sequence_parallel_size or parts.actor.ulysses_sequence_parallel_size
 
 
 def _own_rule(
-    config: Config, dynamic: bool | None, tokens: int | None, rollouts: int | None, update: MicroBatchRule
+    config: Config, dynamic: bool | None, tokens: int | None, rollouts: int | None, update: MicroBatchRule, together: int
 ) -> MicroBatchRule:
     """Return the rule of a pass with these settings of its own, in whose absence it is cut like the update."""
     actor = config.actor_rollout_ref.actor
     if dynamic is None:
         dynamic = rollouts is None and (tokens is not None or update.max_tokens is not None)
     if dynamic:
-        return MicroBatchRule(tokens or actor.ppo_max_token_len_per_gpu, None, update.shares_prompts)
-    return MicroBatchRule(None, rollouts or actor.ppo_micro_batch_size_per_gpu, update.shares_prompts)
+        most = (tokens or actor.ppo_max_token_len_per_gpu) * together
+        return MicroBatchRule(most, None, update.shares_prompts, together)
+    return MicroBatchRule(None, rollouts or actor.ppo_micro_batch_size_per_gpu, update.shares_prompts, together)
 
 
 def ranks_per_node(config: Config, machine: Machine) -> int:

@@ -30,6 +30,7 @@ from grpo_rl.models.prefix_attention import (
     repeated_heads,
     split_attention,
 )
+from grpo_rl.models.sequence_parallel import Slice
 
 ATTENTION_NAME = "grpo_rl_packed"
 # A sequence joins a padded group while this share of the group's length is its own.
@@ -122,6 +123,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
+    slice: Slice | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -131,7 +133,8 @@ def packed_attention(
     """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
 
     The signature is that of transformers' attention interface. A sliding window is exact here only
-    while no sequence is longer than it; beyond that, and for logit soft-capping, it refuses.
+    while no sequence is longer than it; beyond that, and for logit soft-capping, it refuses. With a `slice` all of them
+    are over this rank's slice of the tokens, and `packing` is that of all.
     """
     if sliding_window is not None and packing.max_length > sliding_window:
         raise ValueError(
@@ -141,11 +144,19 @@ def packed_attention(
         raise ValueError("attention logit soft-capping is not supported")
     if packing.families and dropout:
         raise ValueError("attention weights that are dropped at random cannot be shared between sequences")
+    if slice is None:
+        return _attention(query, key, value, packing, scaling, dropout)[None], None
+    query, key, value = slice.to_heads((query, key, value))
+    return slice.to_tokens(_attention(query, key, value, packing, scaling, dropout))[None], None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float) -> Tensor:
+    """Return the outputs [S, heads, head_dim] of whole sequences, by the way that suits the device and the type."""
     keys = packing.keys
     kernel = variable_length_kernel(query, dropout)
     if kernel is not None:
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        out = kernel(
+        return kernel(
             query[0].transpose(0, 1),
             k if keys is None else keys.gather(k),
             v if keys is None else keys.gather(v),
@@ -155,12 +166,11 @@ def packed_attention(
             scaling,
             dropout,
         )
-        return out[None], None
     if keys is not None:
-        return masked_attention(query, key, value, keys, scaling)[None], None
+        return masked_attention(query, key, value, keys, scaling)
     if packing.families:
-        return split_attention(query, key, value, packing, scaling)[None], None
-    return _padded_groups(query, key, value, packing, scaling, dropout)[None], None
+        return split_attention(query, key, value, packing, scaling)
+    return _padded_groups(query, key, value, packing, scaling, dropout)
 
 
 def _padded_groups(
@@ -226,6 +236,7 @@ def _flash_attention(
         softmax_scale=scale,
         # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 
@@ -242,8 +253,12 @@ def _torch_attention(
     return out
 
 
-def register() -> None:
-    """Register `attn_implementation=ATTENTION_NAME` with transformers."""
+def register(*, left_out: bool = False) -> None:
+    """Register `attn_implementation=ATTENTION_NAME` with transformers; `left_out` of what is compiled around it.
+
+    Its way depends on the sequences, so that a compiled layer is compiled before and behind it.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    # The decorator loads torch's compiler: only where something is compiled.
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention) if left_out else packed_attention)

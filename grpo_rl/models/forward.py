@@ -8,16 +8,19 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
-from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear
+from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
+from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Sequences:
     """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
     support_ids_M: Tensor | None = None
     """The ids of those tokens, one trained token's after the other's."""
+    slice: Slice | None = None
+    """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
 
     @staticmethod
     def of(
@@ -109,15 +114,24 @@ class PackedModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         use_fast_linear(lm)
+        use_fast_norms(lm)
         self.lm = lm
+        self.sequence_group: SequenceGroup | None = None
+        """The ranks that compute each pass together, a slice of its tokens each; None: this rank computes all of it."""
+
+    def sliced(self, sequences: Sequences) -> Sequences:
+        """Return the part of the input that this rank computes."""
+        return sequences if self.sequence_group is None else self.sequence_group.sliced(sequences)
 
     def hidden_TD(self, sequences: Sequences) -> Tensor:
         """Return the last hidden state before each trained token, which has read what the token was sampled from."""
+        own, positions_S = sequences.slice, sequences.packing.position_ids_S
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
-            position_ids=sequences.packing.position_ids_S[None],
+            position_ids=(positions_S if own is None else own.of(positions_S))[None],
             use_cache=False,
             packing=sequences.packing,
+            slice=own,
         ).last_hidden_state[0]
         return hidden_SD.index_select(0, sequences.predict_T)
 
@@ -126,13 +140,21 @@ class PolicyModel(PackedModel):
     """A causal LM from transformers whose forward pass returns per-token quantities instead of logits."""
 
     def __init__(
-        self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048, precision: Precision = "float32"
+        self,
+        lm: Any,
+        *,
+        temperature: float = 1.0,
+        chunk_tokens: int = 2048,
+        precision: Precision = "float32",
+        fused: bool = False,
     ) -> None:
         super().__init__(lm)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.precision = precision
         """The precision of the head's matrix products, whose results are float32."""
+        self.fused = fused
+        """True for torch's fused linear cross-entropy, where log-probs over the whole vocabulary are all that is asked for."""
 
     def forward(
         self,
@@ -152,24 +174,61 @@ class PolicyModel(PackedModel):
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
         KL(policy || reference) as well.
         """
+        sequences = self.sliced(sequences)
+        own = sequences.slice
         hidden_TD = self.hidden_TD(sequences)
         head = self.lm.get_output_embeddings()
-        columns = _chunked_head(
-            hidden_TD,
-            head.weight,
-            head.bias,
-            sequences.target_T,
-            self.temperature,
-            self.chunk_tokens,
-            want_entropy=want_entropy,
-            ref_hidden_TD=ref_hidden_TD,
-            ref_head_VD=ref_head_VD,
-            ref_bias_V=ref_bias_V,
-            support=_support_of_chunks(sequences, self.chunk_tokens),
-            precision=self.precision,
-        )
-        logprobs_T, entropy_T, full_kl_T = columns
-        return TokenOutputs(logprobs_T, entropy_T, full_kl_T, hidden_TD.float() if want_hidden else None)
+        columns: tuple[Tensor, Tensor | None, Tensor | None]
+        plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
+        if self.fused and plain and len(hidden_TD):
+            rules = self.temperature, self.chunk_tokens, self.precision
+            columns = fused_logprobs(hidden_TD, head.weight, head.bias, sequences.target_T, *rules), None, None
+        else:
+            columns = _chunked_head(
+                hidden_TD,
+                head.weight,
+                head.bias,
+                sequences.target_T,
+                self.temperature,
+                self.chunk_tokens,
+                want_entropy=want_entropy,
+                ref_hidden_TD=ref_hidden_TD,
+                ref_head_VD=ref_head_VD,
+                ref_bias_V=ref_bias_V,
+                support=_support_of_chunks(sequences, self.chunk_tokens),
+                precision=self.precision,
+            )
+        outputs = (*columns, hidden_TD.float() if want_hidden else None)
+        if own is not None:
+            outputs = tuple(None if column is None else own.whole(column) for column in outputs)
+        return TokenOutputs(*outputs)
+
+
+def fused_logprobs(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    precision: Precision,
+) -> Tensor:
+    """Return the log-prob of each trained token by torch's fused linear cross-entropy, whose backward pass recomputes by chunks.
+
+    The temperature divides hidden states and bias instead of logits, which is the same up to rounding.
+    """
+    x_TD, w_VD = hidden_TD.float() / temperature, head_VD.float()
+    b_V = None if bias_V is None else bias_V.float() / temperature
+    # Its gradients are those of the log-probs of each token, not of their mean.
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=None, acc_policy="compact")
+    with tf32() if precision == "tf32" else nullcontext():
+        losses_T = F.linear_cross_entropy(x_TD, w_VD, target_T, linear_bias=b_V, reduction="none", options=chunks)
+    if precision == "tf32" and losses_T.grad_fn is not None:
+        # The products of the backward pass are made in there, where no context of this function reaches.
+        inside = ExitStack()
+        losses_T.grad_fn.register_prehook(lambda gradients: inside.enter_context(tf32()))
+        losses_T.grad_fn.register_hook(lambda gradients, given: inside.close())
+    return -losses_T
 
 
 def _chunked_head(

@@ -2,65 +2,125 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from grpo_rl.errors import ConfigError
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
 from grpo_rl.models.sharded_load import local_of
 
 
-def shard(policy: PackedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Shard the policy's parameters over `mesh`, with gradients summed over ranks.
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The spread of a model over the ranks of its set, and the place where it rests."""
 
-    Layers compute in `compute_dtype`. Embedding, final norm and LM head stay in float32: the root unit
+    compute_dtype: torch.dtype = torch.float32
+    """The type in which layers compute. Parameters, gradients and moments are float32."""
+    reshard_after_forward: bool = True
+    in_host_memory: bool = False
+    """Parameters, gradients and moments lie in host memory, and the optimizer steps there. A layer's parameters come to the
+    device to be gathered, and its gradients leave it when they are reduced."""
+    forward_prefetch: bool = False
+    """Begin to gather a layer's parameters when the layer before it begins, and not when that one's kernels are queued."""
+
+
+def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
+    """Return the ranks that a model is sharded over: all, or groups of `group_size` consecutive ones with a replica each.
+
+    A size below 1, or of the whole set, makes one group (as verl's fsdp_size). All ranks of the set call it.
+    """
+    world_size = dist.get_world_size()
+    if group_size < 1 or group_size >= world_size:
+        return init_device_mesh(device_type, (world_size,))
+    if world_size % group_size:
+        raise ConfigError(f"sharding over groups of {group_size} ranks: the set has {world_size}, which is no multiple of it")
+    ranks = torch.arange(world_size).view(-1, group_size)
+    own, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
+    # Groups of our own: those that a mesh makes wait as long as the library's default says.
+    replicas, shards = (
+        [dist.new_group(row, timeout) if own in row else _elsewhere(row, timeout) for row in rows.tolist()]
+        for rows in (ranks.T, ranks)
+    )
+    groups = [next(group for group in some if group is not None) for some in (replicas, shards)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _elsewhere(ranks: list[int], timeout: datetime.timedelta) -> None:
+    """Take part in making a group that this rank is not in."""
+    dist.new_group(ranks, timeout)
+
+
+def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
+    """Shard the policy's parameters over the last dimension of `mesh`, with gradients summed over all its ranks.
+
+    Layers compute in the type that `how` says. Embedding, final norm and LM head stay in float32: the root unit
     has no lower precision, and the layers cast what they are given.
     """
-    layer_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    if compute_dtype == torch.float32:
+    layer_precision = MixedPrecisionPolicy(param_dtype=how.compute_dtype, reduce_dtype=torch.float32)
+    if how.compute_dtype == torch.float32:
         layer_precision = MixedPrecisionPolicy()
     # With one rank there is nothing to gather again, so layers stay as they are between passes.
-    reshard = reshard_after_forward and mesh.size() > 1
-    for layer in decoder_layers(policy.lm):
-        fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard)
-    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    reshard = how.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
+    # Only from pinned memory do copies to a GPU run beside its kernels.
+    rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if how.in_host_memory else OffloadPolicy()
+    layers = decoder_layers(policy.lm)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=rests)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # Losses carry global denominators, so the gradients of ranks add up instead of averaging.
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
+    if how.forward_prefetch:
+        for layer, following in itertools.pairwise(layers):
+            assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
+            layer.set_modules_to_forward_prefetch([following])
 
 
-def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None]) -> None:
+def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool) -> None:
     """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
 
     Not a collective: each rank reads for itself. Buffers keep the values that they were made with.
     """
-    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    policy.to_empty(device=device)
+    _to_empty(policy, device, in_host_memory)
     with torch.no_grad():
-        for name, buffer in policy.named_buffers():
-            buffer.copy_(buffers[name])
         for parameter in policy.parameters():
             local_of(parameter).zero_()
     read()
 
 
-def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device) -> None:
+def _to_empty(policy: PackedModel, device: torch.device, in_host_memory: bool) -> None:
+    """Give a sharded policy on the meta device storage, the parameters of one that rests there in host memory.
+
+    Buffers are on the device and keep the values that they were made with.
+    """
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=torch.device("cpu") if in_host_memory else device)
+    for module_name, module in policy.named_modules():
+        for name, _ in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffers[f"{module_name}.{name}" if module_name else name].to(device)
+
+
+def materialize(policy: PackedModel, whole: PackedModel | None, device: torch.device, *, in_host_memory: bool) -> None:
     """Give a sharded policy on the meta device its storage, and every rank its part of rank 0's `whole` policy.
 
     Buffers that are in no state dict (rotary tables) are copied from rank 0 as they are.
     """
-    policy.to_empty(device=device)
+    _to_empty(policy, device, in_host_memory)
     full_state: dict[str, Any] = {} if whole is None else whole.state_dict()
     set_model_state_dict(policy, full_state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     buffers = {} if whole is None else dict(whole.named_buffers())

@@ -35,8 +35,10 @@ class ValueModel(PackedModel):
 
         The value of a response's first token is that of its prompt; later tokens are not looked at.
         """
+        sequences = self.sliced(sequences)
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
-        return self.head(self.hidden_TD(sequences).float())[:, 0].clone()
+        values_T = self.head(self.hidden_TD(sequences).float())[:, 0].clone()
+        return values_T if sequences.slice is None else sequences.slice.whole(values_T)
 
 
 class ScoreModel(PackedModel):

@@ -1,13 +1,20 @@
-"""Linear layers on CPU through oneDNN's matrix product, which torch uses for half precision only.
+"""Layers that a CPU computes in fewer passes: linear ones, and RMS norms.
+
+Linear layers go through oneDNN's matrix product, which torch uses for half precision only.
 
 torch multiplies float32 matrices with MKL, whose `x @ W.T` reached 94 to 135 GFLOP/s on two cores of an AMD
 EPYC where oneDNN reached 196 to 199 (`[4352, 320] x [320, 1024]` and its transpose); the gradient of the input
 gains 10 to 50 %, that of the weight loses and stays with MKL. Both compute in float32; the order of their
 sums differs.
+
+A norm of transformers is six operations, each of which reads and writes the whole activation, and about as many more in
+the backward pass. Here it is one function with a backward pass of its own: forward and backward of `[2048, 128]` took
+0.40 ms instead of 1.24 ms of one core of an AMD EPYC, of `[2048, 320]` 1.3 instead of 3.0.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -24,7 +31,9 @@ results are float32 in all three."""
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
-    if x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32 and x.numel() and _has_onednn():
+    here = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
+    # Torch's compiler has products of its own: it does not take oneDNN's where the weight may change.
+    if here and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
         out: Tensor = _OneDnnLinear.apply(x, weight_OI, bias_O)
         return out
     return F.linear(x, weight_OI, bias_O)
@@ -42,6 +51,57 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+def use_fast_norms(model: nn.Module) -> None:
+    """Let every RMS norm of `model` that computes as Llama's does be one function on CPUs.
+
+    Of transformers' norms those do that call their epsilon `variance_epsilon`. Gemma's, which scale by 1 + weight, do not.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not isinstance(module, _OneNorm):
+            module.__class__ = _fast_norm(kind)
+
+
+class _OneNorm(nn.Module):
+    """The part of a norm's class that takes the place of its forward pass where it can."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.device.type == "cpu" and hidden_states.dtype == self.weight.dtype == torch.float32:
+            out: Tensor = _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+            return out
+        other: Tensor = super().forward(hidden_states)
+        return other
+
+
+@functools.cache
+def _fast_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_OneNorm, kind), {})
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w x / sqrt(mean(x^2) + epsilon), over the last axis (Zhang and Sennrich 2019, equation 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(epsilon).rsqrt_().unsqueeze_(-1)
+        normed = x * scale
+        ctx.save_for_backward(normed, scale, weight_D)
+        return normed * weight_D
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        normed, scale, weight_D = ctx.saved_tensors
+        each = grad * normed
+        # d/dx of x times scale(x): the part of the gradient along x itself is taken away.
+        along = (each @ weight_D).div_(normed.shape[-1]).unsqueeze_(-1)
+        grad_x = (grad * weight_D).addcmul_(normed, along, value=-1).mul_(scale)
+        return grad_x, each.reshape(-1, each.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 class _OneDnnLinear(torch.autograd.Function):
@@ -105,13 +165,13 @@ def reduced_product(one: Tensor, other: Tensor, precision: Precision) -> Tensor:
             return torch.mm(one, other, out_dtype=torch.float32)
         return one.float() @ other.float()
     if one.is_cuda:
-        with _tf32():
+        with tf32():
             return one @ other
     return _rounded_to_tf32(one) @ _rounded_to_tf32(other)
 
 
 @contextmanager
-def _tf32() -> Iterator[None]:
+def tf32() -> Iterator[None]:
     """Allow tensor cores to round float32 inputs, inside of this context."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"

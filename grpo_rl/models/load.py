@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from grpo_rl import hub
 from grpo_rl.errors import ConfigError
@@ -175,6 +177,64 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer in {path}: {_first_line(error)}") from error
+
+
+# ---- its decoder layers -----------------------------------------------------------------------------------------
+
+
+def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:
+    """Let each decoder layer keep its input only, and be computed again in the backward pass.
+
+    The inputs of all layers are what is left of the activations then. With `inputs_in_host_memory` they wait there.
+    """
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if inputs_in_host_memory:
+        for layer in decoder_layers(lm):
+            layer._gradient_checkpointing_func = _recomputed_from_host_memory
+
+
+def _recomputed_from_host_memory(function: Callable[..., Any], *inputs: Any) -> Any:
+    # The hooks see what the recomputation itself saves, its inputs. Inside of the layer it has hooks of its own.
+    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, Any]:
+    """Return a copy in host memory, the place that it came from, and the event after which the copy is whole."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not tensor.is_cuda:
+        return copy.copy_(tensor), tensor.device, None
+    # On a stream of its own: the kernels of the layer do not wait for the copy.
+    stream = _copies_of(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        copy.copy_(tensor, non_blocking=True)
+    # The allocator gives the tensor's memory away only after the copy has read it.
+    tensor.record_stream(stream)
+    return copy, tensor.device, stream.record_event()
+
+
+def _from_host(packed: tuple[Tensor, torch.device, Any]) -> Tensor:
+    copy, device, whole = packed
+    if whole is not None:
+        whole.wait(torch.cuda.current_stream(device))
+    return copy.to(device, non_blocking=True)
+
+
+@functools.cache
+def _copies_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which activations leave a GPU."""
+    return torch.cuda.Stream(device)
+
+
+def compile_layers(lm: Any) -> None:
+    """Compile the forward pass of each decoder layer for sequences of any length, attention left out.
+
+    The passes of a run differ in length, so shapes are symbols. Parameters, hooks and names stay those of the module.
+    """
+    attention.register(left_out=True)
+    for layer in decoder_layers(lm):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def decoder_layers(lm: Any) -> list[nn.Module]:

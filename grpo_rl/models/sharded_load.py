@@ -23,8 +23,11 @@ def rows_of(tensor: Any) -> tuple[int, int]:
     total = int(tensor.shape[0])
     if not isinstance(tensor, DTensor):
         return 0, total
-    size = -(-total // tensor.device_mesh.size())
-    start = min(tensor.device_mesh.get_local_rank() * size, total)
+    mesh = tensor.device_mesh
+    # The last dimension of a mesh is the one that shards; along another one there are replicas.
+    last = mesh.ndim - 1
+    size = -(-total // mesh.size(last))
+    start = min(mesh.get_local_rank(last) * size, total)
     stop = min(start + size, total)
     assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
     return start, stop
@@ -33,6 +36,11 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's shard, or the tensor itself where it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether this rank's rows of a tensor are in the first of the replicas that hold them, which stands for all."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
 class WeightFiles:

@@ -338,7 +338,8 @@ def _roles(
 
 
 def _num_replicas(config: Config, machine: Machine) -> int:
-    return derived.num_rollout_devices(config, machine) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.num_replicas or derived.num_rollout_devices(config, machine) // rollout.tensor_model_parallel_size
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:

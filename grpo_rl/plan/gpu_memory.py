@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes
+from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes, sharded_over
 from grpo_rl.plan.model_folder import ModelSize, model_size
 
 CONTEXT = int(0.6 * GIB)
@@ -111,7 +111,10 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
     }[name]
-    shard = size.num_params // role.num_workers
+    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
+    shard = size.num_params // (role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers))
+    if fsdp is not None and fsdp.offload_policy:
+        shard = 0  # in host memory, all the time
     keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
     tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
+from grpo_rl.config.schema.critic import CriticModelConfig
+from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size
@@ -17,21 +19,21 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device."""
     config, machine = plan.config, plan.machine
-    model = config.actor_rollout_ref.model
     actor_width = _width(config.actor_rollout_ref.actor.fsdp_config.dtype, machine)
     roles = []
     if actor := plan.role("actor"):
-        activations = _activations(config, size, plan.passes.update, actor_width, model.enable_gradient_checkpointing)
-        activations += head_bytes(plan, size, gradient=True)
-        state = size.num_params * _TRAINING_BYTES // actor.num_workers
-        parts = f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}"
-        roles.append(RoleMemory("actor", state + activations, parts))
+        activations = needs_of_passes(plan, size, "actor") + head_bytes(plan, size, gradient=True)
+        fsdp = config.actor_rollout_ref.actor.fsdp_config
+        roles.append(_trained("actor", size, fsdp, actor.num_workers, activations))
     if reference := plan.role("reference"):
-        weights = size.num_params * 4 // reference.num_workers
+        own = config.actor_rollout_ref.ref.fsdp_config
+        weights = size.num_params * 4 // sharded_over(own, reference.num_workers)
         # Without a backward pass only the layer that is being computed holds activations.
         passing = _layer_activations(size, _tokens(config, plan.passes.reference), actor_width)
         passing += head_bytes(plan, size, gradient=False)
-        roles.append(RoleMemory("reference", weights + passing, f"weights {gib(weights)} + activations {gib(passing)}"))
+        where = " in host memory" if own.offload_policy else ""
+        parts = f"weights {gib(weights)}{where} + activations {gib(passing)}"
+        roles.append(RoleMemory("reference", passing + (0 if own.offload_policy else weights), parts))
     if critic := plan.role("critic"):
         roles.append(_critic(plan, critic.num_workers, size))
     if scorers := plan.role("reward_model"):
@@ -70,20 +72,29 @@ def needs_of_passes(plan: Plan, size: ModelSize, name: RoleName) -> int:
     if name == "critic":
         critic = config.critic
         width = _width(critic.fsdp.dtype, machine)
-        return _activations(config, size, plan.passes.critic, width, critic.model.enable_gradient_checkpointing)
+        return _activations(config, size, plan.passes.critic, width, critic.model)
     actor = config.actor_rollout_ref
     width = _width(actor.actor.fsdp_config.dtype, machine)
-    return _activations(config, size, plan.passes.update, width, actor.model.enable_gradient_checkpointing)
+    return _activations(config, size, plan.passes.update, width, actor.model)
 
 
 def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:
     """The actor's need without the LM head's logits, for its own model's sizes where it has one."""
     size = size if plan.critic_model is None else model_size(plan.critic_model) or size
-    critic = plan.config.critic
-    width = _width(critic.fsdp.dtype, plan.machine)
-    activations = _activations(plan.config, size, plan.passes.critic, width, critic.model.enable_gradient_checkpointing)
-    state = size.num_params * _TRAINING_BYTES // ranks
-    return RoleMemory("critic", state + activations, f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}")
+    return _trained("critic", size, plan.config.critic.fsdp, ranks, needs_of_passes(plan, size, "critic"))
+
+
+def _trained(name: str, size: ModelSize, fsdp: FsdpConfig, ranks: int, activations: int) -> RoleMemory:
+    """Return the need of a trained role, whose state may lie in host memory."""
+    state = size.num_params * _TRAINING_BYTES // sharded_over(fsdp, ranks)
+    where = " in host memory" if fsdp.offload_policy else ""
+    parts = f"weights, gradients, AdamW {gib(state)}{where} + activations {gib(activations)}"
+    return RoleMemory(name, activations + (0 if fsdp.offload_policy else state), parts)
+
+
+def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:
+    """Return how many of a role's ranks hold one copy of its model together."""
+    return fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
 
 
 def _reward_model(plan: Plan, ranks: int) -> list[RoleMemory]:
@@ -116,11 +127,16 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
     return RoleMemory("rollout", weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
 
 
-def _activations(config: Config, size: ModelSize, rule: MicroBatchRule, width: int, checkpointing: bool) -> int:
+def _activations(
+    config: Config, size: ModelSize, rule: MicroBatchRule, width: int, model: ModelConfig | CriticModelConfig
+) -> int:
     tokens = _tokens(config, rule)
     one_layer = _layer_activations(size, tokens, width)
-    kept = size.layers * tokens * size.hidden * width
-    return kept + one_layer if checkpointing else size.layers * one_layer
+    if not model.enable_gradient_checkpointing:
+        return size.layers * one_layer
+    # Of inputs that wait in host memory two are on the device: the present layer's, and one that is on its way.
+    kept = 2 if model.enable_activation_offload else size.layers
+    return kept * tokens * size.hidden * width + one_layer
 
 
 def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
@@ -130,11 +146,11 @@ def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
-    """The most tokens in one micro-batch of one rank, and never more than a mini-batch can have."""
+    """The most tokens of one micro-batch that one rank computes, and never more than a mini-batch can have."""
     longest = longest_sequence(config)
     rollouts = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     limit = rule.max_tokens if rule.max_tokens is not None else (rule.max_rollouts or 1) * longest
-    return min(limit, rollouts * longest)
+    return -(-min(limit, rollouts * longest) // rule.sequence_ranks)
 
 
 def _width(dtype: str, machine: Machine) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, critic_has_own_model
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
@@ -83,6 +83,7 @@ def check_policy(config: Config, machine: Machine) -> None:
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
     problems += _drops_at_random(config, settings)
+    problems += _heads_do_not_split(config, settings)
     if problems:
         raise ConfigError(problems)
 
@@ -187,6 +188,25 @@ def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
             "their prompt's states cannot do each for itself; set actor_rollout_ref.actor.use_prefix_grouper=false, or these to "
             "0 in actor_rollout_ref.model.override_config"
         )
+
+
+def _heads_do_not_split(config: Config, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem for attention heads that the ranks which compute a pass together cannot share evenly."""
+    parts, text = config.actor_rollout_ref, settings.get("text_config") or settings
+    heads = text.get("num_attention_heads")
+    sizes = {
+        "actor_rollout_ref.actor": parts.actor.ulysses_sequence_parallel_size,
+        "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1,
+    }
+    if not critic_has_own_model(config):
+        sizes["critic"] = config.critic.ulysses_sequence_parallel_size
+    for role, size in sizes.items():
+        if isinstance(heads, int) and heads > 0 and heads % size:
+            fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            yield (
+                f"{role}.ulysses_sequence_parallel_size={size}: must divide the {heads} attention heads of {parts.model.path}, of "
+                f"which each rank computes its part; possible: {fits}"
+            )
 
 
 def _dropouts(settings: dict[str, Any]) -> dict[str, float]:

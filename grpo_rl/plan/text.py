@@ -132,7 +132,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     if actor := plan.role("actor"):
         why = "" if plan.trains else f", for {actor.reason}"
-        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{why}"
+        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}"
     elif not plan.trains:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
     if plan.engine is not None:
@@ -312,6 +312,19 @@ def _ratio(plan: Plan) -> str:
     return f"exactly 1 (one update per batch); old log-probs are {old}"
 
 
+def _axes(config: Config, plan: Plan) -> str:
+    """Describe what differs from plain sharding over all of the actor's ranks."""
+    fsdp, together = config.actor_rollout_ref.actor.fsdp_config, plan.passes.update.sequence_ranks
+    parts = []
+    if 0 < fsdp.fsdp_size < plan.world_size:
+        parts.append(f"sharded over {fsdp.fsdp_size}, {plan.world_size // fsdp.fsdp_size} replicas")
+    if together > 1:
+        parts.append(f"sequences split over {together}")
+    if fsdp.offload_policy:
+        parts.append("optimizer steps in host memory")
+    return "".join(f"; {part}" for part in parts)
+
+
 def _micro_batches(plan: Plan) -> list[str]:
     """Describe how each pass over the rollouts is cut, passes of the same rule together."""
     passes = plan.passes
@@ -322,7 +335,7 @@ def _micro_batches(plan: Plan) -> list[str]:
         uses.setdefault(passes.reference, []).append("reference")
     if plan.role("critic"):
         uses.setdefault(passes.critic, []).append("critic")
-    return [f"{rule} per rank ({', '.join(names)})" for rule, names in uses.items()]
+    return [f"{rule} ({', '.join(names)})" for rule, names in uses.items()]
 
 
 def _objective(config: Config, plan: Plan) -> Rows:

@@ -35,10 +35,14 @@ class EngineSpec:
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config, the same as the trainer applies."""
     tensor_parallel_size: int = 1
+    quantization: str | None = None
+    """vLLM on GPUs: its way of quantizing weights as they arrive; None: as they are."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = True
     gpu_memory_utilization: float = 0.5
+    kv_cache_memory_bytes: int | None = None
+    """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
     kv_cache_gib: float = 1.0
     """CPU: most memory for keys and values; an engine takes less where max_num_seqs full-length rollouts need less."""
     enable_prefix_caching: bool = True
@@ -49,6 +53,8 @@ class EngineSpec:
     verify_checksum: bool = False
     fp32_lm_head: bool = False
     """vLLM: compute the logits in float32 whatever `dtype` is."""
+    deterministic: bool = False
+    """vLLM on GPUs: kernels whose results do not depend on what else is in the batch."""
     seed: int = 0
     """The seed of requests that bring none of their own."""
     threads: int = 1
@@ -77,10 +83,12 @@ class EngineSpec:
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
             tensor_parallel_size=rollout.tensor_model_parallel_size,
+            quantization=rollout.quantization,
             max_num_seqs=max_num_seqs(cfg, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
             kv_cache_gib=rollout.kv_cache_gib,
             enable_prefix_caching=rollout.enable_prefix_caching,
             sleep_mode=on_gpu and colocated and rollout.free_cache_engine,
@@ -88,6 +96,7 @@ class EngineSpec:
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=rollout.checkpoint_engine.verify_checksum,
             fp32_lm_head=rollout.fp32_lm_head,
+            deterministic=cfg.trainer.deterministic,
             seed=rollout.seed,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),

@@ -43,6 +43,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if spec.deterministic and spec.device == "cuda":
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     if spec.device == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if spec.enforce_eager:

@@ -107,6 +107,8 @@ class Run:
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
+        if self.roles.instruments is not None:
+            self.roles.instruments.begin(self.step)
         try:
             with self.timeline.span("step", "step"):
                 metrics = self.schedule.step()
@@ -127,12 +129,17 @@ class Run:
         is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
         if self.context.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.schedule.evaluate()
-        if trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq)) and not self.saving.is_saved(self.step):
+        # What a recovery from the last checkpoint would do again is kept until the next one, and must not grow for ever.
+        full = self.roles.kept_updates() >= trainer.max_kept_updates
+        saves = trainer.save_freq > 0 and (last or full or is_due(self.step, trainer.save_freq))
+        if saves and not self.saving.is_saved(self.step):
             metrics |= self._save()
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
         metrics["perf/host_memory_share"] = machine_memory().used_share
+        if self.roles.instruments is not None:
+            metrics |= self.roles.instruments.end(metrics)
         self._log(metrics | self.roles.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))

@@ -16,7 +16,17 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.training_rows.training_set import TrainingRows
-from grpo_rl.protocols import Actor, Critic, MovingReference, Reference, Rewarder, RolloutPool, Saved, TrainedRewardModel
+from grpo_rl.protocols import (
+    Actor,
+    Critic,
+    Instruments,
+    MovingReference,
+    Reference,
+    Rewarder,
+    RolloutPool,
+    Saved,
+    TrainedRewardModel,
+)
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
@@ -49,6 +59,10 @@ class Roles:
     """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how many workers failed and came back since the last call."""
+    kept_updates: Callable[[], int] = lambda: 0
+    """A function that returns how many updates a recovery would make again: those that no save has been begun after."""
+    instruments: Instruments | None = None
+    """The instruments of the workers, which measure every step and trace chosen ones."""
     kept: list[Saved] = dataclasses.field(default_factory=list)
     """Parts of a checkpoint that are no role, and that the schedule adds when it is constructed."""
 

@@ -14,7 +14,7 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
-from grpo_rl.models.sharded_load import local_of
+from grpo_rl.models.sharded_load import is_first_replica, local_of
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -50,9 +50,13 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return left_columns({"logprobs_T": self.logprobs(share, micro_batches)})
 
     def weight_sums(self) -> dict[str, int]:
-        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
+        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's.
+
+        Of replicas the first one counts.
+        """
         fsdp.reshard(self.model)
-        shards = {name: local_of(value.detach()) for name, value in self.model.named_parameters()}
+        named = [(name, value) for name, value in self.model.named_parameters() if is_first_replica(value)]
+        shards = {name: local_of(value.detach()) for name, value in named}
         return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def measure(self, batch: Batch | None) -> Tensor:

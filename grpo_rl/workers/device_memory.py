@@ -20,6 +20,7 @@ class DeviceMemory:
 
     `gives_back` says whether other processes wait for the device's memory; by default those of a GPU do. On a CPU a phase
     leaves the gathered parameters where they are: the next one reads them again, and nothing else wants their memory.
+    With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the device by itself.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class DeviceMemory:
         *,
         param_offload: bool,
         optimizer_offload: bool = False,
+        in_host_memory: bool = False,
         gives_back: bool | None = None,
     ) -> None:
         self.model, self.device, self.optimizer = model, device, optimizer
         self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
+        self.in_host_memory = in_host_memory
         self.gives_back = device.type == "cuda" if gives_back is None else gives_back
         self._host = HostMemory()
         self._away = False
@@ -86,11 +89,12 @@ class DeviceMemory:
 
     def move_weights(self, device: torch.device) -> None:
         """Move this rank's shards, and buffers. The parameters stay the same objects, which the optimizer refers to."""
-        move_module(self.model, device, self._host)
+        if not self.in_host_memory:
+            move_module(self.model, device, self._host)
 
     def move_moments(self, device: torch.device) -> None:
         """Move the optimizer's moments."""
-        if self.optimizer is not None:
+        if self.optimizer is not None and not self.in_host_memory:
             move_optimizer(self.optimizer, device, self._host)
 
     def free_cache(self) -> None:

@@ -16,6 +16,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, sequences_of
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
@@ -24,11 +25,12 @@ class ReferenceWorker:
     """One rank of the reference."""
 
     def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
-        self.device = join_set(rank)
+        self.device = join_set(rank, in_host_memory=spec.in_host_memory)
         self.share_prompts = spec.share_prompts
         self.policy = build_policy(spec, rank, self.device)
+        self.work = ModelWork(self.policy)
         self.files = RankFiles(self.policy, None, None, rank.rank)
-        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload)
+        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
         self.memory.release()
 
     @torch.no_grad()

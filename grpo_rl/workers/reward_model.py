@@ -15,6 +15,7 @@ from grpo_rl.models.forward import Sequences
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import compute_dtype, fill, join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
 from grpo_rl.workers.trained_rank import TrainedRank
@@ -30,6 +31,7 @@ class RewardModelWorker:
         self.spec = spec
         self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
+        self.work = ModelWork(self.model)
         self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
         self.memory.release()
 
@@ -148,7 +150,7 @@ def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpoin
     if alone:
         model.to(device)
     mesh = init_device_mesh(device.type, (rank.world_size,))
-    fsdp.shard(model, mesh, compute_dtype=compute_dtype(spec.dtype, device), reshard_after_forward=True)
+    fsdp.shard(model, mesh, fsdp.Sharding(compute_dtype(spec.dtype, device)))
     if not alone:
         # A trained one may start from a language model, which has no head for scores.
         new = ("score.weight", "score.bias") if trained else ()

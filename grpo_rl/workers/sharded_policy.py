@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.models import fsdp, load
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
 from grpo_rl.models.linear import Precision
+from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import PolicySpec, Rank
@@ -23,8 +23,13 @@ from grpo_rl.workers.specs import PolicySpec, Rank
 M = TypeVar("M", bound=PackedModel)
 
 
-def join_set(rank: Rank) -> torch.device:
-    """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device."""
+def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
+    """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device.
+
+    Where gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
+    """
+    if rank.deterministic:
+        torch.use_deterministic_algorithms(True)
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -33,7 +38,7 @@ def join_set(rank: Rank) -> torch.device:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=rank.timeout_s)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        ("cpu:gloo,cuda:nccl" if in_host_memory else "nccl") if device.type == "cuda" else "gloo",
         # The ranks come to it while others still start.
         store=_store(rank, datetime.timedelta(seconds=max(rank.timeout_s, rank.start_timeout_s))),
         rank=rank.rank,
@@ -66,9 +71,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker set."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+    fused = spec.model.use_fused_kernels
 
     def wrap(lm: Any) -> PolicyModel:
-        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision, fused=fused)
 
     return build_sharded(spec, rank, device, wrap)
 
@@ -89,20 +95,21 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
     alone = rank.world_size == 1
     lm = load.load_lm(model.path, config, trust_remote_code=own_code, on_meta=not alone, key=key)
     if spec.train and model.enable_gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        load.recompute_layers(lm, inputs_in_host_memory=model.enable_activation_offload)
+    if spec.compiled:
+        load.compile_layers(lm)
     policy = wrap(lm)
     policy.train(spec.train)
     policy.requires_grad_(spec.train)
     if alone:
         policy.to(device)
-    fsdp.shard(
-        policy,
-        init_device_mesh(device.type, (rank.world_size,)),
-        compute_dtype=compute_dtype(spec.dtype, device),
-        reshard_after_forward=spec.reshard_after_forward,
+    how = fsdp.Sharding(
+        compute_dtype(spec.dtype, device), spec.reshard_after_forward, spec.in_host_memory, spec.forward_prefetch
     )
+    fsdp.shard(policy, fsdp.mesh_of(device.type, spec.shard_ranks, rank.timeout_s), how)
+    policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
     if not alone:
-        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)))
+        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)), in_host_memory=spec.in_host_memory)
     return policy
 
 
@@ -114,6 +121,8 @@ def fill(
     device: torch.device,
     whole: Callable[[], PackedModel],
     new: Sequence[str] = (),
+    *,
+    in_host_memory: bool = False,
 ) -> None:
     """Fill a sharded policy around `lm` with the weights of a folder; those of the names `new` may be missing, and are 0 then.
 
@@ -122,12 +131,12 @@ def fill(
     """
     files = WeightFiles.find(path)
     if files is not None and files.fits(lm, new):
-        fsdp.materialize_from(policy, device, lambda: files.read_into(lm))
+        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=in_host_memory)
         wait_for_all(rank)
         return
     read = whole() if rank.rank == 0 else None
     wait_for_all(rank)
-    fsdp.materialize(policy, read, device)
+    fsdp.materialize(policy, read, device, in_host_memory=in_host_memory)
 
 
 def wait_for_all(rank: Rank) -> None:

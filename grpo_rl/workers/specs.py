@@ -27,6 +27,8 @@ class Rank:
     """The longest wait in a collective."""
     start_timeout_s: float = 0.0
     """The longest wait for the others while models are loaded, where that is longer."""
+    deterministic: bool = False
+    """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ class PolicySpec:
     train: bool = False
     share_prompts: bool = True
     """Compute a prompt once for all its responses in a micro-batch."""
+    sequence_ranks: int = 1
+    """The ranks that compute each micro-batch together, a slice of its tokens each."""
+    shard_ranks: int = -1
+    """The ranks that the model is sharded over, each such group with a replica of it; below 1: all."""
+    in_host_memory: bool = False
+    """Parameters and optimizer lie in host memory, and the optimizer steps there."""
+    forward_prefetch: bool = False
+    """Gather a layer's parameters while the layer before it is computed."""
+    compiled: bool = False
+    """Compile the decoder layers."""
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
 
@@ -71,6 +83,10 @@ class ActorSpec:
     """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
     measures_engine: bool = False
     """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        return self.policy.in_host_memory
 
 
 Rows = tuple[int, ...]
@@ -122,6 +138,10 @@ class CriticSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
 
+    @property
+    def in_host_memory(self) -> bool:
+        return self.model.in_host_memory
+
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
@@ -154,6 +174,10 @@ class TrainedRewardModelSpec:
     @property
     def optimizer_offload(self) -> bool:
         return self.train.optimizer_offload
+
+    @property
+    def in_host_memory(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

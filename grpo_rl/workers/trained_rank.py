@@ -29,6 +29,7 @@ from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.device_memory import DeviceMemory
+from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
 
@@ -51,6 +52,9 @@ class TrainedSpec(Protocol):
     @property
     def optimizer_offload(self) -> bool: ...
 
+    @property
+    def in_host_memory(self) -> bool: ...
+
 
 S = TypeVar("S", bound=TrainedSpec)
 M = TypeVar("M", bound=PackedModel)
@@ -65,14 +69,16 @@ class TrainedRank(ABC, Generic[S, M]):
     def __init__(self, spec: S, rank: Rank) -> None:
         self.spec = spec
         self.rank = rank
-        self.device = join_set(rank)
+        self.device = join_set(rank, in_host_memory=spec.in_host_memory)
         # Each rank draws its own dropout; the offset keeps runs with other seeds apart.
         torch.manual_seed(spec.seed * 1_000_003 + rank.rank)
         self.model: M = self.build()
+        self.work = ModelWork(self.model)
         self.optimizer = make_optimizer(self.model, spec.optim)
         self.scheduler = make_scheduler(self.optimizer, spec.optim, spec.total_optimizer_steps)
         self.files = RankFiles(self.model, self.optimizer, self.scheduler, rank.rank)
         offload = {"param_offload": spec.param_offload, "optimizer_offload": spec.optimizer_offload}
+        offload["in_host_memory"] = spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
         self.memory.release()
 

@@ -67,7 +67,7 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     ids_S = torch.randint(0, VOCABULARY, (int((prompts_N + responses_N).sum()),), generator=torch.Generator().manual_seed(2))
     policy = PolicyModel(load.load_lm(str(folder), load.load_config(str(folder)))).to(device)
     if sharded:
-        fsdp.shard(policy, init_device_mesh("cuda", (1,)), compute_dtype=dtype, reshard_after_forward=True)
+        fsdp.shard(policy, init_device_mesh("cuda", (1,)), fsdp.Sharding(dtype))
     with torch.no_grad():
         rows = torch.arange(len(prompts_N))
         batch = Batch(prompts_N, responses_N, rows, ids_S, torch.zeros(len(rows)), torch.zeros(int(responses_N.sum())))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.checkpoint.host_memory import HostMemory
@@ -22,6 +23,7 @@ from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import forward, fsdp, sharded_load
 from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
+from grpo_rl.workers import device_memory
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.device_memory import in_host_memory
@@ -224,6 +226,24 @@ class RecordingActor(Recording, ActorWorker):
         lm = self.model.lm
         tied = not lm.config.tie_word_embeddings or lm.lm_head.weight is lm.get_input_embeddings().weight
         return tied and parameters == optimized
+
+    def offloads_and_moves(self) -> tuple[bool, int]:
+        """Return whether FSDP keeps the shards in host memory, and how often a phase or an engine's start moves tensors."""
+        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        (offloaded,) = {param.offload_to_cpu for m in modules for param in m._get_fsdp_state()._fsdp_param_group.fsdp_params}
+        whole, calls = (device_memory.move_module, device_memory.move_optimizer), []
+        device_memory.move_module = device_memory.move_optimizer = lambda *_: calls.append(1)  # type: ignore[assignment]
+        try:
+            self.memory.gives_back = True
+            for phase in (self.vacate, self.occupy, self.memory.load_all, self.memory.release):
+                phase()
+        finally:
+            device_memory.move_module, device_memory.move_optimizer = whole
+        return offloaded, len(calls)
+
+    def prefetched(self) -> list[int]:
+        """Return for each layer how many layers are gathered with it in the forward pass."""
+        return [len(layer._get_fsdp_state()._states_to_forward_prefetch) for layer in self.model.lm.base_model.layers]
 
 
 class RecordingCritic(Recording, CriticWorker):

@@ -32,6 +32,9 @@ class Layout:
     reshard: bool = True
     share: bool = False
     """Prompts are computed once for all their responses in a micro-batch."""
+    shard_ranks: int = -1
+    in_host_memory: bool = False
+    prefetch: bool = False
 
 
 ALONE = Layout()
@@ -70,6 +73,10 @@ def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float)
             reshard_after_forward=layout.reshard,
             train=True,
             share_prompts=layout.share,
+            sequence_ranks=layout.rule.sequence_ranks,
+            shard_ranks=layout.shard_ranks,
+            in_host_memory=layout.in_host_memory,
+            forward_prefetch=layout.prefetch,
         ),
         objective,
         OptimConfig(lr=1e-5, clip_grad=clip_grad),

@@ -15,7 +15,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import multiplies_bfloat16, probe_machine
 from grpo_rl.plan.make import make_plan
-from grpo_rl.plan.memory import memory_by_role
+from grpo_rl.plan.memory import memory_by_role, needs_of_passes
 from grpo_rl.plan.model_folder import model_size
 from grpo_rl.plan.text import WIDTH
 
@@ -51,6 +51,51 @@ def problems_of(*words: str, machine: Machine = CPU) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         plan_of(*words, machine=machine)
     return caught.value.problems
+
+
+# ---- axes of parallelism -------------------------------------------------------------------------------
+
+
+def test_sequences_split_over_ranks_divide_activations_and_are_on_the_page() -> None:
+    # The arithmetic model has 4 heads, so that 4 ranks have one each.
+    long = [f"{A}.ppo_max_token_len_per_gpu=4096"]
+    plain, split = (plan_of(*long, *words, machine=EIGHT_GPUS) for words in ([], [f"{A}.ulysses_sequence_parallel_size=4"]))
+    assert split.passes.update == MicroBatchRule(4 * 4096, None, True, 4) == split.passes.reference
+    page = " ".join(split.render().split())
+    assert "sequences split over 4" in page and "<= 16,384 tokens per 4 ranks together (update" in page
+    assert "split" not in plain.render()
+    size = model_size("builtin:arithmetic")
+    assert size is not None
+    rollouts = [f"{A}.ppo_micro_batch_size_per_gpu=8"]
+    plain, split = (plan_of(*rollouts, *words, machine=EIGHT_GPUS) for words in ([], [f"{A}.ulysses_sequence_parallel_size=4"]))
+    whole, quarter = (needs_of_passes(plan, size, "actor") for plan in (plain, split))
+    assert quarter == pytest.approx(whole / 4, rel=0.01)
+
+
+def test_replicas_and_steps_in_host_memory_are_on_the_page() -> None:
+    page = plan_of(f"{A}.fsdp_config.fsdp_size=4", f"{A}.fsdp_config.offload_policy=true", machine=EIGHT_GPUS).render()
+    assert "sharded over 4, 2 replicas; optimizer steps in host memory" in " ".join(page.split())
+
+
+def test_what_lies_in_host_memory_is_none_of_the_devices() -> None:
+    size = model_size("builtin:arithmetic")
+    assert size is not None
+
+    def actor(*words: str) -> int:
+        return next(
+            role.num_bytes for role in memory_by_role(plan_of(*words, machine=EIGHT_GPUS), size) if role.role == "actor"
+        )
+
+    plain, replicas, host = actor(), actor(f"{A}.fsdp_config.fsdp_size=2"), actor(f"{A}.fsdp_config.offload_policy=true")
+    assert plain - host == size.num_params * 16 // 8
+    assert replicas - host == size.num_params * 16 // 2
+    activations = actor("actor_rollout_ref.model.enable_activation_offload=true")
+    assert plain - activations == (size.layers - 2) * 16384 * size.hidden * 2
+
+
+def test_heads_that_the_ranks_of_a_pass_cannot_share_are_refused() -> None:
+    (problem,) = problems_of(f"{A}.ulysses_sequence_parallel_size=8", machine=EIGHT_GPUS)
+    assert f"{A}.ulysses_sequence_parallel_size=8: must divide the" in problem and "attention heads" in problem
 
 
 # ---- numbers -------------------------------------------------------------------------------------------

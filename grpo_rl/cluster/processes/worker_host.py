@@ -20,6 +20,7 @@ from grpo_rl import faults
 from grpo_rl.cluster.recovery.out_of_memory import out_of_memory
 from grpo_rl.config.redaction import HidingStream
 from grpo_rl.config.secrets import redact, remember, remember_environment
+from grpo_rl.workers.instruments import Instruments, Observation, PhaseMeasure, device_name
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
@@ -82,6 +83,7 @@ class WorkerHost:
         self._fetched: tuple[str, Any] = ("", None)
         """The `Stored` value that a call carried last."""
         self.name = name
+        self._instruments = Instruments(name)
         faults.arm()
         faults.tell(worker=name)
         if log_file is not None:
@@ -118,9 +120,19 @@ class WorkerHost:
         """Call a method of the worker. Raises RemoteError."""
 
         def run() -> Any:
-            return getattr(self._worker, method)(*map(self._value, args), **kwargs)
+            values = [self._value(argument) for argument in args]
+            with self._instruments.around(self._worker, method):
+                return getattr(self._worker, method)(*values, **kwargs)
 
-        return _guard(run, (), {})
+        return _guard(run, (), {}, self._instruments.failed)
+
+    def observe(self, order: Observation) -> None:
+        """Use these instruments from the next call on."""
+        _guard(self._instruments.observe, (order,), {})
+
+    def measures(self) -> tuple[str | None, dict[str, PhaseMeasure]]:
+        """Return the name of this process's GPU, if any, and what each phase took since the last call."""
+        return device_name(), self._instruments.measures()
 
     def _value(self, argument: Any) -> Any:
         """Return what the argument stands for; the last stored value stays, until another takes its place."""
@@ -156,7 +168,12 @@ def _get(ref: Any) -> Any:
     return ray.get(ref, timeout=FETCH_S)
 
 
-def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _guard(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_failure: Callable[[Exception], None] = lambda _: None,
+) -> Any:
     from grpo_rl.errors import GrpoRlError
 
     try:
@@ -165,6 +182,7 @@ def _guard(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         trace = redact(traceback.format_exc())
         print(trace, file=sys.stderr, flush=True)
         error = out_of_memory(found) or found
+        on_failure(error)
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 

@@ -69,19 +69,24 @@ class Cut:
         *,
         for_two: bool = False,
     ) -> list[Any]:
-        """Return the results of `method` by rank, called with what `arguments` makes of the rule.
+        """Return the results of `method` by share, each rank called with what `arguments` makes of the rule for its share.
 
         `lengths` are those of the sequences of each mini-batch. With `for_two` a result is a pair of a value and the reference
         to a second one (`SupervisedSet.call_for_two`). Raises OutOfMemory where memory ran out and it is not to be
         split, or one sequence alone is too long.
         """
         call = self.worker_set.call_for_two if for_two else self.worker_set.call_each
+        together = self.rule.sequence_ranks
         longest = max((max(some, default=0) for some in lengths), default=0)
         while True:
             try:
-                return call(method, arguments(at_least(self.rule, longest)))
+                # Ranks that compute a pass together get the same share, and all of them have its results.
+                shares = [one for one in arguments(at_least(self.rule, longest)) for _ in range(together)]
+                return call(method, shares)[::together]
             except OutOfMemory as error:
-                smaller = halved(at_least(self.rule, longest), lengths, len(self.worker_set)) if self.splits else None
+                smaller = (
+                    halved(at_least(self.rule, longest), lengths, len(self.worker_set) // together) if self.splits else None
+                )
                 if smaller is None:
                     raise
                 # Ranks that had enough memory wait in a collective for the one that had not.

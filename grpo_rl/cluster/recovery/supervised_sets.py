@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,12 @@ SAVES = frozenset({"save", "begin_save"})
 """Calls whose half-done work is in the way of a second try: their caller begins again with another folder."""
 
 
+COPY_SHARE = 0.02
+"""Copies in memory take at most this share of the time of the updates, where one takes longer than that of a single update."""
+LONGEST_AGAIN_S, MOST_AGAIN = 10.0, 8
+"""A copy is made at the latest after updates of this many seconds, and after this many: what a recovery makes again."""
+
+
 class SetRestarted(ClusterError):
     """An error: the set was made anew amid several calls that belong together. Make them again, from the first."""
 
@@ -45,34 +52,59 @@ class Keeper:
         self._copy: list[ray.ObjectRef] | None = None
         self._folder: Path | None = None
         self._updates: list[Arguments] = []
+        self._updates_s = 0.0
+        self._copy_s = 0.0
         self._num_saved: int | None = None
 
     def stored(self, arguments: Arguments) -> Arguments:
         """Return the arguments of an update as they are kept until the next commit, and sent: in the object store.
 
         There they lie once, and go to disk when it is full; at 65 million tokens those of one update are 1.8 GB. With copies in
-        memory they are kept for the one call only, and travel with it. What is in the store already, such as the weights that an
-        actor's rank handed over, stays as it is.
+        memory they are kept until the next copy only, and travel with the call. What is in the store already, such as the weights that an
+        actor's rank handed over, stays as it is. What several ranks get lies there once.
         """
         if self.in_memory:
             return arguments
+        placed: dict[int, Stored | ray.ObjectRef] = {}
 
         def place(value: Any) -> Any:
-            return value if isinstance(value, Stored | ray.ObjectRef) else self.worker_set.store([value], stays=False)[0]
+            if isinstance(value, Stored | ray.ObjectRef):
+                return value
+            if id(value) not in placed:
+                placed[id(value)] = self.worker_set.store([value], stays=False)[0]
+            return placed[id(value)]
 
         return [tuple(place(value) for value in some) for some in arguments]
 
-    def after(self, method: str, arguments: Arguments) -> None:
-        """Note what a call that has succeeded did to the state."""
+    def after(self, method: str, arguments: Arguments, seconds: float = math.inf) -> None:
+        """Note what a call that has succeeded did to the state, and how long it took."""
         if method == "update":
             self._updates.append(arguments)
+            self._updates_s += seconds
         elif method == "load":
             self._set(None, Path(arguments[0][0]))
         elif method in ("save", "begin_save"):
             self._num_saved = len(self._updates)
-        if method in ("update", "load") and self.in_memory:
+        if self.in_memory and (method == "load" or (method == "update" and self._copy_is_due(arguments))):
             # Where it fails, the update is among those that the recovery makes again.
-            self._set(self.worker_set.parts("snapshot"), None)
+            began = time.monotonic()
+            copy = self.worker_set.parts("snapshot")
+            self._set(copy, None)
+            self._copy_s = time.monotonic() - began
+
+    def _copy_is_due(self, arguments: Arguments) -> bool:
+        """Return whether a copy in memory is to be made after this update.
+
+        It is after every one, except where updates are so short that copies would be a part of the time that is felt.
+        """
+        # Whole weights, such as an actor's rank hands over, would be as much memory as a copy.
+        holds_weights = any(isinstance(value, ray.ObjectRef) for some in arguments for value in some)
+        return (
+            self._copy is None
+            or holds_weights
+            or len(self._updates) >= MOST_AGAIN
+            or self._updates_s >= min(LONGEST_AGAIN_S, self._copy_s / COPY_SHARE)
+        )
 
     def committed(self, folder: Path) -> None:
         """Note that the files of the last `save` are complete and stay in `folder`."""
@@ -94,8 +126,14 @@ class Keeper:
         """Updates that a recovery makes again."""
         return len(self._updates)
 
+    @property
+    def num_unsaved(self) -> int:
+        """Updates that are kept, and that no save that has been begun contains: 0 with copies in memory."""
+        return 0 if self.in_memory else len(self._updates) - (self._num_saved or 0)
+
     def _set(self, copy: list[ray.ObjectRef] | None, folder: Path | None) -> None:
         self._copy, self._folder, self._updates, self._num_saved = copy, folder, [], None
+        self._updates_s = 0.0
 
 
 class SupervisedSet(WorkerSet):
@@ -135,6 +173,7 @@ class SupervisedSet(WorkerSet):
             arguments = self.keeper.stored(arguments)
         while True:
             try:
+                began = time.monotonic()
                 results = self.call_once(method, arguments)
                 break
             except WorkerFailed as error:
@@ -145,7 +184,7 @@ class SupervisedSet(WorkerSet):
                     # Its folder holds files of the ranks that have ended.
                     raise SaveLost from error
         if self.keeper is not None and self.is_restarted:
-            self.keeper.after(method, arguments)
+            self.keeper.after(method, arguments, time.monotonic() - began)
         return results
 
     def call_once(self, method: str, arguments: Arguments) -> list[Any]:

@@ -99,9 +99,7 @@ class ActorRole:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
-        return per_token(
-            self.forward_cut, "logprobs", deal(self.worker_set, batch, shares_prompts=self.forward_cut.rule.shares_prompts)
-        )
+        return per_token(self.forward_cut, "logprobs", deal(self.worker_set, batch, rule=self.forward_cut.rule))
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same however many ranks hold them: of the sums of each one's shards."""
@@ -186,8 +184,7 @@ class ActorRole:
         if self._dealt is None or not self._dealt.holds(batch):
             # The two sides of a pair are compared in one micro-batch.
             units = batch.group_N.tolist() if self.objective.needs_pairs else None
-            shares_prompts = self.train_cut.rule.shares_prompts
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), units, shares_prompts=shares_prompts)
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), units, rule=self.train_cut.rule)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:

@@ -55,8 +55,7 @@ class CriticRole(SavedRole):
     def _deal(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
-            shares_prompts = self.cut.rule.shares_prompts
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), shares_prompts=shares_prompts)
+            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), rule=self.cut.rule)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
@@ -88,7 +87,11 @@ def make_critic(plan: Plan, worker_set: SupervisedSet) -> CriticRole:
 def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
     """Return what every critic rank is built from; the model is the actor's unless the plan names another."""
     critic, own = plan.config.critic, plan.critic_model
-    model = replace(actor.model, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing)
+    model = replace(
+        actor.model,
+        enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        enable_activation_offload=critic.model.enable_activation_offload,
+    )
     if own is not None:
         model = replace(model, path=own, override_config={})
     return CriticSpec(
@@ -98,6 +101,11 @@ def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
             dtype=critic.fsdp.dtype,
             reshard_after_forward=critic.fsdp.reshard_after_forward,
             train=True,
+            sequence_ranks=critic.ulysses_sequence_parallel_size,
+            shard_ranks=critic.fsdp.fsdp_size,
+            in_host_memory=critic.fsdp.offload_policy,
+            forward_prefetch=critic.fsdp.forward_prefetch,
+            compiled=critic.fsdp.use_torch_compile,
             path_key=actor.path_key if own is None else "critic.model.path",
         ),
         optim=critic.optim,

@@ -39,6 +39,8 @@ FORWARD_COLUMNS = (
 )
 """The columns a share is stored with: those that exist before any pass over the batch."""
 LOOK = 1 << 16
+ALONE = MicroBatchRule(None, 1)
+"""Passes of single rollouts, each by one rank."""
 
 
 class Ranks(Protocol):
@@ -56,7 +58,7 @@ class Dealt:
 
     batch: Batch
     shares: list[list[int]]
-    """The rollouts of each rank, in the order in which its share holds them."""
+    """The rollouts of each rank, or of each group of ranks that compute a pass together, in the order of its share."""
     stored: list[Any]
     units: Sequence[int] | None = None
     """The unit of each rollout, whose rollouts stay together in a micro-batch; None: each is one by itself."""
@@ -163,15 +165,17 @@ def deal(
     mini_batches: Sequence[Sequence[int]] = (),
     units: Sequence[int] | None = None,
     *,
-    shares_prompts: bool = False,
+    rule: MicroBatchRule = ALONE,
 ) -> Dealt:
     """Assign the rollouts to ranks, so that each of the mini-batches is even over them, and store each rank's share.
 
-    With `shares_prompts` a group's rollouts go to one rank, as far as the ranks stay even.
+    Where the rule shares prompts, a group's rollouts go to one rank, as far as the ranks stay even. Ranks that compute a
+    pass together get one share for all of them.
     """
     lengths = batch.sequence_lengths_N.tolist()
-    prompts = prompts_of(batch) if shares_prompts else None
-    shares = split_over_ranks(lengths, len(ranks), units=units, mini_batches=mini_batches, prompts=prompts)
+    prompts = prompts_of(batch) if rule.shares_prompts else None
+    num_shares = len(ranks) // rule.sequence_ranks
+    shares = split_over_ranks(lengths, num_shares, units=units, mini_batches=mini_batches, prompts=prompts)
     bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS}, held=batch.held)
     bare = bare.replace(token_ids_S=batch.token_ids_S.int())
     if batch.held is not None and batch.rollout_logprobs_T is not None:

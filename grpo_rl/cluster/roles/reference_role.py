@@ -34,7 +34,7 @@ class ReferenceRole:
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
-        dealt = deal(self.worker_set, batch, shares_prompts=self.cut.rule.shares_prompts)
+        dealt = deal(self.worker_set, batch, rule=self.cut.rule)
         if self.leaves_logprobs:
             keys = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
             found = with_columns_left(self.cut, batch, dealt, keys, self.want_hidden)

@@ -50,15 +50,15 @@ class TrainedRewardModelRole(SavedRole):
             raise ValueError("a batch of pairs has chosen_N, one of labelled steps labels_T")
         everything = [list(range(batch.num_rollouts))]
         # The two sides of a pair are compared in one micro-batch.
-        units, shares_prompts = batch.group_N.tolist() if self.pairs else None, self.cut.rule.shares_prompts
-        dealt = deal(self.worker_set, batch, everything, units, shares_prompts=shares_prompts)
+        units = batch.group_N.tolist() if self.pairs else None
+        dealt = deal(self.worker_set, batch, everything, units, rule=self.cut.rule)
         call = update_call(dealt, batch, everything, _READ)
         results = self.cut.call("update", call.lengths, call.arguments)
         return combine_stats(results, call.counts, role="reward_model")
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""
-        dealt = deal(self.worker_set, self._scored(batch), shares_prompts=self.cut.rule.shares_prompts)
+        dealt = deal(self.worker_set, self._scored(batch), rule=self.cut.rule)
         return per_token(self.cut, "position_scores", dealt)
 
     def _scored(self, batch: Batch) -> Batch:

@@ -155,11 +155,12 @@ def _pairs(config: Config, loss: Function) -> Iterator[str]:
         )
     if not is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
         yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
-    budget, longest = derived.update_rule(config).max_tokens, derived.longest_sequence(config)
+    rule, longest = derived.update_rule(config), derived.longest_sequence(config)
+    budget, together = rule.max_tokens, rule.sequence_ranks
     if budget is not None and longest <= budget < 2 * longest:
         yield (
-            f"{_A}.ppo_max_token_len_per_gpu={budget}: shorter than a pair, whose two sequences stay together with {chosen} and may "
-            f"have 2 x {longest} tokens; at least {2 * longest}"
+            f"{_A}.ppo_max_token_len_per_gpu={budget // together}: shorter than a pair, whose two sequences stay together with "
+            f"{chosen} and may have 2 x {longest} tokens; at least {-(-2 * longest // together)}"
         )
 
 

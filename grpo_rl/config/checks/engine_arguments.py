@@ -18,6 +18,7 @@ from grpo_rl.config.schema.tree import Config
 _KEY = "actor_rollout_ref.rollout.engine_kwargs"
 _R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _CPU_CACHE = f"{_R}.kv_cache_gib on CPUs, {_R}.gpu_memory_utilization on GPUs"
+_CACHE_BYTES = f"{_R}.kv_cache_memory_bytes on GPUs, {_R}.kv_cache_gib on CPUs"
 
 VLLM_OWNED: dict[str, str] = {
     "model": f"{_M}.path",
@@ -34,14 +35,15 @@ VLLM_OWNED: dict[str, str] = {
     "enable_prefix_caching": f"{_R}.enable_prefix_caching",
     "enforce_eager": f"{_R}.enforce_eager",
     "tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
+    "quantization": f"{_R}.quantization",
     "gpu_memory_utilization": f"{_R}.gpu_memory_utilization",
-    "kv_cache_memory_bytes": _CPU_CACHE,
+    "kv_cache_memory_bytes": _CACHE_BYTES,
     "num_gpu_blocks_override": _CPU_CACHE,
     "enable_sleep_mode": f"{_R}.free_cache_engine",
     "weight_transfer_config": f"{_R}.checkpoint_engine",
     "nnodes": f"{_R}.nnodes",
     "node_rank": f"{_R}.nnodes",
-    "data_parallel_size": f"{_R}.n_gpus_per_node and {_R}.tensor_model_parallel_size",
+    "data_parallel_size": f"{_R}.num_replicas",
 }
 """Arguments that other keys own: the key to set instead."""
 
@@ -68,7 +70,7 @@ VLLM_REFUSED: dict[str, str] = {
         _OF_WEIGHTS: (
             "load_format config_format revision code_revision tokenizer_revision tokenizer_mode model_loader_extra_config "
             "ignore_patterns pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size "
-            "safetensors_prefetch_num_threads max_parallel_loading_workers quantization quantization_config "
+            "safetensors_prefetch_num_threads max_parallel_loading_workers quantization_config "
             "allow_deprecated_quantization runner convert pooler_config sleep_preserve_parameter_names cpu_offload_gb "
             "cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step"
         ),

@@ -29,7 +29,9 @@ def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bo
         why = "no pass computes old log-probs: a step has one update, for which they are the engine's"
         idle |= {key: why for key in leaves() if key.startswith(f"{_R}.log_prob_")}
     if machine.device == "cpu":
-        idle |= {f"{_R}.{name}": "is for GPUs" for name in ("gpu_memory_utilization", "free_cache_engine")}
+        idle |= {
+            f"{_R}.{name}": "is for GPUs" for name in ("gpu_memory_utilization", "free_cache_engine", "kv_cache_memory_bytes")
+        }
     else:
         idle |= {f"{_R}.{name}": "is for CPUs" for name in ("kv_cache_gib", "cpu_threads")}
     if not is_colocated(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_rl.config import derived
+from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
 
@@ -19,6 +20,7 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
     yield from problems_without_machine(config)
     yield from _devices(config, machine)
     yield from _placement(config, machine)
+    yield from _profiled_ranks(config, machine)
 
 
 def problems_without_machine(config: Config) -> Iterator[str]:
@@ -70,10 +72,12 @@ def _critic(config: Config) -> Iterator[str]:
     if tokens is not None and rule.max_tokens is None:
         yield f"critic.ppo_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if tokens is not None and tokens < longest:
+    together = critic.ulysses_sequence_parallel_size
+    if tokens is not None and tokens * together < longest:
+        split = f" on {together} ranks together" if together > 1 else ""
         yield (
-            f"critic.ppo_max_token_len_per_gpu={tokens}: shorter than one sequence, which may have data.max_prompt_length + "
-            f"data.max_response_length = {longest} tokens; at least {longest}"
+            f"critic.ppo_max_token_len_per_gpu={tokens}: shorter than one sequence{split}, which may have data.max_prompt_length + "
+            f"data.max_response_length = {longest} tokens; at least {-(-longest // together)}"
         )
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     if steps is not None and warmup >= steps:
@@ -121,19 +125,25 @@ def _lengths(config: Config) -> Iterator[str]:
     sampled = config.data.max_prompt_length + config.data.max_response_length
     trained = derived.longest_sequence(config)
     rollout = config.actor_rollout_ref.rollout
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    by_tokens, together = derived.update_rule(config).max_tokens is not None, actor.ulysses_sequence_parallel_size
     budgets = {
-        "actor.ppo_max_token_len_per_gpu": derived.update_rule(config).max_tokens,
-        "ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
-        "rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu,
-        "rollout.max_model_len": rollout.max_model_len,
+        "actor.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu if by_tokens else None, together),
+        "ref.log_prob_max_token_len_per_gpu": (
+            ref.log_prob_max_token_len_per_gpu,
+            derived.reference_sequence_ranks(config),
+        ),
+        "rollout.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, together),
+        "rollout.max_model_len": (rollout.max_model_len, 1),
     }
-    for key, budget in budgets.items():
+    for key, (budget, ranks) in budgets.items():
         longest = trained if key.startswith("actor.") else sampled
         of = "data.max_length" if longest != sampled else "data.max_prompt_length + data.max_response_length"
-        if budget is not None and budget < longest:
+        if budget is not None and budget * ranks < longest:
+            split = f" on {ranks} ranks together" if ranks > 1 else ""
             yield (
-                f"actor_rollout_ref.{key}={budget}: shorter than one sequence, which may have {of} = {longest} tokens; "
-                f"at least {longest}"
+                f"actor_rollout_ref.{key}={budget}: shorter than one sequence{split}, which may have {of} = {longest} tokens; "
+                f"at least {-(-longest // ranks)}"
             )
     buffer = config.reward.overlong_buffer.len
     if buffer is not None and buffer > config.data.max_response_length:
@@ -187,10 +197,16 @@ def _without_gpus(config: Config) -> Iterator[str]:
         "actor_rollout_ref.ref.fsdp_config.param_offload": parts.ref.fsdp_config.param_offload,
         "critic.fsdp.param_offload": config.critic.fsdp.param_offload,
         "critic.fsdp.optimizer_offload": config.critic.fsdp.optimizer_offload,
+        "actor_rollout_ref.actor.fsdp_config.offload_policy": parts.actor.fsdp_config.offload_policy,
+        "actor_rollout_ref.ref.fsdp_config.offload_policy": parts.ref.fsdp_config.offload_policy,
+        "critic.fsdp.offload_policy": config.critic.fsdp.offload_policy,
+        "actor_rollout_ref.model.enable_activation_offload": parts.model.enable_activation_offload,
+        "critic.model.enable_activation_offload": config.critic.model.enable_activation_offload,
     }
     for key, wanted in offload.items():
         if wanted:
-            yield f"{key}=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
+            what = "activations" if key.endswith("activation_offload") else "weights"
+            yield f"{key}=true: moves {what} from a GPU to the host, and this run has no GPU; leave it out"
     precision = parts.model.lm_head_precision
     if precision in ("tf32", "bfloat16"):
         yield f"actor_rollout_ref.model.lm_head_precision={precision}: is faster on GPUs only, and this run has none; auto or float32"
@@ -222,10 +238,71 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
             f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
         )
+    most = derived.num_rollout_devices(config, machine) // parallel
+    if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
+        yield (
+            f"actor_rollout_ref.rollout.num_replicas={rollout.num_replicas}: with {parallel} "
+            f"device{'s' if parallel > 1 else ''} for each there is room for {most}"
+        )
+    if rollout.quantization is not None and machine.device == "cpu":
+        yield (
+            f"actor_rollout_ref.rollout.quantization={rollout.quantization}: needs a GPU of compute capability 8.9 or newer, "
+            "whose kernels multiply numbers of 8 bits; on CPUs leave it out"
+        )
     ranks = machine.world_size(config)
+    yield from _axes(config, ranks)
+    ranks //= config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if mini * rollout.n < ranks:
         yield (
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}: with rollout.n={rollout.n} it makes {mini * rollout.n} rollouts, "
             f"fewer than the {ranks} actor ranks that share them; at least {-(-ranks // rollout.n)}"
+        )
+
+
+def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
+    if machine.device == "cpu" and config.global_profiler.tool == "torch_memory":
+        yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
+    ranks = machine.world_size(config)
+    for key, profiler in profilers_of(config).items():
+        beyond = [rank for rank in profiler.ranks if rank >= ranks]
+        if beyond:
+            yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"
+
+
+def _axes(config: Config, ranks: int) -> Iterator[str]:
+    """Yield sizes of groups of ranks that do not divide the ranks, and offloads of which one takes the other's place."""
+    parts, critic = config.actor_rollout_ref, config.critic
+    together = {
+        "actor_rollout_ref.actor": parts.actor.ulysses_sequence_parallel_size,
+        "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size,
+        "critic": critic.ulysses_sequence_parallel_size,
+    }
+    sizes = {f"{role}.ulysses_sequence_parallel_size": size or 1 for role, size in together.items()}
+    fsdp = {
+        "actor_rollout_ref.actor.fsdp_config": parts.actor.fsdp_config,
+        "actor_rollout_ref.ref.fsdp_config": parts.ref.fsdp_config,
+        "critic.fsdp": critic.fsdp,
+    }
+    for key, own in fsdp.items():
+        if own.fsdp_size == 0:
+            yield f"{key}.fsdp_size=0: a group has at least one rank; -1 is all of them"
+        # As in verl, a group that is larger than the set is the set.
+        elif 0 < own.fsdp_size < ranks:
+            sizes[f"{key}.fsdp_size"] = own.fsdp_size
+        others = [name for name in ("param_offload", "optimizer_offload") if getattr(own, name, False)]
+        if own.offload_policy and others:
+            yield (
+                f"{key}.offload_policy=true: keeps everything in host memory all the time, so that "
+                f"{' and '.join(others)}=true would move nothing; leave one of them out"
+            )
+    for key, size in sizes.items():
+        if ranks % size:
+            fits = ", ".join(str(number) for number in range(1, min(ranks, _NEAR) + 1) if ranks % number == 0)
+            yield f"{key}={size}: must divide the {ranks} ranks, trainer.nnodes x n_gpus_per_node; possible: {fits}"
+    if derived.is_iterated(config) and parts.ref.fsdp_config.fsdp_size != parts.actor.fsdp_config.fsdp_size:
+        yield (
+            f"actor_rollout_ref.ref.fsdp_config.fsdp_size={parts.ref.fsdp_config.fsdp_size}: with trainer.schedule=iterate the "
+            "reference takes over the actor's shards, and needs the same groups; set actor_rollout_ref.actor.fsdp_config.fsdp_size="
+            f"{parts.actor.fsdp_config.fsdp_size} for both"
         )

@@ -9,7 +9,7 @@ from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
 from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import Config, OptimConfig
+from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
 
@@ -22,6 +22,8 @@ def problems(config: Config) -> Iterator[str]:
     yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
+    yield from _profiler(config)
+    yield from _head(config)
     yield from schedule_rules.problems(config)
     yield from _without_effect(config)
 
@@ -51,8 +53,46 @@ def _sampling(config: Config) -> Iterator[str]:
             f"{' and '.join(cuts)}: needs {key}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
             "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
         )
+    if rollout.quantization is not None and rollout.name != "vllm":
+        yield f"{key}.quantization={rollout.quantization}: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+    if rollout.quantization is not None and rollout.dtype == "float32":
+        yield f"{key}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {key}.dtype=bfloat16, or leave it out"
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _head(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    if model.use_fused_kernels and model.lm_head_precision == "bfloat16":
+        yield (
+            "actor_rollout_ref.model.use_fused_kernels=true: torch's fused head would round its logits to bfloat16 too; "
+            "set actor_rollout_ref.model.lm_head_precision=tf32 or float32"
+        )
+
+
+def _profiler(config: Config) -> Iterator[str]:
+    own, profilers = config.global_profiler, profilers_of(config)
+    enabled = [key for key, profiler in profilers.items() if profiler.enable]
+    if own.tool is not None and not enabled:
+        yield (
+            f"global_profiler.tool={own.tool}: profiles no role; switch one on: {', '.join(f'{key}.enable=true' for key in profilers)}"
+        )
+    if own.tool == "torch" and own.steps is None:
+        yield "global_profiler.tool=torch: no step is named; set global_profiler.steps, e.g. [2,3]"
+    if own.tool is None:
+        yield from (f"{key}.enable=true: needs global_profiler.tool: torch or torch_memory" for key in enabled)
+    for key, profiler in profilers.items():
+        if profiler.all_ranks and profiler.ranks:
+            yield f"{key}.ranks={show(profiler.ranks)}: contradicts {key}.all_ranks=true; give one of them"
+
+
+def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
+    """Return the profilers of all roles that have one, by their key."""
+    return {
+        "actor_rollout_ref.actor.profiler": config.actor_rollout_ref.actor.profiler,
+        "actor_rollout_ref.ref.profiler": config.actor_rollout_ref.ref.profiler,
+        "critic.profiler": config.critic.profiler,
+    }
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -134,7 +174,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     adaptive = algorithm.kl_ctrl.type == "adaptive"
     saves = config.trainer.save_freq > 0
     rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
-    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu for rule in rules)
+    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu * rule.sequence_ranks for rule in rules)
     both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
     needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
     groups, entropy = algorithm.filter_groups, actor.adaptive_entropy
@@ -144,6 +184,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     return {
         **data_rules.switches(config),
         **_engine_switches(config),
+        **_layer_switches(config),
         **_run_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
         "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
@@ -186,10 +227,29 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     }
 
 
+def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for what is done to decoder layers."""
+    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    return {
+        f"{key}.enable_activation_offload": (
+            model.enable_gradient_checkpointing,
+            f"needs {key}.enable_gradient_checkpointing=true: it moves the inputs of layers that are recomputed",
+        )
+        for key, model in models.items()
+    }
+
+
 def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for sampling: what only vLLM has, and what only validation reads."""
     r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
-    of_vllm = ("gpu_memory_utilization", "kv_cache_gib", "free_cache_engine", "enforce_eager", "enable_prefix_caching")
+    of_vllm = (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "kv_cache_gib",
+        "free_cache_engine",
+        "enforce_eager",
+        "enable_prefix_caching",
+    )
     of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
     prompts = "val_prompt_files" if is_offline(config) else "val_files"
     return {
@@ -206,7 +266,18 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    return {
+    profiles = {
+        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
+        for key, profiler in profilers_of(config).items()
+        for name in ("all_ranks", "ranks")
+    }
+    tool = config.global_profiler.tool
+    return profiles | {
+        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
+            tool == "torch_memory",
+            "needs global_profiler.tool=torch_memory",
+        ),
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (
@@ -228,6 +299,10 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
         "trainer.recover_memory_gib": (trainer.recover == "auto", "has a meaning with trainer.recover=auto only"),
+        "trainer.max_kept_updates": (
+            saves and trainer.recover in ("auto", "checkpoint"),
+            "needs trainer.save_freq, and trainer.recover=auto or checkpoint: it bounds what is kept between checkpoints",
+        ),
         "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
         "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
         "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),

@@ -47,6 +47,9 @@ NodesOrNone = Annotated[int, Range(ge=0, le=2**16, reason="no cluster has more m
 Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine has more cores")]
 Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on this machine")]
 ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
+Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker set has more ranks")]
+Allocations = Annotated[int, Range(ge=1, le=10**9, reason="each that is kept takes some hundred bytes of host memory")]
+Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]
 Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
 Megabytes = Annotated[int, Range(ge=1, le=2**16, reason="a piece of weights is held twice in a device's memory")]
 Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries double, so more would never be made")]
@@ -77,6 +80,9 @@ TemperatureOrGreedy = Annotated[float, Range(ge=0.01, le=100, zero=True, reason=
 MemoryShare = Annotated[float, Range(ge=0.01, lt=1, reason="an engine needs some of a device's memory, and never gets all")]
 StoreBytes = Annotated[
     int, Range(ge=75 * 2**20, le=2**46, reason="Ray takes at least 75 MiB, and no machine has more than 64 TiB")
+]
+CacheBytes = Annotated[
+    int, Range(ge=2**20, le=2**43, reason="a cache below 1 MiB holds no block, and no device has more than 8 TiB")
 ]
 Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
 ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]

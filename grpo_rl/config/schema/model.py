@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    CacheBytes,
     Coefficient,
     Count,
     CountOrOff,
@@ -24,6 +25,7 @@ from grpo_rl.config.schema.kinds import (
     Positive,
     PositiveFraction,
     Prompts,
+    Ranks,
     Ratio,
     RatioAboveOne,
     Responses,
@@ -50,11 +52,16 @@ class ModelConfig:
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    enable_activation_offload: bool = False
+    """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
+    use_fused_kernels: bool = False
+    """Log-probs by torch's fused linear cross-entropy (torch.nn.functional.linear_cross_entropy), which keeps fewer tensors of
+    a chunk: the same values. Passes that want the entropy, the exact KL, or sampled from a part of the vocabulary run as without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,24 @@ class FsdpConfig:
     """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
+    fsdp_size: CountOrOff = -1
+    """Ranks that the model is sharded over; each group of so many has a replica of it. -1, or all ranks: one group. Must divide the ranks."""
+    offload_policy: bool = False
+    """GPU: parameters and optimizer stay in host memory, where the optimizer steps; the GPU has the layers in use only. Takes the place of the other two offloads."""
+    forward_prefetch: bool = False
+    """Begin to gather a layer's parameters while the layer before it is computed, instead of when its kernels are queued."""
+    use_torch_compile: bool = False
+    """Compile the decoder layers with torch.compile: faster after a compilation of minutes; equal up to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    enable: bool = False
+    """Use global_profiler.tool on this role."""
+    all_ranks: bool = False
+    """Use it on all ranks of the role."""
+    ranks: list[Ranks] = field(default_factory=list)
+    """Use it on these ranks of the role; without any and without all_ranks on rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +122,14 @@ class RefFsdpConfig:
     """GPU: keep the reference's parameters in host memory while it is not asked."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU."""
+    fsdp_size: CountOrOff = -1
+    """Ranks that the reference is sharded over; as actor.fsdp_config.fsdp_size."""
+    offload_policy: bool = False
+    """GPU: parameters stay in host memory, and the GPU has the layers in use only. Takes the place of param_offload."""
+    forward_prefetch: bool = False
+    """Begin to gather a layer's parameters while the layer before it is computed."""
+    use_torch_compile: bool = False
+    """Compile the decoder layers with torch.compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +189,10 @@ class ActorConfig:
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
     ppo_max_token_len_per_gpu: Tokens = 16384
-    """Most tokens, prompts included, in one micro-batch of one rank."""
+    """Most tokens, prompts included, in one micro-batch of one rank; with ulysses_sequence_parallel_size, so many times as many in that of a group."""
+    ulysses_sequence_parallel_size: Devices = 1
+    """Ranks that compute each micro-batch together, a slice of its tokens each: activations of long sequences fit. Changes memory
+    and speed, never the gradient. Must divide the ranks and the model's attention heads."""
     use_prefix_grouper: bool | None = None
     """Compute a prompt once for all its responses in a micro-batch, in every pass of actor, reference and critic. Changes
     memory and speed, never the gradient; the tokens of a shared prompt count once in ppo_max_token_len_per_gpu. null: yes,
@@ -196,6 +232,7 @@ class ActorConfig:
     """Options of an estimator of your own."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
@@ -207,7 +244,10 @@ class RefConfig:
     """Cut passes by tokens; null: as actor.use_dynamic_bsz, unless log_prob_micro_batch_size_per_gpu is given."""
     log_prob_max_token_len_per_gpu: Tokens | None = None
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
+    ulysses_sequence_parallel_size: Devices | None = None
+    """Ranks that compute each pass together; null: as the actor."""
     fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +303,20 @@ class RolloutConfig:
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
     tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
+    num_replicas: Devices | None = None
+    """Engine replicas; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
+    quantization: Literal["fp8"] | None = None
+    """vllm on GPUs: quantize the engine's weights as they arrive, and activations as they are computed (fp8), while training
+    goes on in dtype and float32. rollout/logprob_diff_mean has what it costs; algorithm.rollout_correction corrects for it."""
     nnodes: NodesOrNone = 0
     """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
     n_gpus_per_node: Devices | None = None
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
     gpu_memory_utilization: MemoryShare = 0.5
     """GPU: share of the device's memory for the engine."""
+    kv_cache_memory_bytes: CacheBytes | None = None
+    """GPU: bytes of the engine's key-value cache on each device, as vLLM's argument of the name; null: what
+    gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""
     kv_cache_gib: Gib = 1.0
     """CPU: most memory for the engine's key-value cache, in GiB."""
     free_cache_engine: bool = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import (
+    Allocations,
     Cores,
     Count,
     CountOrOff,
@@ -21,6 +22,7 @@ from grpo_rl.config.schema.kinds import (
     Staleness,
     StoreBytes,
     TableRows,
+    Tflops,
     Updates,
 )
 
@@ -83,6 +85,11 @@ class TrainerConfig:
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """The device of the models; auto: cuda where there is a GPU."""
+    deterministic: bool = False
+    """Compute by kernels whose results have the same bits every time, slower: torch.use_deterministic_algorithms in all ranks,
+    batch-invariant kernels in vLLM on GPUs. What it promises where is in docs/gpus.md."""
+    device_tflops: Tflops | None = None
+    """Dense bfloat16 TFLOP/s of one device, of which perf/mfu is a share; null: by the name of the GPU, and on CPUs no perf/mfu."""
     seed: Seed = 1
     """Seed of everything in the trainer that is not data order or sampling (dropout, new weights)."""
     critic_warmup: CountOrZero = 0
@@ -137,6 +144,9 @@ class TrainerConfig:
     checkpoint."""
     recover_memory_gib: Gib = 0.5
     """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
+    max_kept_updates: Count = 100
+    """Recovery from a checkpoint: the most updates that are kept, with what they train on, to be made again after it; then a
+    checkpoint is written between two save points. Bounds the object store and the time of a recovery."""
     on_out_of_memory: Literal["stop", "split"] = "stop"
     """The reaction to too little memory in an update or a pass for log-probs or values: stop, or start the role's
     ranks again with the state they had and go on with micro-batches of half the size, until the end of the run. The
@@ -161,6 +171,29 @@ class TrainerConfig:
     on_alarm: Literal["stop", "go_back"] = "stop"
     """The state in which an alarm of stop_on leaves the run. stop: the step is saved, and the same command goes on from it;
     go_back: the newest checkpoint from before the illness is where the same command goes on, and later ones are set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMemoryConfig:
+    trace_alloc_max_entries: Allocations = 100_000
+    """Allocations and releases that a history of a GPU's memory keeps, the latest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerToolsConfig:
+    torch_memory: TorchMemoryConfig = field(default_factory=TorchMemoryConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalProfilerConfig:
+    tool: Literal["torch", "torch_memory"] | None = None
+    """torch: a trace of every call that runs a model, for chrome://tracing or Perfetto; torch_memory: snapshots of a GPU's memory
+    with the history of its allocations, after chosen steps and when memory runs out (docs/profiling.md)."""
+    steps: list[Count] | None = None
+    """The training steps that are profiled, e.g. [2,3], by the roles whose profiler.enable is true; null: none."""
+    save_path: str = "profile"
+    """The folder of traces and snapshots; a relative one lies in the run's folder."""
+    global_tool_config: ProfilerToolsConfig = field(default_factory=ProfilerToolsConfig)
 
 
 @dataclass(frozen=True, slots=True)

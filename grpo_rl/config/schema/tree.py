@@ -44,6 +44,7 @@ from grpo_rl.config.schema.model import (
     ModelConfig,
     OptimConfig,
     PolicyLossConfig,
+    ProfilerConfig,
     RefConfig,
     RefFsdpConfig,
     RolloutConfig,
@@ -60,6 +61,8 @@ from grpo_rl.config.schema.reward import (
     RewardModelTrainConfig,
 )
 from grpo_rl.config.schema.trainer import (
+    GlobalProfilerConfig,
+    ProfilerToolsConfig,
     RayConfig,
     RayInitConfig,
     TrainerConfig,
@@ -84,6 +87,7 @@ __all__ = [
     "FilterGroupsConfig",
     "Fraction",
     "FsdpConfig",
+    "GlobalProfilerConfig",
     "JudgeConfig",
     "KlControlConfig",
     "ModelConfig",
@@ -92,6 +96,8 @@ __all__ = [
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "Positive",
+    "ProfilerConfig",
+    "ProfilerToolsConfig",
     "Range",
     "RayConfig",
     "RayInitConfig",
@@ -121,4 +127,5 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)

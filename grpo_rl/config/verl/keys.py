@@ -35,12 +35,12 @@ _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
 _NO_IMAGES = "prompts are text only"
-_NO_PROFILER = "there is no profiler; timing_s/* in metrics.jsonl has the seconds of every phase"
-_NO_QUANTIZATION = "engine and actor do not quantize; precision is set by rollout.dtype and actor.fsdp_config.dtype"
+_PROFILERS = "the tools are torch (traces) and torch_memory (histories of a GPU's memory), with torch's defaults"
+_NO_QUANTIZATION = "training is not quantized; engines are by actor_rollout_ref.rollout.quantization=fp8"
 _ONE_SCHEDULE = "schedules are chosen by trainer.schedule: sync, one_step_off, async"
 _PACKED = "sequences are always packed without padding"
 _HEAD = "the LM head always runs in chunks, only where a token is trained, so full logits never exist"
-_ULYSSES = "sequences are not split over ranks; lower ppo_max_token_len_per_gpu, or turn gradient checkpointing on"
+_FUSED = "fused kernels are torch's own, torch.nn.functional.linear_cross_entropy"
 _SANDBOX = (
     "the reward `code` takes reward.function_kwargs={code: {sandbox_url: ..., max_concurrent: ..., memory_mb: ...}}, or, without "
     "sandbox_url, runs programs in a sandbox of its own"
@@ -52,19 +52,15 @@ _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 _FSDP: dict[str, Answer] = {
     "model_dtype": Answer("master weights are always float32; the compute type is fsdp_config.dtype", ("fp32", "float32")),
     "mixed_precision": Answer("use fsdp_config.dtype (float32 master weights and gradients are fixed)"),
-    "offload_policy": _hint("use fsdp_config.param_offload and optimizer_offload", False),
-    "fsdp_size": _hint("the model is sharded over all ranks of the actor", -1),
-    "forward_prefetch": _hint("FSDP2 prefetches by itself", *_ANY_BOOL),
     "use_orig_params": _hint("FSDP2 always keeps the original parameters", *_ANY_BOOL),
     "wrap_policy": _hint("each decoder layer is one unit of sharding; leave it out"),
     "wrap_policy.min_num_params": _hint("each decoder layer is one unit of sharding", 0),
-    "use_torch_compile": _hint("the trained model is not compiled", False),
     "grad_offload": _hint("gradients live only during the update; use fsdp_config.optimizer_offload", False),
     "seed": Answer("use trainer.seed"),
-    "full_determinism": Answer("seeds are trainer.seed, data.seed and rollout.seed", (False,)),
+    "full_determinism": Answer("use trainer.deterministic", (False,)),
     "strategy": Answer("use actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2")),
     "forward_only": _hint("the reference is never trained, the actor always is"),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "ulysses_sequence_parallel_size": Answer("use actor.ulysses_sequence_parallel_size, or ref's, or the critic's", (1,)),
     "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
     "entropy_from_logits_chunk_size": _hint(_HEAD),
     "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
@@ -83,14 +79,17 @@ _REFERENCE_FSDP: dict[str, Answer] = {
 # Keys that the actor and the reference share.
 _BOTH: dict[str, Answer] = {
     "rollout_n": Answer("use actor_rollout_ref.rollout.n"),
-    "use_torch_compile": _hint("the trained model is not compiled", False),
+    "use_torch_compile": _hint("use fsdp_config.use_torch_compile; the head is not compiled", False),
     "use_remove_padding": _hint(_PACKED, True),
     "pad_to_length": _hint(_PACKED, False),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
     "entropy_from_logits_with_chunking": _hint(_HEAD, *_ANY_BOOL),
     "entropy_from_logits_chunk_size": _hint(_HEAD),
     "entropy_checkpointing": _hint(_HEAD, *_ANY_BOOL),
-    **_switch("profiler", _NO_PROFILER, hint=True),
+    "profiler.tool": _hint("use global_profiler.tool"),
+    "profiler.save_path": _hint("use global_profiler.save_path"),
+    "profiler.tool_config": _hint(
+        "a trace has CPU, GPU, memory and shapes; a history of memory is global_profiler.global_tool_config"
+    ),
     "megatron": Answer(_FSDP_ONLY),
     "veomni": Answer(_FSDP_ONLY),
     "torchtitan": Answer(_FSDP_ONLY),
@@ -106,7 +105,7 @@ _ACTOR: dict[str, Answer] = {
     "calculate_entropy": _hint("the entropy is computed where entropy_coeff is not 0", False),
     "calculate_sum_pi_squared": Answer("no estimator here reads it", (False,)),
     "use_rollout_log_probs": Answer("use algorithm.rollout_correction.bypass_mode", (False,)),
-    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
+    "use_fused_kernels": Answer(f"use {_M}.use_fused_kernels"),
     **_switch("qat", _NO_QUANTIZATION),
     "checkpoint.load_contents": Answer("resuming loads all that save_contents has saved; leave it out"),
     "checkpoint.strict": Answer("a checkpoint is always loaded strictly", (True,)),
@@ -128,11 +127,13 @@ _REFERENCE: dict[str, Answer] = {
 _ROLLOUT: dict[str, Answer] = {
     "mode": _hint("requests always go to the replicas one by one, by load", "async"),
     "do_sample": Answer("training needs samples; greedy is for val_kwargs", (True,)),
-    "full_determinism": Answer("every response has its own seed, derived from rollout.seed", (False,)),
+    "full_determinism": Answer(
+        "use trainer.deterministic; every response has its own seed, derived from rollout.seed", (False,)
+    ),
     "prompt_length": Answer("use data.max_prompt_length"),
     "response_length": Answer("use data.max_response_length"),
     "cudagraph_capture_sizes": _hint(f"use +{_R}.engine_kwargs.vllm.cudagraph_capture_sizes"),
-    "data_parallel_size": Answer("the number of replicas follows from the devices and tensor_model_parallel_size", (1,)),
+    "data_parallel_size": Answer(f"an engine is one replica; their number is {_R}.num_replicas", (1,)),
     "expert_parallel_size": Answer("experts are not spread over devices", (1,)),
     "pipeline_model_parallel_size": Answer("an engine is split by tensor_model_parallel_size only", (1,)),
     "enable_chunked_prefill": _hint("the engine always reads prompts in parts where one pass is too small for them", True),
@@ -160,9 +161,8 @@ _ROLLOUT: dict[str, Answer] = {
     "skip_tokenizer_init": _hint("engines take and return token ids", True),
     "enable_rollout_routing_replay": Answer("there is no replay of expert routing", (False,)),
     "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
-    **_switch("profiler", _NO_PROFILER, hint=True),
+    **_switch("profiler", "engines are not traced: use vLLM's own profiler, or the run's timeline", hint=True),
     **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
-    "quantization": Answer(_NO_QUANTIZATION),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
     **_switch("mtp", "there is no speculative decoding"),
     **_switch("qat", _NO_QUANTIZATION),
@@ -174,12 +174,10 @@ _MODEL: dict[str, Answer] = {
     "use_shm": _hint("the model is read where it lies", False),
     "custom_chat_template": Answer("use data.chat_template"),
     "external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
-    "enable_activation_offload": _hint("use enable_gradient_checkpointing", False),
     "use_remove_padding": _hint(_PACKED, True),
     "use_liger": _hint("there are no Liger kernels", False),
-    "use_fused_kernels": _hint(_HEAD, *_ANY_BOOL),
-    "fused_kernel_options": _hint(_HEAD),
-    "fused_kernel_options.impl_backend": _hint(_HEAD, "torch"),
+    "fused_kernel_options": _hint(_FUSED),
+    "fused_kernel_options.impl_backend": _hint(_FUSED, "torch"),
     "lora_rank": Answer(_NO_LORA, (0,)),
     "lora_alpha": Answer(_NO_LORA),
     "lora": Answer(_NO_LORA),
@@ -269,7 +267,7 @@ _TRAINER: dict[str, Answer] = {
     "use_legacy_worker_impl": _hint(_ONE_SCHEDULE),
     "v1": Answer(_ONE_SCHEDULE),
     "v1.trainer_mode": Answer(_ONE_SCHEDULE, ("sync",)),
-    "profile_steps": _hint(_NO_PROFILER),
+    "profile_steps": _hint("use global_profiler.steps"),
 }
 
 _ENGINES_APART = "engines have devices of their own where actor_rollout_ref.rollout.nnodes and n_gpus_per_node say how many"
@@ -327,11 +325,18 @@ _TOP: dict[str, Answer] = {
     "sandbox_fusion": Answer(_SANDBOX),
     **_switch("distillation", "there is no distillation", "enabled"),
     **_switch("transfer_queue", "batches travel through Ray's object store", hint=True),
-    "global_profiler": _hint(_NO_PROFILER),
+    "global_profiler.profile_continuous_steps": _hint("each step has files of its own", False),
+    "global_profiler.global_tool_config.nsys": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.npu": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.stack_depth": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.context": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.stacks": _hint(_PROFILERS),
+    "global_profiler.global_tool_config.torch_memory.kw_args": _hint(_PROFILERS),
     "skip": Answer("rollouts are always sampled"),
     "skip.rollout.enable": Answer("rollouts are always sampled", (False,)),
     "ray_init": Answer("use ray_kwargs.ray_init"),
-    "ray_kwargs.timeline_json_file": _hint(_NO_PROFILER),
+    "ray_kwargs.timeline_json_file": _hint("the run's timeline is <run>/timeline.jsonl"),
     "ray_kwargs.ray_init.runtime_env": Answer("give it to `ray job submit --runtime-env`"),
     "hydra": Answer("Hydra's own job settings are not used; runs lie in trainer.default_local_dir"),
 }
@@ -373,7 +378,7 @@ _SFT: dict[str, Answer] = {
     "optim.min_lr_ratio": Answer(f"{_ROWS}use {_A}.optim.min_lr_ratio"),
     "engine": Answer(f"{_ROWS}use {_A}.fsdp_config"),
     "checkpoint": Answer(f"{_ROWS}use {_A}.checkpoint.save_contents"),
-    "ulysses_sequence_parallel_size": _hint(_ULYSSES, 1),
+    "ulysses_sequence_parallel_size": Answer(f"{_ROWS}use {_A}.ulysses_sequence_parallel_size", (1,)),
     "use_remove_padding": _hint(_PACKED, True),
     "data.micro_batch_size": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu, which counts rows on one rank"),
     "data.micro_batch_size_per_gpu": Answer(f"{_ROWS}use {_A}.ppo_micro_batch_size_per_gpu"),
@@ -394,7 +399,7 @@ _SFT: dict[str, Answer] = {
     "data.multiturn.enable_thinking_key": Answer("use data.enable_thinking_key"),
     "trainer.max_ckpt_to_keep": Answer("use trainer.max_actor_ckpt_to_keep"),
     "trainer.checkpoint": Answer(f"use {_A}.checkpoint.save_contents"),
-    "trainer.profile_interval": _hint(_NO_PROFILER),
+    "trainer.profile_interval": _hint("use global_profiler.steps"),
 }
 
 
@@ -404,7 +409,7 @@ def _table() -> dict[str, Answer]:
         f"{_A}.fsdp_config.": _FSDP,
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
         "critic.fsdp.": _FSDP,
-        "critic.model.": _MODEL,
+        "critic.model.": {**_MODEL, "use_fused_kernels": _hint("a critic has no LM head", *_ANY_BOOL)},
         "critic.": {**_BOTH, **of_update, **_CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},

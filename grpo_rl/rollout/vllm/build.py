@@ -59,6 +59,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_prefix_caching": spec.enable_prefix_caching,
         "enforce_eager": spec.enforce_eager,
         "tensor_parallel_size": parallel,
+        "quantization": spec.quantization,
         # Said outright: inside a Ray actor vLLM would otherwise start Ray workers of its own.
         "distributed_executor_backend": "mp" if parallel > 1 else "uni",
         "worker_extension_cls": "grpo_rl.rollout.vllm.weight_receiver.RolloutWorkerExtension",
@@ -73,6 +74,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode
+        if spec.kv_cache_memory_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_memory_bytes
     return arguments | spec.engine_kwargs
 
 

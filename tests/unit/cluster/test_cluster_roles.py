@@ -105,6 +105,19 @@ def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, 
     assert len(ranks.sent) == 1
 
 
+@given(rollouts, st.integers(1, 3), st.integers(2, 3))
+def test_ranks_that_compute_a_pass_together_get_one_share_and_answer_once(lengths, num_groups, together):
+    batch = make_batch(lengths)
+    rule = MicroBatchRule(None, 3, sequence_ranks=together)
+    ranks = Ranks(num_groups * together, echo)
+    dealt = deal(ranks, batch, rule=rule)
+    assert len(dealt.shares) == num_groups
+    assert torch.equal(per_token(Cut(ranks, rule), "logprobs", dealt), -batch.rollout_logprobs_T)
+    ((_, asked),) = ranks.asked
+    for first in range(0, len(ranks), together):
+        assert all(arguments == asked[first] for arguments in asked[first : first + together])
+
+
 def test_rows_of_a_matrix_are_gathered_alike():
     batch = make_batch([(1, 2), (1, 1), (2, 0), (1, 3)])
     hidden = torch.stack([batch.rollout_logprobs_T, 10 * batch.rollout_logprobs_T], 1)

@@ -23,6 +23,7 @@ from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import DivergedError
 from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.types import Batch
+from grpo_rl.workers.instruments import Instruments
 from grpo_rl.workers.sharded_policy import left_columns
 from grpo_rl.workers.specs import Rows, Update
 
@@ -191,6 +192,7 @@ def test_the_process_of_a_rank_puts_the_update_together(monkeypatch: pytest.Monk
     actor.update(batch)
     monkeypatch.setattr(worker_host, "_get", fetch)
     host, seen = WorkerHost.__new__(WorkerHost), []
+    host._instruments = Instruments("host")
     host._worker = type("Worker", (), {"update": lambda self, share, update: seen.append(update)})()
     host._fetched = ("", None)
     host.call("update", ranks.shares[0], ranks.updates[0])

@@ -30,6 +30,7 @@ from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens
 from grpo_rl.types import Batch, Completion, Prompt, Rollout, Support
+from grpo_rl.workers.instruments import Instruments
 
 BLOCKS: dict[str, TokenBlock] = {}
 READS: list[str] = []
@@ -149,6 +150,8 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.hosts = [WorkerHost.__new__(WorkerHost) for _ in range(size)]
+        for host in self.hosts:
+            host._instruments = Instruments("host")
         self.workers = [Rank() for _ in range(size)]
         for host, worker in zip(self.hosts, self.workers, strict=True):
             host._worker, host._fetched = worker, ("", None)

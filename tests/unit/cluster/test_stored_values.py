@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_rl.cluster.processes import worker_host
 from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHost
+from grpo_rl.cluster.recovery import supervised_sets
 from grpo_rl.cluster.recovery.supervised_sets import Keeper
 from grpo_rl.cluster.session.ray_session import store_bytes
+from grpo_rl.workers.instruments import Instruments
 
 
 class Echo:
@@ -34,6 +37,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make_host() -> WorkerHost:
     host = WorkerHost.__new__(WorkerHost)
+    host._instruments = Instruments("host")
     host._worker, host._fetched = Echo(), ("", None)
     return host
 
@@ -99,6 +103,52 @@ def test_updates_that_a_recovery_may_make_again_lie_in_the_store_and_not_in_the_
     assert ranks.calls == [("update", sent)], "the same references again: nothing is sent twice"
     keeper.in_memory = True
     assert keeper.stored([(share, "columns")]) == [(share, "columns")]
+
+
+def test_updates_count_as_unsaved_until_a_save_begins_that_contains_them() -> None:
+    keeper = Keeper(StoringSet())  # type: ignore[arg-type]
+    for number in range(3):
+        keeper.after("update", [(f"share {number}",)])
+    assert keeper.num_unsaved == 3
+    keeper.after("begin_save", [("folder",)])
+    keeper.after("update", [("share 3",)])
+    assert (keeper.num_unsaved, keeper.num_updates) == (1, 4), "until the commit they are kept all the same"
+    keeper.committed(Path("folder"))
+    assert (keeper.num_unsaved, keeper.num_updates) == (1, 1)
+
+
+def copied_after(ranks: StoringSet, seconds: list[float], copy_s: float, *, value: Any = "columns") -> list[int]:
+    """The updates of these lengths after which a copy in memory is made, where making one takes `copy_s`."""
+    keeper = Keeper(ranks)  # type: ignore[arg-type]
+    keeper.in_memory = True
+    made: list[int] = []
+    clock = iter(number * copy_s for number in range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised_sets.time, "monotonic", lambda: next(clock))
+        patch.setattr(ranks, "parts", lambda method: made.append(number) or [f"copy {number}"])
+        for number, length in enumerate(seconds):
+            keeper.after("update", [(f"share {number}", value)], length)
+    keeper.restore()
+    return made
+
+
+def test_a_copy_follows_every_update_that_takes_long_and_several_of_those_that_do_not() -> None:
+    ranks = StoringSet()
+    assert copied_after(ranks, [1.0] * 4, copy_s=0.01) == [0, 1, 2, 3]
+    assert copied_after(ranks, [0.5] * 7, copy_s=1 / 64) == [0, 2, 4, 6], "2 % of the updates' time"
+    assert copied_after(ranks, [6.0] * 5, copy_s=5.0) == [0, 2, 4], "at the latest after 10 s"
+    assert copied_after(ranks, [0.1] * 18, copy_s=5.0) == [0, 8, 16], "at the latest after 8 of them"
+
+
+def test_what_came_after_the_copy_is_made_again() -> None:
+    ranks = StoringSet()
+    copied_after(ranks, [0.1] * 11, copy_s=5.0)
+    assert ranks.calls == [("restore", [("copy 8",)]), *(("update", [(f"share {n}", "columns")]) for n in (9, 10))]
+
+
+def test_whole_weights_are_not_kept_where_a_copy_takes_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_sets.ray, "ObjectRef", str)
+    assert copied_after(StoringSet(), [0.1] * 3, copy_s=5.0) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

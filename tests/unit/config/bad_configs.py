@@ -206,6 +206,20 @@ _CONTRADICTIONS: list[Bad] = [
     (["reward.functions=[auto,auto]"], "reward.functions", "twice"),
     (["trainer.logger=[console,console]"], "trainer.logger", "twice"),
     (["trainer.max_actor_ckpt_to_keep=2", "trainer.save_freq=-1"], "trainer.max_actor_ckpt_to_keep", "save_freq"),
+    ([f"{R}.quantization=fp8"], f"{R}.quantization", "compute capability"),
+    ([f"{R}.quantization=fp8", f"{R}.name=hf"], f"{R}.quantization", "needs rollout.name=vllm"),
+    ([f"{R}.quantization=fp8", f"{R}.dtype=float32"], f"{R}.quantization", "16 bits"),
+    ([f"{R}.num_replicas=3"], f"{R}.num_replicas", "there is room for 1"),
+    (["global_profiler.tool=torch", f"{A}.profiler.enable=true"], "global_profiler.tool", "no step is named"),
+    (["global_profiler.tool=torch", "global_profiler.steps=[1]"], "global_profiler.tool", "profiles no role"),
+    (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
+    ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
+    (["global_profiler.steps=[2]"], "global_profiler.steps", "needs global_profiler.tool"),
+    ([f"{A}.profiler.ranks=[0]"], f"{A}.profiler.ranks", "enable=true"),
+    ([f"{M}.use_fused_kernels=true", f"{M}.lm_head_precision=bfloat16"], f"{M}.use_fused_kernels", "float32"),
+    (["trainer.max_kept_updates=3"], "trainer.max_kept_updates", "needs trainer.save_freq"),
+    (["trainer.device_tflops=0"], "trainer.device_tflops", "out of range"),
+    ([f"{R}.kv_cache_memory_bytes=1000"], f"{R}.kv_cache_memory_bytes", "out of range"),
 ]
 # What verl takes without a word on its default path, or reads nowhere.
 _SILENT_IN_VERL: list[Bad] = [

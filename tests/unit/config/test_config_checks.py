@@ -231,6 +231,44 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "actor_rollout_ref.ref.fsdp_config.param_offload=true",
         "no GPU",
     ),
+    ({f"{A}.fsdp_config.offload_policy": True}, CPU, f"{A}.fsdp_config.offload_policy=true", "no GPU"),
+    (
+        {"actor_rollout_ref.model.enable_activation_offload": True},
+        CPU,
+        "actor_rollout_ref.model.enable_activation_offload=true",
+        "activations from a GPU",
+    ),
+    (
+        {
+            "actor_rollout_ref.model.enable_activation_offload": True,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        },
+        EIGHT_GPUS,
+        "actor_rollout_ref.model.enable_activation_offload",
+        "needs actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    ),
+    (
+        {f"{A}.fsdp_config.offload_policy": True, f"{A}.fsdp_config.optimizer_offload": True},
+        EIGHT_GPUS,
+        f"{A}.fsdp_config.offload_policy=true",
+        "optimizer_offload=true would move nothing",
+    ),
+    ({f"{A}.ulysses_sequence_parallel_size": 2}, CPU, f"{A}.ulysses_sequence_parallel_size=2", "possible: 1"),
+    ({f"{A}.ulysses_sequence_parallel_size": 3}, EIGHT_GPUS, f"{A}.ulysses_sequence_parallel_size=3", "1, 2, 4, 8"),
+    (
+        {"actor_rollout_ref.ref.ulysses_sequence_parallel_size": 3},
+        EIGHT_GPUS,
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=3",
+        "1, 2, 4, 8",
+    ),
+    ({f"{A}.fsdp_config.fsdp_size": 3}, EIGHT_GPUS, f"{A}.fsdp_config.fsdp_size=3", "1, 2, 4, 8"),
+    ({f"{A}.fsdp_config.fsdp_size": 0}, EIGHT_GPUS, f"{A}.fsdp_config.fsdp_size=0", "-1 is all of them"),
+    (
+        {f"{A}.ulysses_sequence_parallel_size": 4, f"{A}.ppo_max_token_len_per_gpu": 128, "data.max_response_length": 1000},
+        EIGHT_GPUS,
+        f"{A}.ppo_max_token_len_per_gpu=128",
+        "shorter than one sequence on 4 ranks together",
+    ),
 ]
 
 
@@ -304,6 +342,13 @@ RUNS: list[tuple[dict[str, Any], Machine]] = [
         EIGHT_GPUS,
     ),
     ({f"{R}.tensor_model_parallel_size": 4, "actor_rollout_ref.ref.fsdp_config.param_offload": True}, EIGHT_GPUS),
+    (
+        {f"{A}.ulysses_sequence_parallel_size": 4, f"{A}.ppo_max_token_len_per_gpu": 512, "data.max_response_length": 1000},
+        EIGHT_GPUS,
+    ),
+    ({f"{A}.ulysses_sequence_parallel_size": 2, f"{A}.fsdp_config.fsdp_size": 4}, EIGHT_GPUS),
+    # As in verl, groups larger than the set are the set.
+    ({f"{A}.fsdp_config.fsdp_size": 16, f"{A}.fsdp_config.offload_policy": True}, EIGHT_GPUS),
     ({"trainer.n_gpus_per_node": 8, "trainer.nnodes": 4}, CLUSTER),
     ({"data.train_files": [], "data.val_files": "task:arithmetic", "trainer.val_only": True}, CPU),
     ({"trainer.save_freq": 5, f"{A}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]}, CPU),

@@ -219,7 +219,7 @@ actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
 actor_rollout_ref.actor.entropy_coeff=0
 actor_rollout_ref.actor.entropy_checkpointing=True
 actor_rollout_ref.actor.loss_agg_mode=token-mean
-actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
 actor_rollout_ref.rollout.gpu_memory_utilization=0.80
 actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.rollout.mode=sync
@@ -234,7 +234,7 @@ actor_rollout_ref.rollout.val_kwargs.temperature=1.0
 actor_rollout_ref.rollout.val_kwargs.top_p=0.7
 actor_rollout_ref.rollout.val_kwargs.do_sample=True
 actor_rollout_ref.rollout.val_kwargs.n=1
-actor_rollout_ref.ref.ulysses_sequence_parallel_size=4
+actor_rollout_ref.ref.ulysses_sequence_parallel_size=1
 actor_rollout_ref.actor.fsdp_config.fsdp_size=8
 reward.overlong_buffer.len=512
 reward.overlong_buffer.penalty_factor=1.0
@@ -258,7 +258,6 @@ def test_verls_dapo_command_runs_and_says_which_of_its_keys_have_no_meaning_here
         ("data.dataloader_num_workers", "8"),
         ("data.val_batch_size", "64"),
         ("actor_rollout_ref.model.use_shm", "true"),
-        (f"{A}.ulysses_sequence_parallel_size", "4"),
         (f"{R}.mode", "sync"),
         (f"{R}.layered_summon", "true"),
         (f"{R}.enable_chunked_prefill", "false"),

@@ -54,7 +54,7 @@ def test_what_another_key_owns_is_refused_with_that_key(argument: str) -> None:
 @pytest.mark.parametrize(
     "argument",
     ["worker_extension_cls", "worker_cls", "logits_processors", "scheduler_cls", "load_format", "compilation_config",
-     "kv_transfer_config", "speculative_config", "quantization", "hf_token", "master_addr", "download_dir"],
+     "kv_transfer_config", "speculative_config", "quantization_config", "hf_token", "master_addr", "download_dir"],
 )  # fmt: skip
 def test_what_loads_code_or_changes_the_run_is_refused_with_the_reason(argument: str) -> None:
     (problem,) = refusals("vllm", {argument: "x"})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_rl.models.linear import FastLinear, linear, reduced_linear, reduced_product, use_fast_linear
+from grpo_rl.models.linear import FastLinear, linear, reduced_linear, reduced_product, use_fast_linear, use_fast_norms
 
 
 def _inputs(shape: tuple[int, ...], out: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,3 +89,53 @@ def test_tf32_keeps_ten_bits_and_rounds_to_the_nearest() -> None:
     values = torch.tensor([1.0, 1.0 + step, 1.0 + 0.49 * step, 1.0 + 0.51 * step, -(1.0 + 0.51 * step), 0.0])
     rounded = reduced_product(values[:, None], torch.ones(1, 1), "tf32")[:, 0]
     assert rounded.tolist() == [1.0, 1.0 + step, 1.0, 1.0 + step, -(1.0 + step), 0.0]
+
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "olmo2", "phi3"]
+
+
+def norms_of(family: str) -> list[nn.Module]:
+    """A norm of the family of 48 features with weights that differ, twice the same."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    [kind] = {value for name, value in vars(module).items() if name.endswith("RMSNorm") and value.__module__ == module.__name__}
+    made = [kind(48), kind(48)]
+    values = torch.rand(48, generator=torch.Generator().manual_seed(1)) + 0.5
+    for norm in made:
+        norm.weight.data.copy_(values)
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_norm_in_one_function_has_the_values_and_gradients_of_the_familys(family: str) -> None:
+    plain, fast = norms_of(family)
+    use_fast_norms(fast)
+    assert type(fast) is not type(plain) and isinstance(fast, type(plain))
+    x, grad = torch.randn(3, 5, 48) * 4, torch.randn(3, 5, 48)
+    results = []
+    for norm in (plain, fast):
+        own = x.clone().requires_grad_()
+        out = norm(own)
+        out.backward(grad)
+        results.append((out.detach(), own.grad, norm.weight.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
+    half = x.bfloat16()
+    assert torch.equal(plain.bfloat16()(half), fast.bfloat16()(half)), "other types go the family's own way"
+
+
+def test_a_norm_with_another_formula_stays_as_it_is() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    norm = Gemma3RMSNorm(8)
+    use_fast_norms(norm)
+    assert type(norm) is Gemma3RMSNorm
+
+
+def test_the_gradient_of_a_norm_is_that_of_its_formula() -> None:
+    from grpo_rl.models.linear import _RmsNorm
+
+    x, weight_D = (
+        torch.randn(4, 6, dtype=torch.double, requires_grad=True),
+        torch.rand(6, dtype=torch.double, requires_grad=True),
+    )
+    assert torch.autograd.gradcheck(lambda x, w: _RmsNorm.apply(x, w, 1e-5), (x, weight_D))

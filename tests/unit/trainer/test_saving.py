@@ -59,6 +59,21 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
     assert [verify(trainer.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
 
 
+def test_a_checkpoint_comes_early_where_a_recovery_would_do_too_much_again(make):  # noqa: F811
+    trainer, policy = make(make_config(save_freq=5, max_kept_updates=2), total_steps=7, with_val=False)
+    saved_at = [0]
+    begin = policy.begin_save
+
+    def begun(folder: Path, check: bool) -> None:
+        saved_at.append(policy.version)
+        begin(folder, check)
+
+    policy.begin_save = begun
+    trainer.roles.kept_updates = lambda: policy.version - saved_at[-1]
+    trainer.fit()
+    assert trainer.store.steps() == [2, 4, 5, 7], "after two updates each, and at the steps that are due"
+
+
 def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=1), total_steps=2, with_val=False)
     Slow(policy, looks=1).install(monkeypatch)

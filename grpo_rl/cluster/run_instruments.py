@@ -1,0 +1,157 @@
+"""Figures that people tune by, asked of the workers after each step (memory by phase, MFU, throughput), and traces when ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
+from grpo_rl.config.checks.switch_rules import profilers_of
+from grpo_rl.errors import ClusterError
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.types import Metrics
+from grpo_rl.workers.instruments import GIB, Observation, PhaseMeasure
+from grpo_rl.workers.model_work import peak_tflops
+
+ANSWER_S = 60.0
+"""Seconds for an answer of the instruments. Without one the step's figures are left out: the next call finds what is wrong."""
+REQUEST = "profile_next_step"
+"""The file that a person makes in the run's folder to have the next step traced, on rank 0 of every role."""
+WORK_NAMES = {
+    ("actor", "update"): "actor",
+    ("actor", "logprobs"): "actor_infer",
+    ("critic", "update"): "critic",
+    ("critic", "values"): "critic_infer",
+    ("reference", "logprobs"): "ref",
+    ("reward_model", "update"): "reward_model",
+    ("reward_model", "scores"): "reward_model_infer",
+}
+"""The metric of a role's phase in which a model runs: verl's names, where it has one."""
+PROFILERS = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "reference": "actor_rollout_ref.ref.profiler",
+    "critic": "critic.profiler",
+}
+"""The key of each role's profiler."""
+Answer = tuple[str | None, dict[str, PhaseMeasure]]
+
+
+class RunInstruments:
+    """The instruments of all workers of a run."""
+
+    def __init__(self, plan: Plan, worker_sets: Sequence[WorkerSet], run_folder: Path, say: Callable[[str], None]) -> None:
+        self.config = plan.config
+        self.worker_sets = worker_sets
+        self.num_devices = sum(pool.nnodes * pool.devices_per_node for pool in plan.pools)
+        self.run_folder = run_folder
+        self.say = say
+        self._profiled: dict[str, list[int]] = {}
+        """The roles and ranks that are profiled in the step that is going on."""
+        self._watch_memory()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of traces and snapshots."""
+        return self.run_folder / self.config.global_profiler.save_path
+
+    # ---- what is recorded in chosen steps ----------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Order the instruments of this step: traces or a history of memory where it is one of those that are chosen."""
+        own = self.config.global_profiler
+        chosen, tool = {}, own.tool
+        if tool is not None and step in (own.steps or ()):
+            chosen = dict(self._enabled())
+        if (request := self.run_folder / REQUEST).exists():
+            request.unlink()
+            chosen = {worker_set.role: [0] for worker_set in self.worker_sets if worker_set.role != "rollout"} | chosen
+            tool = tool or "torch"
+        self._profiled = chosen
+        if chosen:
+            self._order(chosen, tool, writes=True, folder=self.folder / f"step_{step:06d}")
+            self.say(f"step {step} is profiled into {self.folder}")
+
+    def end(self, metrics: Metrics) -> Metrics:
+        """End what `begin` ordered; return memory, MFU and throughput of the step whose metrics are given."""
+        if self._profiled:
+            self._order(self._profiled, None)
+            self._profiled = {}
+            self._watch_memory()
+        return self._throughput(metrics) | self._measured()
+
+    def _watch_memory(self) -> None:
+        """Have the chosen ranks keep a history of their GPU's memory from now on, for the call in which it runs out."""
+        if self.config.global_profiler.tool == "torch_memory":
+            self._order(dict(self._enabled()), "torch_memory")
+
+    def _enabled(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield role and ranks of the processes whose profiler is switched on."""
+        profilers = profilers_of(self.config)
+        for worker_set in self.worker_sets:
+            profiler = profilers.get(PROFILERS.get(worker_set.role, ""))
+            if profiler is not None and profiler.enable:
+                yield worker_set.role, list(range(len(worker_set))) if profiler.all_ranks else profiler.ranks or [0]
+
+    def _order(
+        self, chosen: Mapping[str, Sequence[int]], tool: str | None, *, writes: bool = False, folder: Path | None = None
+    ) -> None:
+        """Send these ranks what to record from their next call on."""
+        entries = self.config.global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries
+        order = Observation(tool, str(folder or self.folder), writes, entries)
+        for worker_set in self.worker_sets:
+            _ask([worker_set.workers[rank] for rank in chosen.get(worker_set.role, ())], "observe", order)
+
+    # ---- figures of every step ---------------------------------------------------------------------------
+
+    def _throughput(self, metrics: Metrics) -> Metrics:
+        seconds = metrics.get("timing_s/step")
+        if not seconds:
+            return {}
+        figures = {"perf/time_per_step": seconds}
+        if "perf/total_num_tokens" in metrics:
+            figures["perf/throughput"] = metrics["perf/total_num_tokens"] / (seconds * self.num_devices)
+        return figures
+
+    def _measured(self) -> Metrics:
+        metrics: Metrics = {}
+        for worker_set in self.worker_sets:
+            answers = _ask(worker_set.workers, "measures")
+            if answers:
+                metrics |= figures_of(worker_set.role, answers, self.config.trainer.device_tflops)
+        return metrics
+
+
+def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None) -> Metrics:
+    """Return a role's highest memory by phase, in GiB over its ranks, and TFLOP/s and MFU of the phases in which a model runs."""
+    name = "ref" if role == "reference" else role
+    metrics: Metrics = {}
+    for phase in sorted({phase for _, phases in answers for phase in phases}):
+        measures = [phases[phase] for _, phases in answers if phase in phases]
+        for kind in sorted({kind for measure in measures for kind in measure.memory or {}}):
+            most = max((measure.memory or {}).get(kind, 0) for measure in measures)
+            metrics[f"perf/memory/{name}/{phase}/{kind}_gib"] = most / GIB
+        seconds, flops = max(measure.seconds for measure in measures), sum(measure.flops for measure in measures)
+        work = WORK_NAMES.get((role, phase))
+        if work is None or not seconds or not flops:
+            continue
+        achieved = flops / seconds / len(answers) / 1e12
+        metrics[f"perf/tflops/{work}"] = achieved
+        peak = device_tflops or peak_tflops(answers[0][0] or "")
+        if peak is not None:
+            metrics[f"perf/mfu/{work}"] = achieved / peak
+    if role == "actor":
+        for kind in ("allocated", "reserved"):
+            highest = [value for key, value in metrics.items() if key.endswith(f"/{kind}_gib")]
+            if highest:
+                metrics[f"perf/max_memory_{kind}_gb"] = max(highest)
+    return metrics
+
+
+def _ask(workers: Sequence[Worker], method: str, *arguments: Any) -> list[Any]:
+    """Return the answers of processes to a call of their host; none where one does not answer."""
+    refs = [getattr(worker.actor, method).remote(*arguments) for worker in workers]
+    try:
+        return wait_all(workers, refs, ANSWER_S, f"instruments.{method}")
+    except ClusterError:
+        return []

@@ -1,0 +1,193 @@
+"""Sequence parallelism: several ranks compute one pack of sequences, each a slice of its tokens (Ulysses, Jacobs et al. 2023).
+
+Every layer but attention looks at one token at a time, so a rank runs it on its slice of the flat axis. Before attention each
+rank has all heads of its tokens; an exchange between the ranks of the group turns that into all tokens of some heads, in which
+whole sequences lie as they do without slices, and one after attention turns it back. The LM head runs on the trained tokens
+whose states the rank has. The losses need whole responses, so the ranks then add up their columns, one number for each trained
+token, and every rank has those of all.
+
+Gradients: the ranks of a group compute the same loss of the same columns, and each sends back what belongs to its own trained
+tokens. So a group's gradient is the sum over its ranks, as a batch's is over the ranks of any set, and nothing is divided.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from grpo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_rl.models.forward import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The ranks that compute one pack of sequences together, as this rank sees them."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @staticmethod
+    def join(size: int, timeout_s: float) -> SequenceGroup | None:
+        """Return this rank's group of `size` consecutive ranks; None where each rank is alone. All ranks of the set call it."""
+        if size == 1:
+            return None
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if world_size % size:
+            raise ConfigError(f"sequence parallelism over {size} ranks: the set has {world_size}, which is no multiple of it")
+        timeout = datetime.timedelta(seconds=timeout_s)
+        # Every rank takes part in making every group.
+        groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
+        return SequenceGroup(groups[rank // size], rank % size, size)
+
+    def sliced(self, sequences: Sequences) -> Sequences:
+        """Return this rank's slice of the input: its tokens, and of the trained ones those whose states it computes.
+
+        The state that predicts a trained token lies at the token before it. Which rank that is on decides, so that a response
+        may begin in one slice and go on in the next.
+        """
+        own = Slice(self, len(sequences.token_ids_S))
+        # The choice is made in host memory: it decides shapes.
+        predict_T = sequences.predict_T.cpu()
+        own_T = ((predict_T >= own.begin) & (predict_T < own.begin + own.length)).nonzero()[:, 0]
+        device = sequences.token_ids_S.device
+        own_on_device_T = own_T.to(device)
+        counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
+        if counts_T is not None and ids_M is not None:
+            chosen_T = torch.zeros(len(counts_T), dtype=torch.bool).index_fill_(0, own_T, True)
+            ids_M = ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
+            counts_T = counts_T[own_T]
+        return replace(
+            sequences,
+            token_ids_S=own.of(sequences.token_ids_S),
+            predict_T=(predict_T[own_T] - own.begin).to(device),
+            target_T=sequences.target_T[own_on_device_T] if len(sequences.target_T) else sequences.target_T,
+            support_counts_T=counts_T,
+            support_ids_M=ids_M,
+            slice=replace(own, own_T=own_on_device_T, num_trained=len(predict_T)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One rank's slice of a pass. Slices are equally long; the last ones end in tokens that nothing reads."""
+
+    ranks: SequenceGroup
+    num_tokens: int
+    """The tokens of all slices, without those that fill up."""
+    own_T: Tensor | None = None
+    """The places, among all trained tokens, of those whose states this rank computes."""
+    num_trained: int = 0
+
+    @property
+    def length(self) -> int:
+        return -(-self.num_tokens // self.ranks.size)
+
+    @property
+    def begin(self) -> int:
+        return self.ranks.rank * self.length
+
+    def of(self, values_S: Tensor) -> Tensor:
+        """Return this rank's slice of a column over all tokens, filled up with 0."""
+        part = values_S[self.begin : self.begin + self.length]
+        return F.pad(part, (0, self.length - len(part)))
+
+    def own(self, values_T: Tensor | None) -> Tensor | None:
+        """Return a column's values of this rank's trained tokens."""
+        return None if values_T is None or self.own_T is None else values_T[self.own_T]
+
+    def whole(self, values_T: Tensor) -> Tensor:
+        """Return a column over all trained tokens, of which each rank of the group gives those of its own. A collective."""
+        out: Tensor = _AllColumns.apply(values_T, self.own_T, self.num_trained, self.ranks.group)
+        return out
+
+    # ---- around attention ------------------------------------------------------------------------------------
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return [1, heads / size, all tokens, d] of this rank's heads, for each of some [1, heads, own tokens, d].
+
+        Where there are fewer heads than ranks, as of keys and values that several query heads share, they are repeated first.
+        A collective, one message for all.
+        """
+        size, parts = self.ranks.size, [self._for_ranks(tensor) for tensor in tensors]
+        message = torch.cat([part.flatten(2) for part in parts], dim=2)
+        received: Tensor = _Exchange.apply(message, self.ranks.group)
+        pieces = received.flatten(0, 1)[: self.num_tokens].split([part[0, 0].numel() for part in parts], dim=1)
+        assert received.shape[0] == size
+        return [piece.unflatten(1, part.shape[2:]).transpose(0, 1)[None] for piece, part in zip(pieces, parts, strict=True)]
+
+    def to_tokens(self, out_SHD: Tensor) -> Tensor:
+        """Return [own tokens, heads, d] of an attention's outputs [all tokens, heads / size, d]. A collective."""
+        size = self.ranks.size
+        filled = F.pad(out_SHD, (0, 0, 0, 0, 0, size * self.length - self.num_tokens))
+        received: Tensor = _Exchange.apply(filled.unflatten(0, (size, self.length)), self.ranks.group)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def _for_ranks(self, tensor: Tensor) -> Tensor:
+        """Return [1, heads, own tokens, d] as [rank, own tokens, heads of that rank, d]."""
+        size = self.ranks.size
+        x_LHD = tensor[0].transpose(0, 1)
+        if times := repeats(x_LHD.shape[1], size):
+            x_LHD = x_LHD.repeat_interleave(times, dim=1)
+        return x_LHD.unflatten(1, (size, -1)).transpose(0, 1)
+
+
+def repeats(num_heads: int, size: int) -> int:
+    """Return how often each head is repeated so that `size` ranks get equally many; 0 for none that has to be.
+
+    The query heads that share a key head lie next to each other, and their number is a multiple of `size` and of the key
+    heads'. So every rank has the repeated key heads that its query heads read, in their order.
+    """
+    times = size // math.gcd(num_heads, size)
+    return 0 if times == 1 else times
+
+
+class _Exchange(torch.autograd.Function):
+    """Rank i's part j becomes rank j's part i; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class _AllColumns(torch.autograd.Function):
+    """The columns of all ranks as one. A rank's own part of the gradient is all that it sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, own_T: Tensor, num_trained: int, group: Any) -> Tensor:
+        ctx.save_for_backward(own_T)
+        # Each place is 0 on all ranks but one, so that the sum is that one's value to the last bit.
+        whole_T = values_T.new_zeros(num_trained, *values_T.shape[1:]).index_copy_(0, own_T, values_T)
+        if num_trained:
+            dist.all_reduce(whole_T, group=group)
+        return whole_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
+        (own_T,) = ctx.saved_tensors
+        return grad_T.index_select(0, own_T), None, None, None

@@ -1,0 +1,182 @@
+"""Instruments of a worker's process: memory, time and work of each phase, traces of torch's profiler, snapshots of memory.
+
+A phase is a call of a method that computes. Instruments lie around the call, so that no worker has to do with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.errors import OutOfMemory
+
+PHASES = {
+    "update": "update",
+    "logprobs": "logprobs",
+    "left_logprobs": "logprobs",
+    "values": "values",
+    "scores": "scores",
+    "begin_weight_sync": "weight_sync",
+    "next_bucket": "weight_sync",
+    "end_weight_sync": "weight_sync",
+    "start_weight_update": "weight_sync",
+    "load_bucket": "weight_sync",
+    "finish_weight_update": "weight_sync",
+    "submit": "sampling",
+    "report": "sampling",
+    "poll": "sampling",
+    "save": "save",
+    "begin_save": "save",
+    "snapshot": "save",
+}
+"""The phase that each method belongs to. Methods that are not here are not measured."""
+PROFILED = frozenset({"update", "logprobs", "left_logprobs", "values", "scores"})
+"""The methods of which a trace is made: those that run a model."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The instruments of one process until the next order: which of them, and where their files go."""
+
+    tool: str | None
+    """torch: a trace of every call that runs a model; torch_memory: a history of allocations; None: neither."""
+    folder: str = ""
+    writes: bool = False
+    """True in a step that is profiled; a history of allocations is kept in the others too, for memory that runs out."""
+    max_entries: int = 100_000
+    """Allocations that a history of memory keeps."""
+
+
+@dataclass(slots=True)
+class PhaseMeasure:
+    """The cost of one phase in one process: seconds, operations, and the highest memory, in bytes by its kind."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    memory: dict[str, int] | None = None
+
+
+class Instruments:
+    """The instruments of one process. Calls that run side by side are measured together, under the first one's phase."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._order = Observation(None)
+        self._measures: dict[str, PhaseMeasure] = {}
+        self._num_traces: dict[str, int] = {}
+        self._records_memory = False
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def observe(self, order: Observation) -> None:
+        """Follow this order from the next call on."""
+        if self._order.tool == "torch_memory" and self._order.writes:
+            self._dump(Path(self._order.folder) / f"{self.name}.memory.pickle")
+        self._order = order
+        self._num_traces.clear()
+        if (order.tool == "torch_memory") != self._records_memory:
+            self._records_memory = order.tool == "torch_memory"
+            enabled = "all" if self._records_memory else None
+            _cuda().memory._record_memory_history(enabled=enabled, max_entries=order.max_entries)
+
+    def measures(self) -> dict[str, PhaseMeasure]:
+        """Return what each phase took since the last call."""
+        with self._lock:
+            taken, self._measures = self._measures, {}
+        return taken
+
+    @contextlib.contextmanager
+    def around(self, worker: Any, method: str) -> Iterator[None]:
+        """Measure the call that is made inside of this context, and trace it where that was ordered."""
+        phase = PHASES.get(method)
+        if phase is None:
+            yield
+            return
+        with self._lock:
+            alone = self._running == 0
+            self._running += 1
+        began = time.perf_counter()
+        if alone:
+            _reset_peak()
+        try:
+            with self._traced(method):
+                yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                measure = self._measures.setdefault(phase, PhaseMeasure())
+                measure.seconds += time.perf_counter() - began
+                work = getattr(worker, "work", None)
+                measure.flops += 0.0 if work is None else work.take()
+                if alone:
+                    before = measure.memory or {}
+                    measure.memory = {kind: max(size, before.get(kind, 0)) for kind, size in _peak().items()}
+
+    def failed(self, error: Exception) -> None:
+        """Keep a snapshot of the GPU's memory where `error` says that it ran out, and snapshots are configured."""
+        if isinstance(error, OutOfMemory) and self._records_memory:
+            self._dump(Path(self._order.folder) / f"{self.name}.out_of_memory.pickle")
+
+    @contextlib.contextmanager
+    def _traced(self, method: str) -> Iterator[None]:
+        order = self._order
+        if order.tool != "torch" or not order.writes or method not in PROFILED:
+            yield
+            return
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        number = self._num_traces[method] = self._num_traces.get(method, 0) + 1
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if _on_gpu() else [])
+        with profile(activities=activities, profile_memory=True) as profiler, record_function(f"{self.name}.{method}"):
+            yield
+        folder = Path(order.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"{self.name}.{method}{f'.{number}' if number > 1 else ''}.json.gz"))
+
+    def _dump(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _cuda().memory._dump_snapshot(str(file))
+
+
+def device_name() -> str | None:
+    """Return the name of this process's GPU; None where it uses none."""
+    return str(_cuda().get_device_name()) if _on_gpu() else None
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda
+
+
+def _on_gpu() -> bool:
+    """Return whether this process uses a GPU already: a look must not make it use one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def _reset_peak() -> None:
+    if _on_gpu():
+        _cuda().reset_peak_memory_stats()
+        return
+    # Linux forgets the highest resident size so far (proc(5), clear_refs); where that is not allowed it is the whole run's.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> dict[str, int]:
+    """Return the highest memory since the last reset, in bytes: what torch allocated and reserved, or the process's resident size."""
+    if _on_gpu():
+        cuda = _cuda()
+        return {"allocated": int(cuda.max_memory_allocated()), "reserved": int(cuda.max_memory_reserved())}
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return {"resident": int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024}
+    return {}

@@ -1,0 +1,128 @@
+"""Which processes a run's instruments are ordered in, step by step, and what becomes of their answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_rl.cluster import run_instruments
+from grpo_rl.cluster.run_instruments import REQUEST, RunInstruments
+from grpo_rl.config.schema.model import ProfilerConfig
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import ClusterError
+from grpo_rl.workers.instruments import GIB, Observation, PhaseMeasure
+
+
+class Process:
+    """A process that notes its orders, and answers with the same measures each time."""
+
+    def __init__(self, name: str, log: list[tuple[str, Observation]], measures: Any) -> None:
+        self.name = name
+        self.actor = SimpleNamespace(
+            observe=SimpleNamespace(remote=lambda order: log.append((name, order))),
+            measures=SimpleNamespace(remote=lambda: measures),
+        )
+
+
+def instruments(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[RunInstruments, Any]:
+    log: list[tuple[str, Observation]] = []
+    monkeypatch.setattr(run_instruments, "wait_all", lambda workers, refs, timeout_s, what: refs)
+    update = PhaseMeasure(2.0, 4e12, {"resident": GIB})
+
+    def make(role: str, size: int) -> Any:
+        workers = [Process(f"{role}{rank}", log, (None, {"update": update})) for rank in range(size)]
+
+        class Set(list[Any]):
+            pass
+
+        found = Set(workers)
+        found.role, found.workers = role, workers  # type: ignore[attr-defined]
+        return found
+
+    sets = [make("rollout", 1), make("actor", 4), make("reference", 4)]
+    pools = [SimpleNamespace(nnodes=2, devices_per_node=2)]
+    plan: Any = SimpleNamespace(config=config, pools=pools)
+    return RunInstruments(plan, sets, tmp_path, lambda text: None), log
+
+
+def config_with(tool: str | None, steps: list[int] | None, **profiler: Any) -> Config:
+    config = Config()
+    actor = replace(config.actor_rollout_ref.actor, profiler=ProfilerConfig(**profiler))
+    parts = replace(config.actor_rollout_ref, actor=actor)
+    return replace(config, actor_rollout_ref=parts, global_profiler=replace(config.global_profiler, tool=tool, steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("profiler", "names"),
+    [
+        ({"enable": True}, ["actor0"]),
+        ({"enable": True, "ranks": [1, 3]}, ["actor1", "actor3"]),
+        ({"enable": True, "all_ranks": True}, ["actor0", "actor1", "actor2", "actor3"]),
+    ],
+)
+def test_chosen_steps_are_traced_on_chosen_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler: dict[str, Any], names: list[str]
+) -> None:
+    own, log = instruments(tmp_path, config_with("torch", [2], **profiler), monkeypatch)
+    own.begin(1)
+    own.end({})
+    assert log == []
+    own.begin(2)
+    assert [name for name, _ in log] == names
+    assert {(order.tool, order.writes, order.folder) for _, order in log} == {
+        ("torch", True, str(tmp_path / "profile" / "step_000002"))
+    }
+    log.clear()
+    own.end({})
+    assert [(name, order.tool) for name, order in log] == [(name, None) for name in names]
+
+
+def test_a_file_in_the_runs_folder_traces_the_next_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, log = instruments(tmp_path, Config(), monkeypatch)
+    (tmp_path / REQUEST).touch()
+    own.begin(5)
+    assert [(name, order.tool, order.writes) for name, order in log] == [
+        ("actor0", "torch", True),
+        ("reference0", "torch", True),
+    ]
+    own.end({})
+    log.clear()
+    own.begin(6)
+    assert log == [] and not (tmp_path / REQUEST).exists()
+
+
+def test_memory_is_recorded_between_the_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, log = instruments(tmp_path, config_with("torch_memory", [2], enable=True), monkeypatch)
+    own.begin(2)
+    own.end({})
+    assert [(order.tool, order.writes) for _, order in log] == [
+        ("torch_memory", False),
+        ("torch_memory", True),
+        (None, False),
+        ("torch_memory", False),
+    ]
+
+
+def test_throughput_is_per_device_and_an_absolute_folder_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(Config(), global_profiler=replace(Config().global_profiler, save_path=str(tmp_path / "elsewhere")))
+    own, _ = instruments(tmp_path / "run", config, monkeypatch)
+    figures = own.end({"timing_s/step": 5.0, "perf/total_num_tokens": 1000.0})
+    assert figures["perf/throughput"] == 1000 / 5 / 4 and figures["perf/time_per_step"] == 5.0
+    assert figures["perf/tflops/actor"] == pytest.approx(4 * 4 / 2 / 4)
+    assert figures["perf/memory/actor/update/resident_gib"] == 1.0
+    assert "perf/mfu/actor" not in figures
+    assert own.folder == tmp_path / "elsewhere"
+
+
+def test_processes_that_do_not_answer_leave_their_figures_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, _ = instruments(tmp_path, Config(), monkeypatch)
+
+    def gone(*arguments: Any) -> Any:
+        raise ClusterError("the process died")
+
+    monkeypatch.setattr(run_instruments, "wait_all", gone)
+    assert own.end({"timing_s/step": 5.0}) == {"perf/time_per_step": 5.0}

@@ -1,0 +1,140 @@
+"""The operations that are counted for MFU, against torch's own counter of matrix products and attention written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCAB, Ragged, make_folder, packed_policy
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_rl.models import linear
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.workers.model_work import ModelWork, peak_tflops
+from grpo_rl.workers.sharded_policy import sequences_of
+
+TOKENS = Ragged([5, 3, 9], [4, 8, 2])
+WIDTH, LAYERS = 4 * 8, 2
+
+
+def products(counter: FlopCounterMode) -> float:
+    """The operations of matrix products, attention's left out."""
+    return float(
+        sum(count for op, count in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
+    )
+
+
+def attended(prompts: list[int], responses: list[int]) -> int:
+    return sum(length * (length + 1) // 2 for length in map(sum, zip(prompts, responses, strict=True)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_products_are_those_that_torch_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    monkeypatch.setattr(linear, "_has_onednn", lambda: False)  # torch counts its own products only
+    model = packed_policy(make_folder(tmp_path / "m", "qwen3", tied))
+    work, sequences = ModelWork(model), TOKENS.sequences()
+    pairs = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
+
+    with torch.no_grad(), FlopCounterMode(display=False) as forward:
+        model(sequences)
+    assert work.take() == products(forward) + 4 * WIDTH * LAYERS * pairs
+    with FlopCounterMode(display=False) as both:
+        model(sequences).logprobs_T.sum().backward()
+    # The embedding's rows have a gradient, so that the first layer sends one back as all others do.
+    assert work.take() == products(both) + 12 * WIDTH * LAYERS * pairs
+    assert work.take() == 0
+
+
+def test_weights_that_are_not_trained_have_no_gradient_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_has_onednn", lambda: False)
+    model = packed_policy(make_folder(tmp_path / "m", "llama", False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "embed" in name)
+    work, sequences = ModelWork(model), TOKENS.sequences()
+    with FlopCounterMode(display=False) as both:
+        model(sequences).logprobs_T.sum().backward()
+    pairs = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
+    assert work.take() == products(both) + 12 * WIDTH * LAYERS * pairs
+
+
+def test_a_shared_prompt_counts_once(tmp_path: Path) -> None:
+    model = packed_policy(make_folder(tmp_path / "m", "qwen3", True))
+    work = ModelWork(model)
+    prompt = torch.arange(10)
+    responses = [torch.arange(4) + 20, torch.arange(6) + 25]
+    alone = Ragged([10, 10], [4, 6])
+    alone.ids = [torch.cat([prompt, response]) for response in responses]
+    batch = alone.batch().replace(group_N=torch.zeros(2, dtype=torch.long))
+
+    def count(*, share: bool) -> float:
+        with torch.no_grad():
+            model(sequences_of(batch, torch.device("cpu"), share_prompts=share))
+        return work.take()
+
+    saved = count(share=False) - count(share=True)
+    # The prompt up to its last token, whose state both read, and the last token of each response, which nothing reads.
+    tokens_saved = len(torch.cat(alone.ids)) - computed_tokens(batch)
+    assert tokens_saved > 9
+    assert saved > 2 * tokens_saved * body_weights(model)
+
+
+def computed_tokens(batch: object) -> int:
+    return len(sequences_of(batch, torch.device("cpu"), share_prompts=True).token_ids_S)  # type: ignore[arg-type]
+
+
+def body_weights(model: PolicyModel) -> int:
+    return sum(
+        p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    )
+
+
+def test_of_experts_those_count_that_a_token_goes_to() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=VOCAB, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = PolicyModel(Qwen3MoeForCausalLM(config))
+    work = ModelWork(model)
+    sequences = TOKENS.sequences()
+    work._count(model, (sequences,))
+    attention = 16 * 16 * 2 + 2 * 16 * 8  # q, o; k, v
+    per_token = attention + 16 * 8 + 2 * 3 * 16 * 8  # the router, two experts of three matrices
+    pairs = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
+    expected = 6 * (31 * per_token + 14 * 16 * VOCAB) + 12 * 16 * pairs
+    assert work.take() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 311.8),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Some future thing", None),
+    ],
+)
+def test_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_a_window_bounds_what_is_attended_to(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "qwen3", True, use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    model = packed_policy(folder)
+    work = ModelWork(model)
+    lengths = [sum(both) for both in zip(TOKENS.prompt_lengths, TOKENS.response_lengths, strict=True)]
+    windowed = sum(min(place + 1, 3) for length in lengths for place in range(length))
+    full = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
+    seen: list[Tensor | float] = work._done
+    with torch.no_grad():
+        work._count(model, (TOKENS.sequences(),))
+    assert sorted(float(part) for part in seen[1:]) == sorted([4.0 * WIDTH * windowed, 4.0 * WIDTH * full])

@@ -1,0 +1,72 @@
+"""`scripts/gpu_check.py` on a CPU: every check that needs no GPU passes, and the others say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def gpu_check() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    yield module
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+NEEDS_A_GPU = {"attention": 1, "actor": 1, "offload": 1, "ipc": 1}
+
+
+@pytest.mark.parametrize("name", ["policy", "head", "attention", "actor", "offload", "ipc", "checkpoint", "memory", "twice"])
+def test_a_check_runs_on_a_cpu(gpu_check: Any, name: str) -> None:
+    rows = gpu_check.rows_of(name, "cpu")
+    assert rows and not [row for row in rows if row.state == "failed"]
+    assert sum(row.state == "not possible" for row in rows) == NEEDS_A_GPU.get(name, 0)
+    assert all(row.figure for row in rows)
+
+
+def test_every_check_is_tried_here(gpu_check: Any) -> None:
+    assert set(gpu_check.CHECKS) == {"policy", "head", "attention", "actor", "offload", "ipc", "checkpoint", "memory", "twice"}
+
+
+def test_an_error_in_a_check_is_a_row_that_failed(gpu_check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str, sizes: Any, folder: Path) -> Any:
+        yield gpu_check.Row("first", "measured", "1")
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    monkeypatch.setitem(gpu_check.CHECKS, "ipc", broken)
+    rows = gpu_check.rows_of("ipc", "cpu")
+    assert [row.state for row in rows] == ["measured", "failed"]
+    assert rows[1].figure == "RuntimeError: an illegal memory access"
+    lines = gpu_check.table(rows).splitlines()
+    assert len(lines) == 3 and lines[1].index("measured") == lines[2].index("failed")
+
+
+def test_a_wrong_gradient_of_attention_is_seen(gpu_check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_rl.models import attention
+
+    whole = attention._padded_groups
+
+    def without_mask(*arguments: Any) -> Any:
+        return (
+            whole(*arguments).detach() * 1.0
+            + 0 * arguments[0].transpose(1, 2)[0]
+            + 0 * arguments[1].sum()
+            + 0 * arguments[2].sum()
+        )
+
+    monkeypatch.setattr(attention, "_padded_groups", without_mask)
+    states = {row.name: row.state for row in gpu_check.rows_of("attention", "cpu")}
+    assert states["attention: values, relative"] == "passed"
+    assert states["attention: gradient of queries, relative"] == "failed"

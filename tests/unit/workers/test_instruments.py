@@ -1,0 +1,120 @@
+"""Instruments around calls: memory of a phase, traces of chosen steps, snapshots where memory runs out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_rl.cluster.run_instruments import figures_of
+from grpo_rl.errors import OutOfMemory
+from grpo_rl.workers import instruments as module
+from grpo_rl.workers.instruments import GIB, Instruments, Observation, PhaseMeasure
+
+MIB = 2**20
+
+
+class Worker:
+    """A worker whose update takes memory, and multiplies."""
+
+    def __init__(self) -> None:
+        self.work = SimpleNamespace(take=lambda: 7.0)
+        self.weight = torch.ones(64, 64, requires_grad=True)
+
+    def update(self) -> None:
+        taken = torch.ones(64 * MIB // 4)
+        (torch.ones(8, 64) @ self.weight).sum().backward()
+        del taken
+
+
+def call(instruments: Instruments, worker: Worker, method: str = "update") -> None:
+    with instruments.around(worker, method):
+        worker.update()
+
+
+def test_a_phase_has_its_own_peak_though_another_one_before_took_more() -> None:
+    instruments, worker = Instruments("actor0"), Worker()
+    with instruments.around(worker, "save"):
+        held = torch.ones(256 * MIB // 4)
+        del held
+    call(instruments, worker)
+    phases = instruments.measures()
+    save, update = phases["save"].memory, phases["update"].memory
+    assert save and update and save["resident"] - update["resident"] > 150 * MIB
+    assert phases["update"].flops == 7.0 and phases["update"].seconds > 0
+    assert instruments.measures() == {}
+
+
+def test_a_chosen_step_leaves_a_trace_that_contains_the_update(tmp_path: Path) -> None:
+    instruments, worker = Instruments("actor1"), Worker()
+    call(instruments, worker)
+    instruments.observe(Observation("torch", str(tmp_path / "step_2"), writes=True))
+    call(instruments, worker)
+    call(instruments, worker)
+    call(instruments, worker, "save")
+    instruments.observe(Observation(None))
+    call(instruments, worker)
+    assert sorted(file.name for file in tmp_path.rglob("*.gz")) == ["actor1.update.2.json.gz", "actor1.update.json.gz"]
+    events = json.loads(gzip.decompress((tmp_path / "step_2" / "actor1.update.json.gz").read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert "actor1.update" in names and "aten::mm" in names
+    assert any("Backward" in str(name) for name in names)
+
+
+class Recorder:
+    """`torch.cuda`, as far as snapshots use it, noting what it is asked."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+        self.memory = SimpleNamespace(
+            _record_memory_history=lambda **options: self.noted.append(options),
+            _dump_snapshot=lambda file: (self.noted.append(Path(file).name), Path(file).touch()),
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(module, "_cuda", lambda: recorder)
+    return recorder
+
+
+def test_memory_has_a_history_from_the_start_and_a_snapshot_after_a_chosen_step(cuda: Recorder, tmp_path: Path) -> None:
+    instruments = Instruments("actor0")
+    instruments.observe(Observation("torch_memory", str(tmp_path), max_entries=5))
+    assert cuda.noted == [{"enabled": "all", "max_entries": 5}]
+    instruments.observe(Observation("torch_memory", str(tmp_path / "step_3"), writes=True))
+    assert cuda.noted[1:] == []
+    instruments.observe(Observation(None))
+    assert cuda.noted[1] == "actor0.memory.pickle" and cuda.noted[2]["enabled"] is None
+    assert (tmp_path / "step_3" / "actor0.memory.pickle").exists()
+
+
+def test_memory_that_runs_out_leaves_a_snapshot_where_that_is_configured(cuda: Recorder, tmp_path: Path) -> None:
+    instruments = Instruments("actor0")
+    instruments.failed(OutOfMemory("full"))
+    assert cuda.noted == []
+    instruments.observe(Observation("torch_memory", str(tmp_path)))
+    instruments.failed(ValueError("something else"))
+    assert not list(tmp_path.iterdir())
+    instruments.failed(OutOfMemory("full"))
+    assert [file.name for file in tmp_path.iterdir()] == ["actor0.out_of_memory.pickle"]
+
+
+def test_figures_are_of_the_slowest_rank_and_the_fullest_one() -> None:
+    fast = PhaseMeasure(1.0, 3e12, {"allocated": 2 * GIB, "reserved": 4 * GIB})
+    slow = PhaseMeasure(2.0, 5e12, {"allocated": 3 * GIB, "reserved": 3 * GIB})
+    answers = [("NVIDIA A100-SXM4-40GB", {"update": fast}), ("NVIDIA A100-SXM4-40GB", {"update": slow})]
+    figures = figures_of("actor", answers, None)
+    assert figures["perf/memory/actor/update/allocated_gib"] == 3
+    assert figures["perf/memory/actor/update/reserved_gib"] == figures["perf/max_memory_reserved_gb"] == 4
+    assert figures["perf/tflops/actor"] == pytest.approx(8 / 2 / 2)
+    assert figures["perf/mfu/actor"] == pytest.approx(2 / 311.8)
+    assert figures_of("actor", answers, 20.0)["perf/mfu/actor"] == pytest.approx(0.1)
+    on_cpu = figures_of("reference", [(None, {"logprobs": PhaseMeasure(1.0, 1e12, {"resident": GIB})})], None)
+    assert on_cpu == {"perf/memory/ref/logprobs/resident_gib": 1, "perf/tflops/ref": 1.0}
