@@ -150,9 +150,9 @@ def track(case: Case, layers: int | None = None) -> dict[str, int]:
         mesh = init_device_mesh("cpu", (case.world,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, Scalars():
-            fsdp.shard(policy, mesh, compute_dtype=DTYPES[case.dtype], reshard_after_forward=True)
+            fsdp.shard(policy, mesh, fsdp.Sharding(compute_dtype=DTYPES[case.dtype]))
             with tracker:
-                fsdp.materialize_from(policy, CPU, lambda: None)
+                fsdp.materialize_from(policy, CPU, lambda: None, in_host_memory=False)
                 watch(policy, tracker)
                 if case.role == "actor":
                     update(case, policy, on_device(sequences), tracker)
@@ -277,7 +277,7 @@ def evaluate(policy: PolicyModel, sequences: Sequences, tracker: Tracker) -> Non
     tracker.peaks["rest"] = tracker.now
 
 
-def track_scaled(case: Case, traced: tuple[int, int] = (3, 5)) -> dict[str, int]:
+def track_scaled(case: Case, traced: tuple[int, int] = (3, 4)) -> dict[str, int]:
     """Return the peaks of the whole model from those of two with fewer layers: each region's bytes are linear in the layers."""
     few, more = (track(case, layers) for layers in traced)
     wanted = int(case.settings["num_hidden_layers"])

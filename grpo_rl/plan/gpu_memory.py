@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, gib, head_bytes, needs_of_passes, sharded_over
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.memory import GIB, gib, load_of, size_of_role
+from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.plan.rank_memory import peak
 
 CONTEXT = int(0.6 * GIB)
 """Assumed: what CUDA and its libraries take in each process, before any tensor."""
@@ -37,10 +38,12 @@ class GpuPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resident:
+class Resident:
     """A set of ranks on the GPU: the bytes that it keeps between phases, and those at its peak."""
 
+    role: RoleName
     phase: str
+    """The phase of the step that is its largest."""
     rest: int
     peak: int
 
@@ -49,7 +52,7 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
     if plan.machine.device != "cuda" or plan.role("actor") is None:
         return ()
-    residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
+    residents = residents_of(plan, size)
     at_rest = sum(one.rest for one in residents)
     phases = []
     asleep = awake = 0.0
@@ -90,50 +93,38 @@ def _advice(plan: Plan, phase: GpuPhase) -> str:
     return f"more GPUs, {actor}.fsdp_config.param_offload and optimizer_offload, or lower ppo_max_token_len_per_gpu"
 
 
-def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
+def residents_of(plan: Plan, size: ModelSize) -> list[Resident]:
+    """Return the sets of ranks that share a GPU of the actor's pool."""
+    names: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
+    return [one for name in names if (one := _resident(plan, size, name)) is not None]
+
+
+def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
     """Return what the ranks of a role take on one GPU of the actor's pool; None where there are none."""
-    role = plan.role(name)
-    if role is None or role.pool != "actor":
+    role, own = plan.role(name), size_of_role(plan, size, name)
+    if role is None or own is None or role.pool != "actor":
         return None
-    config = plan.config
-    actor, ref, critic, scorer = (
-        config.actor_rollout_ref.actor.fsdp_config,
-        config.actor_rollout_ref.ref.fsdp_config,
-        config.critic.fsdp,
-        config.reward.reward_model,
-    )
-    trains = name in ("actor", "critic") or (plan.trains_reward_model and name == "reward_model")
-    own = {"critic": plan.critic_model, "reward_model": scorer.model_path}.get(name)
-    size = (model_size(own) or size) if own else size
-    offloads = {
+    load = load_of(plan, own, name)
+    weights_away, moments_away = offloads(plan, name)
+    keeps = (0 if weights_away else 4) + (load.moments if load.trains and not moments_away else 0)
+    shard = 0 if load.in_host_memory else own.num_params // load.ranks
+    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
+    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
+    kept = shard * keeps + (4 * own.vocab * own.hidden if load.ref_head else 0)
+    return Resident(name, phase, int(kept * SLACK) + process, int(peak(own, load) * SLACK) + process)
+
+
+def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:
+    """Return whether a role's weights, and its optimizer's moments, lie in host memory between phases."""
+    parts, critic, scorer = plan.config.actor_rollout_ref, plan.config.critic.fsdp, plan.config.reward.reward_model
+    actor, ref = parts.actor.fsdp_config, parts.ref.fsdp_config
+    return {
         "actor": (actor.param_offload, actor.optimizer_offload),
         "reference": (ref.param_offload, True),
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
+        "rollout": (False, False),
     }[name]
-    fsdp = {"actor": actor, "reference": ref, "critic": critic}.get(name)
-    shard = size.num_params // (role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers))
-    if fsdp is not None and fsdp.offload_policy:
-        shard = 0  # in host memory, all the time
-    keeps = (0 if offloads[0] else 4) + (8 if trains and not offloads[1] else 0)
-    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = shard * (16 if trains else 4) + needs_of_passes(plan, size, name) + _gathered(plan, size, name, trains=trains)
-    if name in ("actor", "reference"):
-        tensors += head_bytes(plan, size, gradient=trains)
-    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    return _Resident(phase, int(shard * keeps * SLACK) + process, int(tensors * SLACK) + process)
-
-
-def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:
-    """Return the bytes of parameters that FSDP has whole at a time: the root's, in float32, and two layers' in bfloat16.
-
-    A pass with gradients has those of the root and of a layer, too, in float32. With one rank all layers stay gathered.
-    """
-    embeddings = size.vocab * size.hidden * (1 if size.tied or name in ("critic", "reward_model") else 2)
-    layer = (size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)) // size.layers
-    role = plan.role(name)
-    whole = size.layers if role is not None and role.num_workers == 1 else 2
-    return embeddings * 4 + whole * layer * 2 + ((embeddings + layer) * 4 if trains else 0)
 
 
 def _largest(size: ModelSize) -> int:

@@ -6,7 +6,7 @@ Each term was found by tracking the real model code on tensors without storage (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_rl.plan.model_folder import ModelSize
 
@@ -19,6 +19,7 @@ class Load:
     """One micro-batch of one rank, and what lies on the rank's GPU beside it."""
 
     ranks: int
+    """Ranks that hold one copy of the model together."""
     tokens: int
     """Tokens that run through the body."""
     trained: int
@@ -35,6 +36,10 @@ class Load:
     """False for a critic or a reward model, whose head is one number wide."""
     moments: int = 8
     """Bytes of the optimizer's moments for each parameter, where they lie on the GPU."""
+    in_host_memory: bool = False
+    """Weights, gradients and moments lie in host memory all the time."""
+    offloads_inputs: bool = False
+    """The layers' inputs wait for the backward pass in host memory."""
     shared_keys: int = 0
     """Keys that are copied so that responses share a prompt's."""
     ref_head: bool = False
@@ -46,7 +51,7 @@ def resident(size: ModelSize, load: Load) -> int:
 
     This is where kinds of training that hold other parameters than these add what they hold.
     """
-    state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
+    state = 0 if load.in_host_memory else 4 + (GRADIENT + load.moments if load.trains else load.moments)
     return size.num_params * state // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
 
 
@@ -56,13 +61,16 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
     With several ranks FSDP gathers a unit into one flat buffer and copies it out of that: both live until the next unit is
     gathered. With one rank all layers stay as they were computed with. The root unit is embedding, norm and head in float32.
     """
+    if not load.has_head:
+        size = replace(size, num_params=size.num_params - (0 if size.tied else size.vocab * size.hidden), tied=True)
     alone = load.ranks == 1
     state = resident(size, load)
     root, layer = 4 * size.root_params, load.width * size.layer_params
     hidden = load.tokens * size.hidden
     stream, exact = hidden * load.width, hidden * 4
     unsharded = root + (size.layers * layer if alone else 2 * layer)
-    kept = size.layers * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
+    waiting = 2 if load.offloads_inputs else size.layers
+    kept = waiting * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
     one_layer = exact + _forward(size, load)
     first = root + layer + one_layer if alone else 2 * root + 2 * layer + exact + stream
     found = {
@@ -71,7 +79,7 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
         "head": state + unsharded - (0 if alone else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
     }
     if load.trains:
-        head = 4 * size.vocab * size.hidden
+        head = 4 * size.vocab * size.hidden * load.has_head
         reduced = 4 * size.layer_params
         found["layers, backward"] = state + unsharded + head + reduced + kept + _backward(size, load)
         found["root, backward"] = state + (3 * root if alone else 2 * root + reduced) + exact
@@ -101,7 +109,7 @@ def _head(size: ModelSize, load: Load) -> int:
 def _forward(size: ModelSize, load: Load) -> int:
     """Return the bytes of one layer's tensors in a forward pass, at their largest: in the MLP."""
     if size.num_experts:
-        mlp = size.experts_per_token * (4 * size.hidden + 3 * size.expert_intermediate)
+        mlp = size.experts_per_token * (3 * size.hidden + 2 * size.expert_intermediate)
     else:
         mlp = 3 * size.intermediate
     return load.tokens * load.width * (mlp + 2 * size.hidden)

@@ -28,6 +28,9 @@ from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effe
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
 from grpo_rl.plan.memory import gib
+from grpo_rl.plan.named_machine.fit import TIGHT, fit_of, table
+from grpo_rl.plan.named_machine.proposal import MOST_MACHINES, Proposal, propose
+from grpo_rl.plan.named_machine.step_time import assumptions, step_time
 from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
@@ -35,6 +38,8 @@ from grpo_rl.rollout.engine import EngineSpec
 
 WIDTH = 100
 _LABEL = 13
+TABLE = "|"
+"""The label of a line that stays as it is: a row of a table, or a word to paste."""
 
 Rows = Iterator[tuple[str, str]]
 
@@ -42,6 +47,7 @@ Rows = Iterator[tuple[str, str]]
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
+    instead = _instead(plan)
     sections = {
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
@@ -49,6 +55,10 @@ def describe(composed: Composed, plan: Plan) -> str:
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
+        f"fit on {plan.machine.name or 'this machine'}": _fit(plan, instead),
+        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(
+            instead.plan if instead else plan
+        ),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
     }
     lines = []
@@ -61,6 +71,8 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     """Wrap one entry; without a label it is an item of a list."""
+    if label == TABLE:
+        return [f"  {text}".rstrip()]
     start = f"  {label + ' ':<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
         text,
@@ -398,8 +410,49 @@ def _memory(plan: Plan) -> Rows:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
-    if plan.model is not None:
+    if plan.model is not None and fit_of(plan, plan.model) is None:
         yield from gpu_memory.lines(plan, plan.model)
+
+
+def _fit(plan: Plan, instead: Proposal | None) -> Rows:
+    """Yield whether the run fits its GPUs and its host, and what makes it fit where it does not."""
+    fit = fit_of(plan, plan.model) if plan.model is not None else None
+    if fit is None or plan.model is None:
+        return
+    tight = fit.tightest
+    state = "yes, tightly" if fit.fits and tight.share > TIGHT else "yes" if fit.fits else "no"
+    yield "fits", f"{state}: {tight.what} takes {gib(tight.needed)} of {gib(tight.there)} (estimated, not run)"
+    for line in table(plan, plan.model, fit):
+        yield TABLE, line
+    if plan.engine is not None:
+        yield "cache", f"{fit.cache_tokens:,} tokens for each engine, {fit.cache_sequences:.3g} sequences of full length"
+    if fit.fits:
+        return
+    if instead is None:
+        yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
+        return
+    used = instead.fit.tightest
+    yield "instead", f"this fits ({used.what} takes {used.share:.0%} of its memory); add to the command:"
+    for word in instead.words():
+        yield TABLE, word
+
+
+def _instead(plan: Plan) -> Proposal | None:
+    """Return the nearest configuration that fits, where the plan's own does not."""
+    fit = fit_of(plan, plan.model) if plan.model is not None else None
+    return None if fit is None or fit.fits or plan.model is None else propose(plan, plan.model)
+
+
+def _time(plan: Plan) -> Rows:
+    """Yield the seconds of each phase of a step on a named machine."""
+    fit = fit_of(plan, plan.model) if plan.model is not None else None
+    found = step_time(plan, plan.model) if plan.model is not None and fit is not None and fit.fits else None
+    if found is None:
+        return
+    for name, seconds in found.phases.items():
+        yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
+    yield TABLE, f"{'together':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
+    yield "assumed", assumptions(plan)
 
 
 def _notes(config: Config, plan: Plan) -> Rows:

@@ -18,7 +18,7 @@ from grpo_rl.config.derived import Machine, max_num_seqs
 from grpo_rl.models.forward import _chunked_head
 from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import GIB, head_bytes, memory_by_role
+from grpo_rl.plan.memory import GIB, load_of, memory_by_role
 from grpo_rl.plan.model_folder import model_size
 from grpo_rl.plan.text import describe
 
@@ -80,11 +80,12 @@ def test_an_engine_that_keeps_its_memory_narrows_every_phase(tmp_path) -> None:
 
 
 def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:
-    small = dataclasses.replace(GPUS, gpu_memory=24 * GIB)
+    small = dataclasses.replace(GPUS, gpu_memory=48 * GIB)
     page = " ".join(plan_of(tmp_path, "14b", machine=small).render().split())
-    assert "these have 24.0 GiB" in page and "optimizer_offload" in page and "not run" in page
+    assert "fits no:" in page and "of 48.0 GiB" in page and "offload_policy=true" in page and "not run" in page
     page = " ".join(plan_of(tmp_path, "14b", machine=dataclasses.replace(GPUS, gpu_memory=500 * GIB)).render().split())
-    assert "needs a GPU of" in page and "these have" not in page
+    assert "fits yes: " in page and "offload_policy" not in page
+    assert "needs a GPU of" in plan_of(tmp_path, "14b").render()
     assert "needs a GPU" not in plan_of(tmp_path, "7b", machine=Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
 
 
@@ -127,7 +128,8 @@ def test_the_heads_logits_take_what_the_plan_says(tmp_path, objective, precision
     plan = plan_of(tmp_path, "7b", *words)
     assert plan.model is not None
     vocab = 2048
-    told = head_bytes(plan, dataclasses.replace(plan.model, vocab=vocab), gradient=True)
+    load = load_of(plan, plan.model, "actor")
+    told = load.logits * load.chunk * vocab * 4
     hidden_TD, head_VD = torch.randn(256, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
     entropy, full = plan.objective.needs_entropy, plan.objective.needs_full_kl
     with Peak(64 * vocab * 2) as peak:
