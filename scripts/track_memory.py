@@ -16,7 +16,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +35,7 @@ from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.models import attention, fsdp, linear, load
 from grpo_rl.models.forward import PolicyModel, Sequences
 from grpo_rl.models.optim import make_optimizer
+from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.workers.trained_rank import clip_gradients
 
 CPU = torch.device("cpu")
@@ -66,17 +67,19 @@ class Case:
     """Gradients of an earlier micro-batch lie on the device."""
     per_group: int = 1
     """Rollouts that share one prompt's states."""
+    together: int = 1
+    """Ranks that compute the micro-batch together, a slice of its tokens each."""
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that run through the model's body."""
+        """Return the tokens that run through the model's body on this rank."""
         groups = self.rollouts // self.per_group
-        return groups * (self.prompt + self.per_group * self.response)
+        return -(-groups * (self.prompt + self.per_group * self.response) // self.together)
 
     @property
     def trained(self) -> int:
-        """Return the tokens that run through the LM head."""
-        return self.rollouts * self.response
+        """Return the tokens that run through the LM head on this rank, where all slices have as many."""
+        return -(-self.rollouts * self.response // self.together)
 
 
 class Scalars(TorchDispatchMode):
@@ -147,12 +150,17 @@ def track(case: Case, layers: int | None = None) -> dict[str, int]:
     with as_on_a_gpu(case.world):
         policy = build(case, settings, trains=trains)
         sequences = micro_batch(case)
+        ranks = SequenceGroup.join(case.together, timeout_s=60.0)
+        if ranks is not None:
+            # Which tokens are this rank's is a matter of values, which fake tensors do not have. The last slice has the most.
+            sequences = replace(ranks, rank=ranks.size - 1).sliced(sequences)
+            policy.sliced = lambda part: part  # type: ignore[method-assign]
         mesh = init_device_mesh("cpu", (case.world,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, Scalars():
-            fsdp.shard(policy, mesh, fsdp.Sharding(compute_dtype=DTYPES[case.dtype]))
+            fsdp.shard(policy, mesh, fsdp.Sharding(DTYPES[case.dtype]))
             with tracker:
-                fsdp.materialize_from(policy, CPU, lambda: None, in_host_memory=False)
+                fsdp.materialize_from(policy, CPU, lambda: None)
                 watch(policy, tracker)
                 if case.role == "actor":
                     update(case, policy, on_device(sequences), tracker)

@@ -57,6 +57,8 @@ NEIGHBOURS = {
     ("cluster", "plan"),
     # Every run of a sweep is planned before the first one starts.
     ("sweep", "plan"),
+    # Weights travel to engines by the names that files have, which the trainer's model reads too.
+    ("rollout", "models"),
     # A checkpoint holds a sharded model's state.
     ("checkpoint", "models"),
     # What a role says it has written.

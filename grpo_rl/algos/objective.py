@@ -46,6 +46,8 @@ class Objective:
     """Options of the average."""
     kl_options: Options = ()
     """Options of the KL estimator."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the loss that keeps experts evenly used, which `models/moe/routing.py` adds where the model runs."""
 
     def __post_init__(self) -> None:
         aggregate = AGGREGATIONS.get(self.loss_agg_mode)
@@ -84,6 +86,7 @@ class Objective:
             loss_options=tuple(chosen_options(LOSS, actor, options_of(loss)).items()),
             agg_options=tuple(agg_options.items()),
             kl_options=tuple(actor.kl_loss_options.items()) if has_kl else (),
+            router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
     @property
@@ -118,7 +121,7 @@ class Objective:
 
     def silent_N(self, advantages_T: Tensor, trained_lengths_N: Tensor) -> Tensor:
         """Return which rollouts add nothing to the gradient: their advantages are all 0, and no other term reads them."""
-        if self.kl_loss_type is not None or self._has_entropy:
+        if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef:
             return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
         if not _is_silent(self.loss_mode, self.loss_options):
             return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
@@ -211,6 +214,9 @@ class Objective:
             total += f" + {self.kl_loss_coef:g}·avg(KL)"
             kl = full_kl if self.needs_full_kl else KL_ESTIMATORS.get(self.kl_loss_type)
             lines.append(f"KL   = {shown(kl, self.kl_options)}  [{self.kl_loss_type}]")
+        if self.router_aux_loss_coef:
+            total += f" + {self.router_aux_loss_coef:g}·balance"
+            lines.append("balance = E Σ_e f_e P_e, averaged over the layers with experts, counted over the whole mini-batch")
         average = shown(AGGREGATIONS.get(self.loss_agg_mode), self.agg_options)
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])

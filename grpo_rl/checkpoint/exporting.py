@@ -8,11 +8,15 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
 from grpo_rl.checkpoint.policy_state import load_weights
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from grpo_rl.models.forward import PolicyModel
 
 MARK = "export.json"
 """The file that is written last: the step, and the digest of the manifest that the export was made from."""
@@ -32,17 +36,17 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
 
     `base` is the folder of the model that the run began with, whose config, generation settings and tokenizer are taken;
     `model` is the section `actor_rollout_ref.model` of the run. The weights are in float32, as the export at a run's end has
-    them, and the same to the bit. Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where
-    `target` cannot be written; ConfigError for a base that cannot be used.
+    them, and the same to the bit. Those of a run with adapters are merged, to the bit what one rank exports and up to the
+    last bit what several do, and the adapters are in a peft folder inside.
+
+    Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where `target` cannot be written;
+    ConfigError for a base that cannot be used.
     """
     from grpo_rl.models import load
-    from grpo_rl.models.forward import PolicyModel
 
     verify(checkpoint)
     own_code = bool(model.get("trust_remote_code"))
-    override = model.get("override_config")
-    config = load.load_config(base, trust_remote_code=own_code, override=override)
-    policy = PolicyModel(load.load_lm(base, config, trust_remote_code=own_code))
+    policy = _policy(base, model)
     load_weights(checkpoint, policy)
     tokenizer = load.load_tokenizer(model.get("tokenizer_path") or base, trust_remote_code=own_code)
     try:
@@ -52,7 +56,7 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
     try:
         fresh.chmod(0o755)
-        policy.lm.save_pretrained(fresh, state_dict={name: tensor.detach() for name, tensor in policy.lm.state_dict().items()})
+        _write_model(policy, fresh)
         tokenizer.save_pretrained(fresh)
         mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
         (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
@@ -66,6 +70,33 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def _policy(base: str, model: Mapping[str, Any]) -> PolicyModel:
+    """Return the policy of a run as its first step had it, with adapters where the run trains them."""
+    from grpo_rl.models import load, lora
+    from grpo_rl.models.forward import PolicyModel
+
+    own_code = bool(model.get("trust_remote_code"))
+    config = load.load_config(base, trust_remote_code=own_code, override=model.get("override_config"))
+    lm = load.load_lm(base, config, trust_remote_code=own_code)
+    if not model.get("lora_rank"):
+        return PolicyModel(lm)
+    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    settings = ModelConfig(path=base, **{name: model[name] for name in names if name in model})
+    lora.add_adapters(lm, settings)
+    policy = PolicyModel(lm)
+    policy.adapters = lora.describe(lm, settings)
+    return policy
+
+
+def _write_model(policy: PolicyModel, folder: Path) -> None:
+    from grpo_rl.models import fsdp, lora
+
+    policy.lm.save_pretrained(folder, state_dict=dict(fsdp.named_full_tensors(policy)))
+    if policy.adapters is not None:
+        tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
+        lora.save_adapter(folder / lora.FOLDER, policy.lm, policy.adapters, tensors)
 
 
 def _seal(checkpoint: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from grpo_rl.checkpoint.files import Files, flush, write_file
 from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
+from grpo_rl.models.lora import Adapters
 from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
 
 TRAINING = "training.json"
@@ -38,6 +39,17 @@ class Share:
     rng: dict[str, Part]
     frozen: bool = False
     """True where there are weights alone."""
+    adapters: Adapters | None = None
+    """The adapters that the weights are, where they are not the whole model's."""
+
+
+def kept_parameters(policy: nn.Module) -> dict[str, Any]:
+    """Return the parameters that a state consists of, by name: those that are trained, and of a frozen policy all.
+
+    The frozen weights under adapters are the base model's, which are read from its own files.
+    """
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return trained or dict(policy.named_parameters())
 
 
 @torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
@@ -54,12 +66,12 @@ def take(
     """
     weights: dict[str, Part] = {}
     moments: dict[str, Part] = {}
-    for name, parameter in policy.named_parameters():
+    for name, parameter in kept_parameters(policy).items():
         _keep(weights, name, parameter, rank)
         for key, value in optimizer.state.get(parameter, {}).items():
             _keep(moments, f"{key}:{name}", value, rank)
     rng = {f"rng_{key}": Part(value, 0, tuple(value.shape)) for key, value in rng_state().items()}
-    return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng)
+    return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng, adapters=_adapters_of(policy))
 
 
 @torch.no_grad()
@@ -84,8 +96,9 @@ def write(folder: Path, share: Share) -> Files:
         path = _path(folder, kind, share.rank)
         entries[path.name] = write_parts(path, parts)
     if share.rank == 0:
-        training = {"num_optimizer_steps": share.num_optimizer_steps, "world_size": share.world_size}
+        training: dict[str, Any] = {"num_optimizer_steps": share.num_optimizer_steps, "world_size": share.world_size}
         training |= {"frozen": True} if share.frozen else {}
+        training |= {"lora": asdict(share.adapters)} if share.adapters is not None else {}
         entries[TRAINING] = write_file(folder / TRAINING, [json.dumps(training).encode()])
     flush(folder)
     return entries
@@ -118,9 +131,11 @@ def load(
 def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
     """Restore the weights that `write` wrote, and return what else it noted. Raises as `load`."""
     training: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    _check_adapters(folder, training.get("lora"), _adapters_of(policy))
+    kept = kept_parameters(policy)
     with Shards([_path(folder, "weights", number) for number in range(int(training["world_size"]))]) as shards:
-        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in policy.named_parameters()})
-        for name, parameter in policy.named_parameters():
+        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in kept.items()})
+        for name, parameter in kept.items():
             local_of(parameter).copy_(shards.rows(name, *rows_of(parameter)) if parameter.dim() else shards.whole(name))
     return training
 
@@ -133,7 +148,7 @@ def share_bytes(share: Share) -> int:
 
 def state_bytes(policy: nn.Module, *, frozen: bool = False) -> int:
     """Return about how many bytes this rank writes: its rows of the weights and, unless frozen, of AdamW's two moments of each."""
-    written = [p for p in policy.parameters() if is_first_replica(p)]
+    written = [p for p in kept_parameters(policy).values() if is_first_replica(p)]
     return sum((1 if frozen else 3) * local_of(p).numel() * p.element_size() for p in written)
 
 
@@ -172,6 +187,26 @@ def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
     rows = local_of(tensor).detach()
     start = rows_of(tensor)[0] if tensor.dim() else 0
     into[name] = Part(rows, start, tuple(tensor.shape))
+
+
+def _adapters_of(policy: nn.Module) -> Adapters | None:
+    return getattr(policy, "adapters", None)
+
+
+def _check_adapters(folder: Path, stored: dict[str, Any] | None, own: Adapters | None) -> None:
+    """Raise CheckpointError for adapters where the whole model is trained, for the reverse, and for adapters of another kind."""
+    ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
+    key = "actor_rollout_ref.model.lora_rank"
+    if own is None and stored is not None:
+        raise CheckpointError(
+            f"{folder} has LoRA adapters and no whole model, and this run trains all weights: set {key}={stored.get('rank')}, {ways_out}"
+        )
+    if own is not None and stored is None:
+        raise CheckpointError(
+            f"{folder} has a whole model and no LoRA adapters, and this run trains adapters ({key}={own.rank}): set {key}=0, {ways_out}"
+        )
+    if own is not None and stored is not None:
+        own.check_fits(folder, stored)
 
 
 def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:

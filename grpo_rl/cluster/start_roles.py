@@ -22,7 +22,12 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
-from grpo_rl.cluster.roles.reference_role import MovingReferenceRole, ReferenceRole, reference_factory
+from grpo_rl.cluster.roles.reference_role import (
+    BaseReferenceRole,
+    MovingReferenceRole,
+    ReferenceRole,
+    reference_factory,
+)
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.trained_reward_model_role import (
@@ -80,6 +85,7 @@ class Cluster:
                 use_gpu=self.plan.machine.device == "cuda",
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
+                nodes_per_slot=planned.nodes_per_engine,
             )
         return self.pools[name]
 
@@ -230,10 +236,11 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
         worker_set.built()
+    actor = None if actors is None else make_actor(plan, actors, tokenizer)
     return StartedRoles(
         rollout=_make_pool(cluster, engines, actors, engine_spec),
-        actor=None if actors is None else make_actor(plan, actors, tokenizer),
-        reference=None if references is None else make_reference(plan, references),
+        actor=actor,
+        reference=make_reference(plan, references, actor),
         critic=None if critics is None else make_critic(plan, critics),
         scorers=scorers,
         reward_model=make_trained_reward_model(plan, scorers, tokenizer) if scorers and plan.trains_reward_model else None,
@@ -321,18 +328,21 @@ def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRo
     )
 
 
-def make_reference(plan: Plan, worker_set: SupervisedSet) -> ReferenceRole:
-    """Return the reference's role over its processes."""
+def make_reference(plan: Plan, worker_set: SupervisedSet | None, actor: ActorRole | None) -> ReferenceRole | None:
+    """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
     passes, planned = plan.passes, plan.role("reference")
+    options: dict[str, Any] = {
+        "rule": passes.reference,
+        "want_hidden": plan.objective.needs_full_kl,
+        "splits": passes.splits,
+        "leaves_logprobs": passes.leaves_logprobs,
+    }
+    if plan.base_reference is not None and actor is not None:
+        return BaseReferenceRole(actor, **options)
+    if worker_set is None:
+        return None
     moves = planned is not None and planned.stateful
-    role = MovingReferenceRole if moves else ReferenceRole
-    return role(
-        worker_set,
-        rule=passes.reference,
-        want_hidden=plan.objective.needs_full_kl,
-        splits=passes.splits,
-        leaves_logprobs=passes.leaves_logprobs,
-    )
+    return (MovingReferenceRole if moves else ReferenceRole)(worker_set, **options)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
@@ -347,6 +357,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             train=True,
             share_prompts=actor.use_prefix_grouper is not False,
+            seed=config.trainer.seed,
             sequence_ranks=actor.ulysses_sequence_parallel_size,
             shard_ranks=actor.fsdp_config.fsdp_size,
             in_host_memory=actor.fsdp_config.offload_policy,
@@ -362,6 +373,7 @@ def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) ->
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
+        replays_routing=plan.passes.replays_routing,
     )
 
 

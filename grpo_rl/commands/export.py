@@ -15,6 +15,8 @@ from grpo_rl.evaluation.model_card import model_card
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
+ADAPTER = "lora_adapter"
+"""The folder of the adapter in the exported model of a run with LoRA."""
 CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
 
 
@@ -31,9 +33,10 @@ def main(argv: Sequence[str]) -> int:
         _refuse_without_hub(options.push)
     console = Console()
     try:
-        folder = Path(options.output).expanduser() if options.output else _default(target)
-        _fill(target, folder, console)
-        console.info(f"written: {folder} (model, tokenizer, {CARD}, {CONFIG}, {METRICS}{_and_curve(folder)})")
+        folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
+        _fill(target, folder, console, adapter=options.adapter)
+        what = "adapter" if options.adapter else "model, tokenizer"
+        console.info(f"written: {folder} ({what}, {CARD}, {CONFIG}, {METRICS}{_and_curve(folder)})")
         if options.push:
             _push(folder, options.push, console, private=not options.public)
     finally:
@@ -41,13 +44,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _fill(target: Target, folder: Path, console: Console) -> None:
+def _fill(target: Target, folder: Path, console: Console, *, adapter: bool) -> None:
     assert target.run is not None
-    model = Path(model_folder(target, console))
+    model, marks = Path(model_folder(target, console)), "config.json"
+    if adapter:
+        model, marks = model / ADAPTER, "adapter_config.json"
+        if not (model / marks).is_file():
+            raise ConfigError(f"{target.label}: has no adapter: it was trained without actor_rollout_ref.model.lora_rank")
     run_dir = RunDir(target.run)
     try:
         if folder.resolve() != model.resolve():
-            if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+            if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
                 raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
             folder.mkdir(parents=True, exist_ok=True)
             with console.progress("copying the model"):
@@ -79,12 +86,13 @@ def _draw(run_dir: RunDir, console: Console) -> bool:
     return True
 
 
-def _default(target: Target) -> Path:
+def _default(target: Target, adapter: bool) -> Path:
     assert target.run is not None
+    ending = "_adapter" if adapter else ""
     if target.step is not None:
-        return target.export_folder
+        return target.export_folder.with_name(target.export_folder.name + ending)
     if Path(target.model) == RunDir(target.run).model:
-        return RunDir(target.run).path / "exports" / "final"
+        return RunDir(target.run).path / "exports" / f"final{ending}"
     raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
 
 
@@ -129,12 +137,13 @@ def _parser() -> Arguments:
         "export",
         "Write the policy of a run, or of one of its checkpoints, as a Hugging Face folder with a model card: data, configuration,\n"
         "curve, and the command that repeats the run. No Ray, no GPU, no training process.",
-        "grpo-rl export runs/grpo_rl/my_run@40 --output my_model\n  grpo-rl export runs/grpo_rl/my_run --push me/my-model",
+        "grpo-rl export runs/grpo_rl/my_run@40 --output my_model\n  grpo-rl export my_run --adapter\n  grpo-rl export runs/grpo_rl/my_run --push me/my-model",
     )
     parser.add_argument("target", metavar="RUN[@step]", help="a run's folder or name; RUN@40 is the checkpoint of step 40")
     parser.add_argument("--output", metavar="FOLDER", help="the folder (RUN/exports/final or RUN/exports/step_N)")
     parser.add_argument(
         "--push", metavar="OWNER/NAME", help="upload it to the hub with your stored token, as a private repository"
     )
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as a peft folder, without the model")
     parser.add_argument("--public", action="store_true", help="make a new repository public")
     return parser

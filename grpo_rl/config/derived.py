@@ -242,6 +242,8 @@ def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchR
 def reference_sequence_ranks(config: Config) -> int:
     """Return how many ranks of the reference compute a pass together; without a setting of its own as many as the actor's."""
     parts = config.actor_rollout_ref
+    if parts.model.lora_rank:  # the reference is the base model in the actor's ranks
+        return parts.actor.ulysses_sequence_parallel_size
     return parts.ref.ulysses_sequence_parallel_size or parts.actor.ulysses_sequence_parallel_size
 
 
@@ -274,6 +276,11 @@ def rollout_devices_per_node(config: Config, machine: Machine) -> int:
     """Return the number of devices for engines on each of their nodes."""
     own = config.actor_rollout_ref.rollout.n_gpus_per_node
     return own if own is not None and not is_colocated(config) else ranks_per_node(config, machine)
+
+
+def nodes_per_engine(config: Config, machine: Machine) -> int:
+    """Return the number of nodes over which one engine is spread: more than one where its devices are more than a node's."""
+    return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // rollout_devices_per_node(config, machine))
 
 
 def num_rollout_devices(config: Config, machine: Machine) -> int:

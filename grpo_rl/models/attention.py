@@ -128,13 +128,14 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return attention outputs [1, S, heads, head_dim] of flat queries, keys and values [1, heads, S, head_dim].
 
     The signature is that of transformers' attention interface. A sliding window is exact here only
-    while no sequence is longer than it; beyond that, and for logit soft-capping, it refuses. With a `slice` all of them
-    are over this rank's slice of the tokens, and `packing` is that of all.
+    while no sequence is longer than it; beyond that, for logit soft-capping and for attention sinks (`s_aux`), it
+    refuses. With a `slice` all of them are over this rank's slice of the tokens, and `packing` is that of all.
     """
     if sliding_window is not None and packing.max_length > sliding_window:
         raise ValueError(
@@ -142,6 +143,8 @@ def packed_attention(
         )
     if softcap is not None:
         raise ValueError("attention logit soft-capping is not supported")
+    if s_aux is not None:
+        raise ValueError("attention sinks are not supported")
     if packing.families and dropout:
         raise ValueError("attention weights that are dropped at random cannot be shared between sequences")
     if slice is None:

@@ -1,4 +1,4 @@
-"""Embedded models: small Qwen3 networks, written as ordinary Hugging Face folders.
+"""Embedded models: small Qwen3 networks, one of them with experts, written as ordinary Hugging Face folders.
 
 Nothing is downloaded. A built folder is loaded by the very calls that load a user's model.
 """
@@ -24,6 +24,7 @@ PREFIX = "builtin:"
 MODEL_TYPE = "qwen3"
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant")
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -63,10 +64,21 @@ class Builtin:
     rope_theta: float
     seed: int
     warm_start: WarmStart
+    num_experts: int = 0
+    """Experts in each layer, in place of its MLP: a Qwen3-MoE; 0 for a Qwen3."""
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    """The inner size of one expert."""
+
+    @property
+    def model_type(self) -> str:
+        """The family, as config.json names it."""
+        return "qwen3_moe" if self.num_experts else MODEL_TYPE
 
     def content_hash(self) -> str:
         """Return 16 hex digits that change whenever any setting, the vocabulary or the chat template does."""
-        content = [dataclasses.asdict(self), vocabulary(self.vocab_size), CHAT_TEMPLATE]
+        settings = {name: value for name, value in dataclasses.asdict(self).items() if value or name not in _OF_EXPERTS}
+        content = [settings, vocabulary(self.vocab_size), CHAT_TEMPLATE]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -112,7 +124,11 @@ _COUNTDOWN = dataclasses.replace(
         ),
     ),
 )
-BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in (_ARITHMETIC, _COUNTDOWN)}
+# As many numbers per token, in two of eight experts: the smallest model with all that one with experts has.
+_ARITHMETIC_EXPERTS = dataclasses.replace(
+    _ARITHMETIC, name="arithmetic_experts", version=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
+)
+BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in (_ARITHMETIC, _COUNTDOWN, _ARITHMETIC_EXPERTS)}
 
 
 def get_builtin(name: str) -> Builtin:
@@ -198,14 +214,16 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> Any:
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = {
         field.name: getattr(builtin, field.name)
         for field in dataclasses.fields(builtin)
-        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start")
+        if field.name not in ("name", "version", "rope_theta", "seed", "warm_start", *_OF_EXPERTS)
     }
-    config = Qwen3Config(
+    if builtin.num_experts:
+        shape |= {name: getattr(builtin, name) for name in _OF_EXPERTS} | {"norm_topk_prob": True}
+    config = (Qwen3MoeConfig if builtin.num_experts else Qwen3Config)(
         **shape,
         rope_parameters={"rope_type": "default", "rope_theta": builtin.rope_theta},
         tie_word_embeddings=True,
@@ -216,6 +234,6 @@ def _random_model(builtin: Builtin, *, eos_token_id: int, pad_token_id: int) -> 
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(builtin.seed)
-        model = Qwen3ForCausalLM(config)
+        model = (Qwen3MoeForCausalLM if builtin.num_experts else Qwen3ForCausalLM)(config)
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     return model

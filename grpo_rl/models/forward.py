@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from grpo_rl.models.attention import Packing
 from grpo_rl.models.layout import Layout
 from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
+from grpo_rl.models.lora import Adapters
+from grpo_rl.models.moe.routing import Routing
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 
@@ -37,6 +39,10 @@ class Sequences:
     """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
     support_ids_M: Tensor | None = None
     """The ids of those tokens, one trained token's after the other's."""
+    experts_SLK: Tensor | None = None
+    """The experts that each computed token takes in each layer, where they are those of an earlier pass."""
+    place_S: Tensor | None = None
+    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
     slice: Slice | None = None
     """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
 
@@ -50,10 +56,12 @@ class Sequences:
         support_counts_T: Tensor | None = None,
         support_ids_M: Tensor | None = None,
         group_N: Tensor | None = None,
+        experts_S: Tensor | None = None,
     ) -> Sequences:
         """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
 
-        Those with the same `group_N` share the beginning that they have in common; None shares nothing.
+        Those with the same `group_N` share the beginning that they have in common; None shares nothing. `experts_S` [S,
+        layers, top_k] are the experts of each of the sequences' tokens, where they are given.
 
         This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
         tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
@@ -71,6 +79,8 @@ class Sequences:
             target_T=token_ids_S[positions_T].to(device, torch.long),
             support_counts_T=support_counts_T,
             support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
+            experts_SLK=None if experts_S is None else experts_S[layout.source_S].to(device),
+            place_S=layout.place_S,
         )
 
     @staticmethod
@@ -103,6 +113,11 @@ class TokenOutputs:
     full_kl_T: Tensor | None = None
     hidden_TD: Tensor | None = None
 
+    def whole(self, own: Slice) -> TokenOutputs:
+        """Return the quantities of all trained tokens, where these are of a rank's own. A collective of its group."""
+        columns = (self.logprobs_T, self.entropy_T, self.full_kl_T, self.hidden_TD)
+        return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
+
 
 class PackedModel(nn.Module):
     """A model from transformers on packed sequences, and a head.
@@ -116,6 +131,10 @@ class PackedModel(nn.Module):
         use_fast_linear(lm)
         use_fast_norms(lm)
         self.lm = lm
+        self.adapters: Adapters | None = None
+        """The adapters that are trained in place of the model's own weights, once these are read."""
+        self.routing = Routing.of(lm)
+        """The routers of a model with experts; None for any other."""
         self.sequence_group: SequenceGroup | None = None
         """The ranks that compute each pass together, a slice of its tokens each; None: this rank computes all of it."""
 
@@ -123,8 +142,13 @@ class PackedModel(nn.Module):
         """Return the part of the input that this rank computes."""
         return sequences if self.sequence_group is None else self.sequence_group.sliced(sequences)
 
-    def hidden_TD(self, sequences: Sequences) -> Tensor:
-        """Return the last hidden state before each trained token, which has read what the token was sampled from."""
+    def hidden_TD(self, sequences: Sequences, *, balance: bool = False, choices: bool = False) -> Tensor:
+        """Return the last hidden state before each trained token, which has read what the token was sampled from.
+
+        Of a model with experts `routing.last` shows what its routers did (see `Routing.begin` for `balance` and `choices`).
+        """
+        if self.routing is not None:
+            self.routing.begin(sequences.predict_T, sequences.experts_SLK, balance=balance, choices=choices)
         own, positions_S = sequences.slice, sequences.packing.position_ids_S
         hidden_SD = self.lm.base_model(
             input_ids=sequences.token_ids_S[None],
@@ -133,6 +157,8 @@ class PackedModel(nn.Module):
             packing=sequences.packing,
             slice=own,
         ).last_hidden_state[0]
+        if self.routing is not None:
+            self.routing.end()
         return hidden_SD.index_select(0, sequences.predict_T)
 
 
@@ -165,6 +191,8 @@ class PolicyModel(PackedModel):
         ref_hidden_TD: Tensor | None = None,
         ref_head_VD: Tensor | None = None,
         ref_bias_V: Tensor | None = None,
+        balance: bool = False,
+        choices: bool = False,
     ) -> TokenOutputs:
         """Return the outputs for each trained token, at the model's sampling temperature.
 
@@ -172,12 +200,15 @@ class PolicyModel(PackedModel):
         logit - logsumexp of their logits, and entropy and KL are sums over them.
 
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
-        KL(policy || reference) as well.
+        KL(policy || reference) as well; without a head of the reference it is this model's, which adapters leave alone.
+        `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)
         own = sequences.slice
-        hidden_TD = self.hidden_TD(sequences)
+        hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
         head = self.lm.get_output_embeddings()
+        if ref_hidden_TD is not None and ref_head_VD is None:
+            ref_head_VD, ref_bias_V = head.weight.detach(), None if head.bias is None else head.bias.detach()
         columns: tuple[Tensor, Tensor | None, Tensor | None]
         plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
         if self.fused and plain and len(hidden_TD):
@@ -192,16 +223,14 @@ class PolicyModel(PackedModel):
                 self.temperature,
                 self.chunk_tokens,
                 want_entropy=want_entropy,
-                ref_hidden_TD=ref_hidden_TD,
+                ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
                 ref_head_VD=ref_head_VD,
                 ref_bias_V=ref_bias_V,
                 support=_support_of_chunks(sequences, self.chunk_tokens),
                 precision=self.precision,
             )
-        outputs = (*columns, hidden_TD.float() if want_hidden else None)
-        if own is not None:
-            outputs = tuple(None if column is None else own.whole(column) for column in outputs)
-        return TokenOutputs(*outputs)
+        outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
+        return outputs if own is None else outputs.whole(own)
 
 
 def fused_logprobs(

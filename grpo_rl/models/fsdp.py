@@ -17,9 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.models import lora
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
-from grpo_rl.models.sharded_load import local_of
+from grpo_rl.models.sharded_load import local_of, name_in_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,12 @@ def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     ranks = torch.arange(world_size).view(-1, group_size)
     own, timeout = dist.get_rank(), datetime.timedelta(seconds=timeout_s)
     # Groups of our own: those that a mesh makes wait as long as the library's default says.
-    replicas, shards = (
-        [dist.new_group(row, timeout) if own in row else _elsewhere(row, timeout) for row in rows.tolist()]
-        for rows in (ranks.T, ranks)
-    )
-    groups = [next(group for group in some if group is not None) for some in (replicas, shards)]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def _elsewhere(ranks: list[int], timeout: datetime.timedelta) -> None:
-    """Take part in making a group that this rank is not in."""
-    dist.new_group(ranks, timeout)
+    own_groups = []
+    for rows in (ranks.T.tolist(), ranks.tolist()):
+        # Every rank takes part in making every group, those included that it is not in.
+        made = [dist.new_group(row, timeout) for row in rows]
+        own_groups.append(made[next(number for number, row in enumerate(rows) if own in row)])
+    return DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
@@ -91,7 +87,9 @@ def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
             layer.set_modules_to_forward_prefetch([following])
 
 
-def materialize_from(policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool) -> None:
+def materialize_from(
+    policy: PackedModel, device: torch.device, read: Callable[[], None], *, in_host_memory: bool = False
+) -> None:
     """Give a sharded policy whose parameters have no storage what `read` fills in; what no file has starts at 0.
 
     Not a collective: each rank reads for itself. Buffers keep the values that they were made with.
@@ -156,19 +154,33 @@ def named_full_tensors(
     needed beside the shards is that of the largest. With one rank they are the parameters themselves, not copies.
 
     A slice that lies in host memory comes to `device` by itself, and each is cast to `dtype` before it travels: half as
-    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards.
+    many bytes as float32 where the receiver wants bfloat16, and the same values as of a cast afterwards. Of a model with
+    adapters it is the merged one, in new tensors: the base weights stay what they are.
     """
     reshard(policy)
     embedding = policy.lm.get_input_embeddings().weight
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in lora.adapted_layers(policy.lm).items()}
     tied: Tensor | None = None
     for name, tensor in policy.lm.state_dict(keep_vars=True).items():
+        if lora.is_adapter(name):
+            continue
+        if name in adapted:
+            yield name_in_files(name), _whole(_merged(tensor.detach(), adapted[name], device), device, dtype)
+            continue
         if tensor is embedding and tied is not None:
             yield name, tied
             continue
         whole = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
             tied = whole
-        yield name, whole
+        yield name_in_files(name), whole
+
+
+def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tensor]:
+    """Return the whole adapter tensors in host memory, by their names in the language model. A collective."""
+    reshard(policy)
+    named = policy.lm.state_dict(keep_vars=True).items()
+    return {name: _whole(tensor.detach(), device, None).to("cpu") for name, tensor in named if lora.is_adapter(name)}
 
 
 def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
@@ -180,14 +192,34 @@ def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dic
     return state
 
 
+def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:
+    """Return `W + (alpha / rank) B A`, sharded as W is. A collective.
+
+    W and B have the same rows on the same rank, so each rank adds to its own, and only A, the smallest of the three, is
+    gathered for it. The sum is made in float32, before anything is cast.
+    """
+    a_RI, b_OR = lora.factors(layer)
+    whole_RI = _whole(a_RI.detach(), device, None)
+    rows, factor_rows = (local_of(one.detach()).to(device or one.device) for one in (weight, b_OR))
+    return _like(weight, torch.addmm(rows.float(), factor_rows, whole_RI, alpha=lora.scaling(layer)))
+
+
+def _like(tensor: Any, rows: Tensor) -> Any:
+    """Return a tensor of which this rank has these rows, sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return rows
+    placed = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(rows, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def _whole(tensor: Any, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the whole of a sharded tensor on this device and in this type, cast before its slices travel. A collective."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Return the whole of a sharded tensor on this device and in this type (None: float32), cast before its slices travel.
+
+    A collective.
+    """
+    wanted = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not isinstance(tensor, DTensor):
         return tensor.to(device=device or tensor.device, dtype=wanted)
     shard = tensor.to_local()
     cast = shard.to(device=device or shard.device, dtype=wanted)
-    if cast is not shard:
-        placed = tensor.device_mesh, tensor.placements
-        tensor = DTensor.from_local(cast, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    return tensor.full_tensor()
+    return (tensor if cast is shard else _like(tensor, cast)).full_tensor()

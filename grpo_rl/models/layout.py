@@ -27,6 +27,8 @@ class Layout:
     """The block that each one continues, -1 for none; None where no block continues one."""
     states_T: Tensor
     """The flat position of each state that is read."""
+    place_S: Tensor
+    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out."""
 
     @staticmethod
     def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
@@ -44,8 +46,9 @@ class Layout:
         starts_N = lengths_N.cumsum(0) - lengths_N
         families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
         if not families:
-            return Layout(torch.arange(len(token_ids_S)), lengths_N, None, _flat(starts_N, within_T, num_read_N))
-        return _blocks(starts_N, needed_N, within_T, num_read_N, families)
+            all_S = torch.arange(len(token_ids_S))
+            return Layout(all_S, lengths_N, None, _flat(starts_N, within_T, num_read_N), all_S)
+        return _blocks(starts_N, lengths_N, needed_N, within_T, num_read_N, families)
 
 
 def _families(
@@ -69,7 +72,12 @@ def _families(
 
 
 def _blocks(
-    starts_N: Tensor, needed_N: Tensor, within_T: Tensor, num_read_N: Tensor, families: list[tuple[list[int], int]]
+    starts_N: Tensor,
+    lengths_N: Tensor,
+    needed_N: Tensor,
+    within_T: Tensor,
+    num_read_N: Tensor,
+    families: list[tuple[list[int], int]],
 ) -> Layout:
     """Return the blocks: each family's prompt and what its sequences have after it, then the sequences that share nothing."""
     begins, lengths, continues = [], [], []
@@ -98,10 +106,16 @@ def _blocks(
     lengths_B = torch.tensor(lengths)
     moved_B = torch.tensor(begins) - (lengths_B.cumsum(0) - lengths_B)
     source_S = torch.arange(at) + moved_B.repeat_interleave(lengths_B)
-    # A state in the shared part lies in the prompt's block, any other one that much further on in its own.
-    after_T = within_T - shared_N.repeat_interleave(num_read_N)
-    states_T = torch.where(after_T < 0, _flat(prompt_N, within_T, num_read_N), _flat(own_N, after_T, num_read_N))
-    return Layout(source_S, lengths_B, torch.tensor(continues) if families else None, states_T)
+
+    def place(within: Tensor, num_N: Tensor) -> Tensor:
+        # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
+        after = within - shared_N.repeat_interleave(num_N)
+        return torch.where(after < 0, _flat(prompt_N, within, num_N), _flat(own_N, after, num_N))
+
+    within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
+    left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
+    place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
+    return Layout(source_S, lengths_B, torch.tensor(continues) if families else None, place(within_T, num_read_N), place_S)
 
 
 def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 
 POLICY_KEY = "actor_rollout_ref.model.path"
+SCALED_LOGITS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings of a model that change its logits in ways that the LM head and the attention here do not have."""
 
 
 def load_config(
@@ -48,7 +50,7 @@ def load_config(
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     for key, value in (override or {}).items():
         override_field(config, key, value)
-    for key in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
+    for key in SCALED_LOGITS:
         if getattr(config, key, None) not in (None, 1.0, 1):
             raise ConfigError(f"{where}: models with {key} are not supported yet")
     return config
@@ -189,6 +191,7 @@ def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:
     """
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     if inputs_in_host_memory:
+        layer: Any
         for layer in decoder_layers(lm):
             layer._gradient_checkpointing_func = _recomputed_from_host_memory
 

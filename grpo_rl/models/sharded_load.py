@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_rl.models.moe import expert_names
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -36,6 +38,11 @@ def rows_of(tensor: Any) -> tuple[int, int]:
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's shard, or the tensor itself where it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def name_in_files(name: str) -> str:
+    """Return the name that a parameter has in files: a layer with an adapter has its own weight one level deeper."""
+    return name.replace(".base_layer.", ".")
 
 
 def is_first_replica(tensor: Any) -> bool:
@@ -68,14 +75,19 @@ class WeightFiles:
     def fits(self, lm: Any, new: Sequence[str] = ()) -> bool:
         """Return whether the files have every parameter of `lm` by its name and in its shape, but for those in `new`.
 
-        Otherwise transformers has to rename or rearrange them, which it does to whole tensors.
+        The experts of a layer may be one tensor or many (`models/moe/expert_names.py`). Otherwise transformers has to rename
+        or rearrange them, which it does to whole tensors.
         """
         if getattr(lm.config, "quantization_config", None) is not None or _is_rearranged(lm):
             return False
         shapes = self._shapes()
         for names, parameter in _named(lm):
             stored = next((name for name in names if name in shapes), None)
-            if stored is None and not set(names).intersection(new):
+            if stored is None and expert_names.holds_experts(names[0]):
+                whole = torch.empty(parameter.shape, device="meta")
+                if any(shapes.get(name) != tuple(part.shape) for name, part in expert_names.per_expert(names[0], whole)):
+                    return False
+            elif stored is None and not set(names).intersection(new):
                 return False
             if stored is not None and shapes[stored] != tuple(parameter.shape):
                 return False
@@ -84,23 +96,34 @@ class WeightFiles:
     @torch.no_grad()
     def read_into(self, lm: Any) -> None:
         """Fill this rank's rows of every parameter of `lm` that has storage; those that no file has become 0."""
-        missing: list[Any] = []
-        wanted: dict[Path, list[tuple[str, Any]]] = {}
+        wanted: dict[Path, list[tuple[str, Tensor, int]]] = {}
         for names, parameter in _named(lm):
             if parameter.device.type == "meta":
                 continue  # a head that the model around `lm` has dropped
             stored = next((name for name in names if name in self._file_of), None)
-            if stored is None:
-                missing.append(parameter)
+            start, stop = rows_of(parameter)
+            local = local_of(parameter)[: stop - start]
+            parts: list[tuple[str, Tensor, int]] = []
+            if stored is not None:
+                parts = [(stored, local, start)]
+            elif expert_names.holds_experts(names[0]):
+                parts = [(name, part, 0) for name, part in expert_names.per_expert(names[0], local, first=start)]
             else:
-                wanted.setdefault(self._file_of[stored], []).append((stored, parameter))
+                local.zero_()
+            for name, rows, first in parts:
+                wanted.setdefault(self._file_of[name], []).append((name, rows, first))
         for path, entries in wanted.items():
             with safe_open(path, framework="pt") as opened:
-                for name, parameter in entries:
-                    start, stop = rows_of(parameter)
-                    local_of(parameter).copy_(opened.get_slice(name)[start:stop])
-        for parameter in missing:
-            local_of(parameter).zero_()
+                for name, rows, first in entries:
+                    rows.copy_(opened.get_slice(name)[first : first + len(rows)])
+
+    def stored_as(self, lm: Any, dtype: str) -> list[Any]:
+        """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""
+        of: dict[str, str] = {}
+        for path in set(self._file_of.values()):
+            with safe_open(path, framework="pt") as opened:
+                of |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        return [parameter for names, parameter in _named(lm) if any(of.get(name) == dtype for name in names)]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -114,7 +137,7 @@ def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:
     """Return every parameter once, with all its names: a tied head is in files under one of them."""
     by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), ([], parameter))[0].append(name)
+        by_id.setdefault(id(parameter), ([], parameter))[0].append(name_in_files(name))
     return list(by_id.values())
 
 
@@ -122,6 +145,9 @@ def _is_rearranged(lm: Any) -> bool:
     """Return whether transformers changes names or layouts of this model's weights when it reads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    if getattr(lm.config, "model_type", None) in expert_names.FAMILIES:
+        # Nothing but its experts, which `per_expert` finds in the files.
+        return False
     kinds = [type(lm).__name__, str(getattr(lm.config, "model_type", ""))]
     return any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
 

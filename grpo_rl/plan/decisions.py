@@ -15,6 +15,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.registry import needs_of
@@ -38,6 +39,8 @@ class PoolPlan:
     name: str
     nnodes: int
     devices_per_node: int
+    nodes_per_engine: int = 1
+    """Nodes over which each engine in it spreads its weights, where those of one are too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Passes:
     """True where a pass that runs out of memory is cut smaller and repeated."""
     leaves_logprobs: bool
     """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
+    replays_routing: bool = False
+    """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,9 @@ class Plan:
     """The kind of rows that are trained on; None where what is trained on is sampled."""
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
+    base_reference: str | None = None
+    """The purpose of the reference where it is the base model under the actor's adapters, which the actor's ranks compute; None
+    where a reference has processes of its own, and where there is none."""
     resumes: bool = False
     """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
     collection: Plan | None = None
@@ -267,7 +275,10 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     driven = schedule.roles if derived.samples_answers(config) else schedule.roles - {"rollout", "rewarder"}
     if not derived.trains_reward_model(config):
         driven -= {"reward_model"}
-    roles = _roles(config, machine, driven, needs_critic="values" in needs, needs_ref=objective.needs_ref, resumes=resumes)
+    reference = _reference(config, objective) if "reference" in driven else None
+    base_reference = reference if config.actor_rollout_ref.model.lora_rank else None
+    own_reference = None if base_reference else reference
+    roles = _roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes)
     return Plan(
         config=config,
         machine=machine,
@@ -282,15 +293,37 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         advantage_needs=needs,
         rows=_rows(config, objective),
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
+        base_reference=base_reference,
         resumes=resumes,
         collection=collection,
     )
 
 
+def _reference(config: Config, objective: Objective) -> str | None:
+    """Return the purpose of a reference, None where nothing reads one.
+
+    Raises ConfigError where the reference would be the base model and the run does not begin with that.
+    """
+    readers = {
+        "the KL in the loss": derived.has_kl_in_loss(config),
+        "the KL in the reward": derived.has_kl_in_reward(config),
+        "the loss": objective.needs_ref,
+    }
+    purpose = next((reader for reader, reads in readers.items() if reads), None)
+    model = config.actor_rollout_ref.model
+    if purpose is not None and model.lora_rank and model.lora_adapter_path is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: {purpose} compares with a reference, which under "
+            "adapters is the base model and not the policy that this run would begin with; merge the adapter into a model and begin "
+            "with that, or train without a KL term (actor_rollout_ref.actor.use_kl_loss=false)"
+        )
+    return purpose
+
+
 def _roles(
-    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, needs_ref: bool, resumes: bool
+    config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
 ) -> list[RolePlan]:
-    """Return the roles that start, of those that the schedule drives, with the reasons.
+    """Return the roles that start, of those that the schedule drives, with the reasons; `reference` is that of a reference.
 
     A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
     """
@@ -316,15 +349,9 @@ def _roles(
     if trains or (resumes and "rollout" in driven):
         reason = "training" if trains else "the checkpoint's weights, which it hands to the engines"
         roles.append(RolePlan("actor", "actor", ranks, cores(ranks), reason, stateful=True))
-    readers = {
-        "the KL in the loss": derived.has_kl_in_loss(config),
-        "the KL in the reward": derived.has_kl_in_reward(config),
-        "the loss": needs_ref,
-    }
-    if "reference" in driven and any(readers.values()):
-        reason = next(reader for reader, reads in readers.items() if reads)
+    if reference is not None:
         moves = derived.is_iterated(config)
-        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reason, stateful=moves))
+        roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
     scores = "rewarder" in driven and derived.has_reward_model(config)
@@ -356,6 +383,7 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
     if "rollout" not in names:
         return None
     engine = EngineSpec.from_config(config, machine.device, cores=names["rollout"].threads)
+    engine = dataclasses.replace(engine, num_nodes=derived.nodes_per_engine(config, machine))
     if "actor" in names:
         return engine
     # No weights ever travel, and no other role waits for the engine's memory.
@@ -364,9 +392,16 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
 
 def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
     """The pools that some role uses; the actor's is the first to be reserved."""
+    rollout = config.actor_rollout_ref.rollout
+    spans = derived.nodes_per_engine(config, machine)
     pools = (
-        PoolPlan("actor", config.trainer.nnodes, derived.ranks_per_node(config, machine)),
-        PoolPlan("rollout", config.actor_rollout_ref.rollout.nnodes, derived.rollout_devices_per_node(config, machine)),
+        PoolPlan(
+            "actor",
+            config.trainer.nnodes,
+            derived.ranks_per_node(config, machine),
+            spans if derived.is_colocated(config) else 1,
+        ),
+        PoolPlan("rollout", rollout.nnodes, derived.rollout_devices_per_node(config, machine), spans),
         PoolPlan("reward_model", config.reward.reward_model.nnodes, derived.reward_model_ranks_per_node(config, machine)),
     )
     return tuple(pool for pool in pools if pool.name in wanted)
@@ -396,6 +431,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
         leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
+        replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 
 

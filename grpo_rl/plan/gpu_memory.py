@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.plan.memory import GIB, gib, load_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
-from grpo_rl.plan.rank_memory import peak
+from grpo_rl.plan.rank_memory import at_rest, peak
 
 CONTEXT = int(0.6 * GIB)
 """Assumed: what CUDA and its libraries take in each process, before any tensor."""
@@ -53,22 +53,29 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     if plan.machine.device != "cuda" or plan.role("actor") is None:
         return ()
     residents = residents_of(plan, size)
-    at_rest = sum(one.rest for one in residents)
+    resting = sum(one.rest for one in residents)
     phases = []
-    asleep = awake = 0.0
+    asleep = 0.0
     if plan.engine is not None and plan.colocated:
-        awake = plan.engine.gpu_memory_utilization
-        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
-        share = 0.0 if plan.engine.sleep_mode else awake
-        phases.append(GpuPhase("sampling", at_rest, awake))
-        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
         weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
-        sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        cache = plan.engine.kv_cache_memory_bytes
+        if cache is None:
+            awake = plan.engine.gpu_memory_utilization
+            share = 0.0 if plan.engine.sleep_mode else awake
+            phases.append(GpuPhase("sampling", resting, awake))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
+            asleep = asleep or engine
+            phases.append(GpuPhase("sampling", resting + engine))
+        bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
+        sync = resting + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
         phases.append(GpuPhase("weight transfer", sync, share))
     else:
         share = 0.0
     for one in residents:
-        phases.append(GpuPhase(one.phase, int(at_rest - one.rest + one.peak + asleep), share))
+        phases.append(GpuPhase(one.phase, int(resting - one.rest + one.peak + asleep), share))
     return tuple(phases)
 
 
@@ -106,12 +113,10 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
         return None
     load = load_of(plan, own, name)
     weights_away, moments_away = offloads(plan, name)
-    keeps = (0 if weights_away else 4) + (load.moments if load.trains and not moments_away else 0)
-    shard = 0 if load.in_host_memory else own.num_params // load.ranks
+    rest = at_rest(own, load, weights=not weights_away, moments=not moments_away)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
     phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    kept = shard * keeps + (4 * own.vocab * own.hidden if load.ref_head else 0)
-    return Resident(name, phase, int(kept * SLACK) + process, int(peak(own, load) * SLACK) + process)
+    return Resident(name, phase, int(rest * SLACK) + process, int(peak(own, load) * SLACK) + process)
 
 
 def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:

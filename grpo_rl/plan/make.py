@@ -42,6 +42,11 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
 
     given = with_shared_prompts(given, policy_settings(config))
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
+    if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
+            "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
+        )
     size = model_size(config.actor_rollout_ref.model.path)
     plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return dataclasses.replace(plan, text=describe(composed, plan))
@@ -116,6 +121,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     if scorer.startswith(PREFIX):
         yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
     yield "", lambda: model_folder.check_policy(config, machine)
+    if config.actor_rollout_ref.model.lora_rank:
+        yield "", lambda: model_folder.check_adapters(config)
 
 
 def _check_engine(config: Config) -> None:

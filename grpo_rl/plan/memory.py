@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
-from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
+from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
 from grpo_rl.plan.rank_memory import Load, peak, resident
 from grpo_rl.rollout.engine import EngineSpec
 
@@ -48,8 +48,11 @@ def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
     scores = name == "reward_model" and plan.config.reward.reward_model.param_offload and not trains(plan, name)
     where = " while it scores" if scores else where
     what = "weights, gradients, AdamW" if load.trains else "weights"
+    if load.adapters:
+        base = load.frozen // load.ranks
+        what, state = f"base weights {gib(base)} + adapters with gradients and AdamW", state - base
     parts = f"{what} {gib(state)}{where} + activations {gib(passing)}"
-    return RoleMemory(name.replace("_", " "), passing + (0 if load.in_host_memory else state), parts)
+    return RoleMemory(name.replace("_", " "), peak(size, load), parts)
 
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
@@ -79,6 +82,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     fsdp = {"actor": parts.actor.fsdp_config, "reference": parts.ref.fsdp_config, "critic": critic.fsdp}[name]
     rule = {"actor": plan.passes.update, "reference": plan.passes.reference, "critic": plan.passes.critic}[name]
     model = critic.model if name == "critic" else parts.model
+    adapters = adapter_params(parts.model, size) if name == "actor" else 0
     tokens = _tokens(config, rule)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     together = parts.rollout.n if rule.shares_prompts else 1
@@ -101,7 +105,35 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         offloads_inputs=model.enable_activation_offload,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
+        adapters=adapters,
+        frozen=frozen_bytes(plan, size) if adapters else 0,
     )
+
+
+def adapter_params(model: ModelConfig, size: ModelSize) -> int:
+    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters.
+
+    Of the usual layers of a decoder, by the last words of their names; what a model calls otherwise is not counted.
+    """
+    heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = {
+        "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),
+        "o_proj": (heads, size.hidden), "gate_proj": (size.hidden, size.intermediate),
+        "up_proj": (size.hidden, size.intermediate), "down_proj": (size.intermediate, size.hidden),
+    }  # fmt: skip
+    wanted = {name.rpartition(".")[2] for name in model.target_modules}
+    left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
+    chosen = [shape for name, shape in shapes.items() if ("all-linear" in wanted or name in wanted) and name not in left_out]
+    return model.lora_rank * size.layers * sum(map(sum, chosen))
+
+
+def frozen_bytes(plan: Plan, size: ModelSize) -> int:
+    """Return the bytes of a model under adapters: float32, but for blocks that files have in bfloat16 and that compute in it."""
+    settings = policy_settings(plan.config) or {}
+    stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+    width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
+    ends = size.vocab * size.hidden * (1 if size.tied else 2)
+    return ends * 4 + (size.num_params - ends) * (2 if width == 2 and stored == "bfloat16" else 4)
 
 
 def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:

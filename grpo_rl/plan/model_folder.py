@@ -15,7 +15,8 @@ from typing import Any
 from grpo_rl.config.derived import Machine, critic_has_own_model
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.builtin import MODEL_TYPE, PREFIX, get_builtin
+from grpo_rl.models.builtin import PREFIX, get_builtin
+from grpo_rl.plan.model_families import refusals
 from grpo_rl.plan.named_machine.known_models import known_settings
 
 _PATH = "actor_rollout_ref.model.path"
@@ -43,7 +44,7 @@ class ModelSize:
     num_params: int
     tied: bool = False
     """True where embedding and LM head are one."""
-    num_experts: int = 0
+    experts: int = 0
     """Experts of each layer of a mixture; 0 for a dense model."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -61,7 +62,7 @@ class ModelSize:
     @property
     def active_params(self) -> int:
         """Return the parameters whose products each token takes part in: the LM head's, and of experts only the chosen ones'."""
-        idle = max(0, self.num_experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
+        idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
         return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
     def kv_bytes_per_token(self, width: int) -> int:
@@ -82,10 +83,29 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
-    problems += _drops_at_random(config, settings)
+    problems += [*_drops_at_random(config, settings), *refusals(config, settings)]
     problems += _heads_do_not_split(config, settings)
     if problems:
         raise ConfigError(problems)
+
+
+def check_adapters(config: Config) -> None:
+    """Raise ConfigError for adapters that the policy cannot have, and for an adapter folder that does not fit; no weight is read.
+
+    Makes the model without storage. A model with code of its own is looked at when the run starts.
+    """
+    from transformers import AutoConfig
+
+    from grpo_rl.models import lora
+    from grpo_rl.models.load import load_lm
+
+    model, settings = config.actor_rollout_ref.model, policy_settings(config)
+    if model.lora_adapter_path is not None:
+        lora.check_adapter_folder(model)
+    if settings is None or "auto_map" in settings:
+        return
+    lora.refuse_quantized(settings.get("quantization_config"), model)
+    lora.add_adapters(load_lm(model.path, AutoConfig.for_model(**settings), on_meta=True), model)
 
 
 def policy_settings(config: Config) -> dict[str, Any] | None:
@@ -320,7 +340,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 def _builtin_settings(path: str) -> dict[str, Any]:
     builtin = get_builtin(path)
     return {name: getattr(builtin, name) for name in builtin.__slots__} | {
-        "model_type": MODEL_TYPE,
+        "model_type": builtin.model_type,
         "tie_word_embeddings": True,
     }
 
@@ -340,7 +360,7 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     architecture = str(config.get("model_type", "?"))
     size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
     tied = bool(config.get("tie_word_embeddings", architecture.startswith("gemma")))
-    size = replace(size, tied=tied, num_experts=experts, experts_per_token=chosen, expert_intermediate=wide)
+    size = replace(size, tied=tied, experts=experts, experts_per_token=chosen, expert_intermediate=wide)
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
@@ -363,7 +383,7 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
     elif size.architecture in ("olmo2", "olmoe"):
         attention += queries + keys  # norms over all heads
     mlp = 3 * size.hidden * size.intermediate
-    if size.num_experts:
-        mlp = size.num_experts * 3 * size.hidden * size.expert_intermediate + size.hidden * size.num_experts
+    if size.experts:
+        mlp = size.experts * 3 * size.hidden * size.expert_intermediate + size.hidden * size.experts
     layer = attention + mlp + (4 if size.architecture == "gemma3_text" else 2) * size.hidden
     return size.layers * layer + size.root_params

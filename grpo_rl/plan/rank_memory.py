@@ -42,6 +42,10 @@ class Load:
     """The layers' inputs wait for the backward pass in host memory."""
     shared_keys: int = 0
     """Keys that are copied so that responses share a prompt's."""
+    adapters: int = 0
+    """Parameters of LoRA adapters, which alone are trained; 0 where all parameters are."""
+    frozen: int = 0
+    """Bytes of the whole model under adapters, all ranks together."""
     ref_head: bool = False
     """A reference's LM head lies there whole, for an exact KL."""
 
@@ -51,8 +55,19 @@ def resident(size: ModelSize, load: Load) -> int:
 
     This is where kinds of training that hold other parameters than these add what they hold.
     """
-    state = 0 if load.in_host_memory else 4 + (GRADIENT + load.moments if load.trains else load.moments)
-    return size.num_params * state // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
+    state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
+    held = load.frozen + load.adapters * state if load.adapters else size.num_params * state
+    whole_head = load.ref_head * 4 * size.vocab * size.hidden
+    return (0 if load.in_host_memory else held // load.ranks) + whole_head
+
+
+def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
+    """Return the bytes of what a rank keeps between phases of its weights, and of the optimizer's moments."""
+    if load.in_host_memory:
+        return resident(size, load)
+    held = load.frozen + load.adapters * 4 if load.adapters else size.num_params * 4
+    trained = (load.adapters or size.num_params) if load.trains else 0
+    return (held * weights + trained * load.moments * moments) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
@@ -79,10 +94,11 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
         "head": state + unsharded - (0 if alone else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
     }
     if load.trains:
-        head = 4 * size.vocab * size.hidden * load.has_head
-        reduced = 4 * size.layer_params
+        full = not load.adapters
+        head = 4 * size.vocab * size.hidden * (load.has_head and full)
+        reduced = 4 * (size.layer_params if full else load.adapters // size.layers)
         found["layers, backward"] = state + unsharded + head + reduced + kept + _backward(size, load)
-        found["root, backward"] = state + (3 * root if alone else 2 * root + reduced) + exact
+        found["root, backward"] = state + ((3 * root if alone else 2 * root + reduced) if full else root) + exact
     return found
 
 
@@ -101,14 +117,14 @@ def _head(size: ModelSize, load: Load) -> int:
         return states
     logits = load.logits * min(load.chunk, load.trained) * size.vocab * 4
     weight = 4 * size.vocab * size.hidden
-    if not load.trains:
+    if not load.trains or load.adapters:
         return states + logits
     return states + max(3 * weight, logits + weight) if load.trained > load.chunk else states + max(logits, weight)
 
 
 def _forward(size: ModelSize, load: Load) -> int:
     """Return the bytes of one layer's tensors in a forward pass, at their largest: in the MLP."""
-    if size.num_experts:
+    if size.experts:
         mlp = size.experts_per_token * (3 * size.hidden + 2 * size.expert_intermediate)
     else:
         mlp = 3 * size.intermediate
@@ -118,21 +134,21 @@ def _forward(size: ModelSize, load: Load) -> int:
 def _backward(size: ModelSize, load: Load) -> int:
     """Return the bytes of one layer's tensors in its backward pass, which the MLP's part of it has the most of."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    if size.num_experts:
+    if size.experts:
         mlp = size.experts_per_token * (5 * size.hidden + 5 * size.expert_intermediate)
-        gradients = size.num_experts * size.hidden * size.expert_intermediate
+        gradients = size.experts * size.hidden * size.expert_intermediate
     else:
         mlp, gradients = 6 * size.intermediate, size.hidden * size.intermediate
     recomputed = load.tokens * (load.width * (mlp + 3 * size.hidden + 2 * queries + 2 * keys) + 3 * 4 * size.hidden)
     if not load.checkpointing:
         recomputed = load.tokens * load.width * 2 * (mlp // 6)
-    return recomputed + load.width * gradients + load.shared_keys * keys * (2 * load.width + 4)
+    return recomputed + load.width * gradients * (not load.adapters) + load.shared_keys * keys * (2 * load.width + 4)
 
 
 def _kept(size: ModelSize, load: Load) -> int:
     """Return the bytes that one layer keeps for its backward pass where it is not recomputed."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    if size.num_experts:
+    if size.experts:
         mlp = size.experts_per_token * (3 * size.hidden + 4 * size.expert_intermediate)
     else:
         mlp = 4 * size.intermediate

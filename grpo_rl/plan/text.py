@@ -27,10 +27,9 @@ from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
-from grpo_rl.plan.memory import gib
-from grpo_rl.plan.named_machine.fit import TIGHT, fit_of, table
-from grpo_rl.plan.named_machine.proposal import MOST_MACHINES, Proposal, propose
-from grpo_rl.plan.named_machine.step_time import assumptions, step_time
+from grpo_rl.plan.memory import adapter_params, gib
+from grpo_rl.plan.named_machine import machine_page
+from grpo_rl.plan.named_machine.fit import fit_of
 from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
@@ -38,8 +37,6 @@ from grpo_rl.rollout.engine import EngineSpec
 
 WIDTH = 100
 _LABEL = 13
-TABLE = "|"
-"""The label of a line that stays as it is: a row of a table, or a word to paste."""
 
 Rows = Iterator[tuple[str, str]]
 
@@ -47,7 +44,7 @@ Rows = Iterator[tuple[str, str]]
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
-    instead = _instead(plan)
+    instead = machine_page.instead_of(plan)
     sections = {
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
@@ -55,8 +52,8 @@ def describe(composed: Composed, plan: Plan) -> str:
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
-        f"fit on {plan.machine.name or 'this machine'}": _fit(plan, instead),
-        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(
+        f"fit on {plan.machine.name or 'this machine'}": machine_page.fit(plan, instead),
+        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": machine_page.time(
             instead.plan if instead else plan
         ),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
@@ -71,7 +68,7 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     """Wrap one entry; without a label it is an item of a list."""
-    if label == TABLE:
+    if label == machine_page.TABLE:
         return [f"  {text}".rstrip()]
     start = f"  {label + ' ':<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
@@ -96,6 +93,8 @@ def _setting(config: Config, plan: Plan) -> Rows:
     gpus = "the GPUs of a Ray cluster" if machine.cluster else _count(machine.num_gpus, "GPU")
     yield "machine", f"{gpus}, {cores}" if machine.device == "cuda" else f"{cores}, no GPU in use"
     described = f", {size.architecture} with {_params(size.num_params)} parameters" if size else ""
+    if size and size.experts:
+        described += f", {_params(size.active_params)} of them for each token"
     yield "model", config.actor_rollout_ref.model.path + described
     rows = plan.sizes.num_train_rows
     if plan.trains:
@@ -144,7 +143,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     backend = "NCCL" if machine.device == "cuda" else "gloo"
     if actor := plan.role("actor"):
         why = "" if plan.trains else f", for {actor.reason}"
-        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}"
+        yield "actor", f"{ranks}, FSDP2 over {backend}, one {device} each{_axes(config, plan)}{why}{_adapters(config, plan)}"
     elif not plan.trains:
         yield "actor", "not started: nothing is trained, and the engine reads the model's folder itself"
     if plan.engine is not None:
@@ -152,6 +151,11 @@ def _roles(config: Config, plan: Plan) -> Rows:
     if reference := plan.role("reference"):
         moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
+    elif plan.base_reference is not None:
+        yield (
+            "reference",
+            f"the base model under the adapters, computed by the actor's ranks, for {plan.base_reference}; no second copy",
+        )
     elif plan.trains and not is_offline(config):
         why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
         yield "reference", f"not started: {why}"
@@ -183,6 +187,17 @@ def _roles(config: Config, plan: Plan) -> Rows:
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
     scorers = scoring.role("reward_model")
     yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
+
+
+def _adapters(config: Config, plan: Plan) -> str:
+    """Describe the adapters that are trained, where there are any."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return ""
+    number = "" if plan.model is None else f" ({_params(adapter_params(model, plan.model))} parameters)"
+    layers = ", ".join(model.target_modules) + (f" without {', '.join(model.exclude_modules)}" * bool(model.exclude_modules))
+    start = f", from {model.lora_adapter_path}" if model.lora_adapter_path else ""
+    return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the merged weights"
 
 
 def _engines(plan: Plan, engine: EngineSpec) -> str:
@@ -251,6 +266,8 @@ def _step(config: Config, plan: Plan) -> Rows:
         )
         return
     yield "ratio", _ratio(plan)
+    if plan.passes.replays_routing:
+        yield "experts", "those that each token took in the pass for old log-probs (router replay R2)"
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
     for line in unread_needs(config):
@@ -343,7 +360,7 @@ def _micro_batches(plan: Plan) -> list[str]:
     uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
     if passes.old_logprobs == "actor":
         uses.setdefault(passes.old, []).append("old log-probs")
-    if plan.role("reference"):
+    if plan.role("reference") or plan.base_reference:
         uses.setdefault(passes.reference, []).append("reference")
     if plan.role("critic"):
         uses.setdefault(passes.critic, []).append("critic")
@@ -414,47 +431,6 @@ def _memory(plan: Plan) -> Rows:
         yield from gpu_memory.lines(plan, plan.model)
 
 
-def _fit(plan: Plan, instead: Proposal | None) -> Rows:
-    """Yield whether the run fits its GPUs and its host, and what makes it fit where it does not."""
-    fit = fit_of(plan, plan.model) if plan.model is not None else None
-    if fit is None or plan.model is None:
-        return
-    tight = fit.tightest
-    state = "yes, tightly" if fit.fits and tight.share > TIGHT else "yes" if fit.fits else "no"
-    yield "fits", f"{state}: {tight.what} takes {gib(tight.needed)} of {gib(tight.there)} (estimated, not run)"
-    for line in table(plan, plan.model, fit):
-        yield TABLE, line
-    if plan.engine is not None:
-        yield "cache", f"{fit.cache_tokens:,} tokens for each engine, {fit.cache_sequences:.3g} sequences of full length"
-    if fit.fits:
-        return
-    if instead is None:
-        yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
-        return
-    used = instead.fit.tightest
-    yield "instead", f"this fits ({used.what} takes {used.share:.0%} of its memory); add to the command:"
-    for word in instead.words():
-        yield TABLE, word
-
-
-def _instead(plan: Plan) -> Proposal | None:
-    """Return the nearest configuration that fits, where the plan's own does not."""
-    fit = fit_of(plan, plan.model) if plan.model is not None else None
-    return None if fit is None or fit.fits or plan.model is None else propose(plan, plan.model)
-
-
-def _time(plan: Plan) -> Rows:
-    """Yield the seconds of each phase of a step on a named machine."""
-    fit = fit_of(plan, plan.model) if plan.model is not None else None
-    found = step_time(plan, plan.model) if plan.model is not None and fit is not None and fit.fits else None
-    if found is None:
-        return
-    for name, seconds in found.phases.items():
-        yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
-    yield TABLE, f"{'together':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
-    yield "assumed", assumptions(plan)
-
-
 def _notes(config: Config, plan: Plan) -> Rows:
     machine = plan.machine
     optim = config.actor_rollout_ref.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
@@ -483,8 +459,13 @@ def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
     yield from composed.notes
     for name in missing_loggers(plan.config):
         yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
-    reference = plan.role("reference") is not None
-    yield from idle_keys.notes(plan.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
+    yield from idle_keys.notes(
+        plan.config,
+        plan.machine,
+        reference=plan.role("reference") is not None,
+        base_reference=plan.base_reference is not None,
+        old_logprobs=plan.recomputes_old_logprobs,
+    )
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

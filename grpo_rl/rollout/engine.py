@@ -35,6 +35,8 @@ class EngineSpec:
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config, the same as the trainer applies."""
     tensor_parallel_size: int = 1
+    num_nodes: int = 1
+    """Nodes over which the engine is spread; on several, vLLM starts its processes over Ray, in the placement group of this one."""
     quantization: str | None = None
     """vLLM on GPUs: its way of quantizing weights as they arrive; None: as they are."""
     max_num_seqs: int = 256

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
+from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec
 
 
@@ -24,12 +25,14 @@ def load_config(spec: EngineSpec) -> PretrainedConfig:
 def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a full update: the model's state dict, the tied head's alias included.
 
+    Experts have the names that files have (`models/moe/expert_names.py`): vLLM's loaders take those, of every family.
+
     The alias is asked for on purpose: an engine that keeps a packed copy of the head leaves it old when
     only the embedding arrives.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model.state_dict().items())}
 
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:

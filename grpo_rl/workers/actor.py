@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.faults import fault_point
-from grpo_rl.models import fsdp, load
+from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.models.sharded_load import is_first_replica, local_of
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Batch, Counts
-from grpo_rl.workers.sharded_policy import build_policy, left_columns, sequences_of
-from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows
+from grpo_rl.workers.router_watch import RouterWatch
+from grpo_rl.workers.sharded_policy import build_policy, left_columns, reference_columns, sequences_of
+from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank
 
 
@@ -31,23 +34,48 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
-        self.ref_head: dict[str, Tensor | None] = self._reference_head() if spec.objective.needs_full_kl else {}
+        # Under adapters the head of the reference is the policy's own, which is at hand in every pass.
+        needs_head = spec.objective.needs_full_kl and self.model.adapters is None
+        self.ref_head: dict[str, Tensor | None] = self._reference_head() if needs_head else {}
         sender = spec.sender
         self._wire_dtype: torch.dtype | None = getattr(torch, sender.dtype) if sender.dtype else None
         backend, size = sender.backend, sender.bucket_bytes
         self.sender = make_sender(backend, size, self._wire_dtype, sender.verify, rank.rank, rank.timeout_s)
         self._buckets: Iterator[WeightBucket] | None = None
+        routing = self.model.routing
+        self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
+        """The watch over the routers of a model with experts; None for any other."""
 
     def build(self) -> PolicyModel:
         return build_policy(self.spec.policy, self.rank, self.device)
 
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return the current policy's log-probs of the micro-batches' trained tokens."""
-        return self.per_token(share, micro_batches)
+        logprobs_T = self.per_token(share, micro_batches)
+        if self.routers is not None:
+            self.routers.keep_choices(share, micro_batches)
+        return logprobs_T
 
     def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
         """Return whether all of `logprobs` are finite, and the column, to be left in the store."""
         return left_columns({"logprobs_T": self.logprobs(share, micro_batches)})
+
+    def reference_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
+        """Return what a reference returns, by the base model under the adapters."""
+        self.memory.load_weights()
+        self.model.eval()
+        wanted = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden}
+        with lora.adapters_off(self.model):
+            columns = reference_columns(self.model, share, micro_batches, self.device, **wanted)
+        self.model.train()
+        self.memory.release()
+        return columns
+
+    def left_reference_logprobs(
+        self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool
+    ) -> tuple[bool, dict[str, Any]]:
+        """Return whether all of `reference_logprobs` are finite, and its columns, to be left in the store."""
+        return left_columns(self.reference_logprobs(share, micro_batches, want_hidden))
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's.
@@ -56,11 +84,32 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         """
         fsdp.reshard(self.model)
         named = [(name, value) for name, value in self.model.named_parameters() if is_first_replica(value)]
-        shards = {name: local_of(value.detach()) for name, value in named}
-        return {name: int(shard.contiguous().view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
+        shards = {name: local_of(value.detach()).float().contiguous() for name, value in named}
+        return {name: int(shard.view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
+
+    def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
+        if self.routers is not None and self.routers.replays:
+            rows = [some for step in update.steps for some in (*step.micro_batches, *step.silent)]
+            if rows and not self.routers.has_choices_of(share):
+                # A rank that took another's place after the pass for old log-probs: its weights are still those of that pass.
+                self.logprobs(share, rows)
+            share = share.replace(experts_S=self.routers.choices if rows else None)
+        return super().update(share, update)
+
+    def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
+        if self.routers is not None:
+            self.routers.begin_step(batch, step, self.model)
+
+    def end_step(self) -> dict[str, float]:
+        return {} if self.routers is None else self.routers.end_step()
 
     def measure(self, batch: Batch | None) -> Tensor:
-        logprobs_T: Tensor = self.model(self._sequences(batch)).logprobs_T
+        sequences = self._sequences(batch)
+        choices = self.routers is not None and self.routers.replays
+        logprobs_T: Tensor = self.model(sequences, choices=choices).logprobs_T
+        if choices and batch is not None:
+            assert self.routers is not None
+            self.routers.note_choices(sequences.place_S)
         return logprobs_T
 
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,6 +119,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         if self.spec.old_from_engine:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
+        if self.routers is not None:
+            balance, router_stats = self.routers.loss(step.counts)
+            loss, stats = loss + balance, stats | router_stats
         # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
         # the first with these weights, its own log-probs are those of the sampling policy.
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
@@ -89,7 +141,11 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             assert ref_hidden_TD is not None
             ref_hidden_TD = ref_hidden_TD.to(self.device)
         outputs: TokenOutputs = self.model(
-            sequences, want_entropy=objective.needs_entropy, ref_hidden_TD=ref_hidden_TD, **self.ref_head
+            sequences,
+            want_entropy=objective.needs_entropy,
+            ref_hidden_TD=ref_hidden_TD,
+            balance=objective.router_aux_loss_coef > 0,
+            **self.ref_head,
         )
         return outputs
 
@@ -137,8 +193,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def begin_weight_sync(self) -> int:
         """Get ready to hand out the weights; return their size in bytes as float32."""
         # Nothing is loaded: each shard comes to the device by itself, when its tensor is gathered.
-        self._buckets = self.sender.buckets(fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype))
-        return sum(parameter.numel() * 4 for parameter in self.model.parameters())
+        whole = fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype)
+        self._buckets = self.sender.buckets(stored_tensors(whole))
+        return sum(p.numel() * 4 for name, p in self.model.named_parameters() if not lora.is_adapter(name))
 
     def next_bucket(self) -> WeightBucket | None:
         """Return the next piece of the weights, None after the last. A collective: all ranks call it together."""
@@ -160,11 +217,14 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (model and configs; the controller adds the tokenizer).
 
-        A collective.
+        With adapters the model is the merged one, and the adapters are in a peft folder inside. A collective.
         """
         state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
+        adapters = fsdp.whole_adapters(self.model, self.device)
         if self.rank.rank == 0:
             self.model.lm.save_pretrained(folder, state_dict=state)
+            if self.model.adapters is not None:
+                lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
         self.memory.free_cache()
 
 

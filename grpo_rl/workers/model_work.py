@@ -70,6 +70,7 @@ class ModelWork:
                 self._body.add(weight, _active_share(name, config))
         self._attention = _attention_of(config)
         self._done: list[Tensor | float] = []
+        self._ranks = model.sequence_group
         model.register_forward_pre_hook(self._count)
 
     def take(self) -> float:
@@ -80,12 +81,15 @@ class ModelWork:
     def _count(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
         sequences: Sequences = arguments[0]
         trains = torch.is_grad_enabled()
-        self._done.append(self._body.of(len(sequences.token_ids_S), trains) + self._head.of(len(sequences.predict_T), trains))
+        # Ranks that compute a pass together share its work, evenly but for the head.
+        part = 1 if self._ranks is None else 1 / self._ranks.size
+        tokens = self._body.of(len(sequences.token_ids_S), trains) + self._head.of(len(sequences.predict_T), trains)
+        self._done.append(tokens * part)
         # The number of tokens that each one attends to, itself included. It stays on the device: a look at it would wait.
         attended_S = sequences.packing.position_ids_S + 1
         for window, width in self._attention.items():
             pairs = (attended_S if window is None else attended_S.clamp(max=window)).sum()
-            self._done.append(pairs * (4.0 * width * (3 if trains else 1)))
+            self._done.append(pairs * (4.0 * width * (3 if trains else 1) * part))
 
 
 class _Weights:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_rl.checkpoint import memory_state
@@ -17,7 +16,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, sequences_of
+from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, reference_columns
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
@@ -33,25 +32,14 @@ class ReferenceWorker:
         self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
         self.memory.release()
 
-    @torch.no_grad()
     def logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
         """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states."""
         fault_point("reference.logprobs")
         self.memory.load_weights()
-        batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
-        inputs = (sequences_of(batch, self.device, share_prompts=self.share_prompts) for batch in batches)
-        logprobs: list[Tensor] = []
-        hidden: list[Tensor] = []
-        for sequences in inputs:
-            output = self.policy(sequences, want_hidden=want_hidden)
-            logprobs.append(output.logprobs_T.cpu())
-            if want_hidden:
-                hidden.append(output.hidden_TD.cpu())
-            # Of this pass nothing stays on the device: the next one needs the memory, and so does `release`.
-            del output
+        wanted = {"share_prompts": self.share_prompts, "want_hidden": want_hidden}
+        columns = reference_columns(self.policy, share, micro_batches, self.device, **wanted)
         self.memory.release()
-        columns = {"logprobs_T": torch.cat(logprobs)}
-        return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
+        return columns
 
     def vacate(self) -> None:
         """Move everything to host memory, so that an engine can be built on this device."""

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_rl.models import fsdp, load
+from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
 from grpo_rl.models.linear import Precision
 from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import PolicySpec, Rank
+from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -73,10 +73,20 @@ def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyMo
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
     fused = spec.model.use_fused_kernels
 
+    adapts = spec.train and spec.model.lora_rank > 0
+
     def wrap(lm: Any) -> PolicyModel:
+        if adapts:
+            lora.add_adapters(lm, spec.model)
         return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision, fused=fused)
 
-    return build_sharded(spec, rank, device, wrap)
+    policy = build_sharded(spec, rank, device, wrap)
+    if adapts:
+        lora.initialize(policy.lm, spec.seed)
+        if spec.model.lora_adapter_path is not None:
+            lora.load_adapter(policy.lm, spec.model)
+        policy.adapters = lora.describe(policy.lm, spec.model)
+    return policy
 
 
 def head_precision(name: str, device_type: str) -> Precision:
@@ -100,17 +110,37 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         load.compile_layers(lm)
     policy = wrap(lm)
     policy.train(spec.train)
-    policy.requires_grad_(spec.train)
+    adapters = [name for name, _ in lm.named_parameters() if lora.is_adapter(name)]
+    if not adapters:  # which are all that is trained where there are any
+        policy.requires_grad_(spec.train)
+    computes_in = compute_dtype(spec.dtype, device)
+    if adapters and computes_in == torch.bfloat16:
+        _keep_as_stored(lm, model.path, adapters)
     if alone:
         policy.to(device)
-    how = fsdp.Sharding(
-        compute_dtype(spec.dtype, device), spec.reshard_after_forward, spec.in_host_memory, spec.forward_prefetch
-    )
+    how = fsdp.Sharding(computes_in, spec.reshard_after_forward, spec.in_host_memory, spec.forward_prefetch)
     fsdp.shard(policy, fsdp.mesh_of(device.type, spec.shard_ranks, rank.timeout_s), how)
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
     if not alone:
-        fill(policy, lm, model.path, rank, device, lambda: wrap(_whole_lm(spec)), in_host_memory=spec.in_host_memory)
+        whole = lambda: wrap(_whole_lm(spec))  # noqa: E731
+        fill(policy, lm, model.path, rank, device, whole, new=adapters, in_host_memory=spec.in_host_memory)
     return policy
+
+
+def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
+    """Let the blocks' frozen weights stay in bfloat16 where the files have them so: half the memory, and the same bits.
+
+    The blocks compute with weights that are rounded to bfloat16, and nothing is ever added to frozen ones. Embedding, final
+    norm and head are computed in float32, and stay that.
+    """
+    files = WeightFiles.find(path)
+    if files is None or not files.fits(lm, adapters):
+        return
+    stored = {id(parameter) for parameter in files.stored_as(lm, "BF16")}
+    for layer in load.decoder_layers(lm):
+        for parameter in layer.parameters():
+            if id(parameter) in stored:
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def fill(
@@ -176,7 +206,33 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         batch.support_counts_T,
         batch.support_ids_M,
         batch.group_N if share_prompts else None,
+        batch.experts_S,
     )
+
+
+@torch.no_grad()
+def reference_columns(
+    policy: PolicyModel,
+    share: Batch,
+    micro_batches: Sequence[Rows],
+    device: torch.device,
+    *,
+    share_prompts: bool,
+    want_hidden: bool,
+) -> dict[str, Tensor]:
+    """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states, on the CPU."""
+    batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
+    logprobs: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for batch in batches:
+        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden)
+        logprobs.append(output.logprobs_T.cpu())
+        if want_hidden:
+            hidden.append(output.hidden_TD.cpu())
+        # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
+        del output
+    columns = {"logprobs_T": torch.cat(logprobs)}
+    return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
 
 
 def left_columns(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:

@@ -54,6 +54,8 @@ class PolicySpec:
     """Compile the decoder layers."""
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
+    seed: int = 0
+    """The seed of the first values of adapters, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class ActorSpec:
     """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
     measures_engine: bool = False
     """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
+    replays_routing: bool = False
+    """True where tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
 
     @property
     def in_host_memory(self) -> bool:

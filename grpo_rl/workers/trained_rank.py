@@ -94,6 +94,13 @@ class TrainedRank(ABC, Generic[S, M]):
         this rank has to run the same layers, and its loss is 0 with a gradient.
         """
 
+    def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
+        """Do what a kind of rank needs of the whole share before the first pass of an optimizer step: by default nothing."""
+
+    def end_step(self) -> dict[str, float]:
+        """Return the statistics that only all passes of a step together have, with prefixes as `loss`: by default none."""
+        return {}
+
     # ---- training ------------------------------------------------------------------------------------
 
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
@@ -111,6 +118,7 @@ class TrainedRank(ABC, Generic[S, M]):
     def _optimizer_step(self, batch: Batch, step: OptimizerStep) -> dict[str, float]:
         self._passes("start")
         self.optimizer.zero_grad(set_to_none=True)
+        self.begin_step(batch, step)
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
         stats: defaultdict[str, float] = defaultdict(float)
         total_loss = 0.0
@@ -144,6 +152,7 @@ class TrainedRank(ABC, Generic[S, M]):
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
+        stats |= self.end_step()
         self._passes("before_optimizer")
         stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
         self._passes("after_optimizer")

@@ -177,6 +177,30 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
     assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
 
 
+def test_two_ranks_that_split_sequences_train_like_one(model, tmp_path):
+    """Actor and reference split each micro-batch, with shared prompts; the same responses, loss and gradient."""
+    words = [
+        *arithmetic(model),
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "data.val_files=[]",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.hf.batched=false",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    ]
+    alone = train(tmp_path, "alone", *words)
+    axes = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    together = train(tmp_path, "together", *words, *axes, "actor_rollout_ref.actor.fsdp_config.forward_prefetch=true")
+    assert "sequences split over 2" in together.output
+    ours, theirs = ([row["response"] for row in run.rollouts(1)] for run in (alone, together))
+    assert ours == theirs and len(set(ours)) > 1
+    first, split = alone.steps[1], together.steps[1]
+    assert split["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5) and first["actor/grad_norm"] > 0
+    assert split["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-5, abs=1e-7)
+    # The second step's KL is that of a reference which splits sequences too, against weights that have moved.
+    assert together.steps[2]["actor/kl_loss"] == pytest.approx(alone.steps[2]["actor/kl_loss"], rel=0.05)
+
+
 def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
     train_file, val_file = DATA / "gsm8k" / "gsm8k_train.parquet", DATA / "gsm8k" / "gsm8k_test.parquet"
     tokenizer_folder = DATA / "tokenizers" / "qwen2.5"

@@ -18,8 +18,9 @@ from grpo_rl.config.derived import Machine, max_num_seqs
 from grpo_rl.models.forward import _chunked_head
 from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import GIB, load_of, memory_by_role
+from grpo_rl.plan.memory import GIB, adapter_params, load_of, memory_by_role
 from grpo_rl.plan.model_folder import model_size
+from grpo_rl.plan.rank_memory import resident
 from grpo_rl.plan.text import describe
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -34,8 +35,10 @@ BASE = ["data.train_files=task:arithmetic?num_rows=1000", "data.train_batch_size
 BASE += [f"{R}.n=8", "trainer.total_epochs=1", "data.max_prompt_length=1024", "data.max_response_length=3072"]
 
 
-def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS) -> Plan:
-    settings = SIZES[size] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS, **more: str) -> Plan:
+    settings = (
+        SIZES[size] | more | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
     composed = compose([*BASE, f"actor_rollout_ref.model.path={tmp_path}", *words])
     plan, model = decide(composed.config, machine, num_train_rows=1000), model_size(str(tmp_path))
@@ -47,6 +50,31 @@ def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS) -> 
 def phases_of(plan: Plan) -> dict[str, gpu_memory.GpuPhase]:
     assert plan.model is not None
     return {phase.name: phase for phase in gpu_memory.gpu_phases(plan, plan.model)}
+
+
+def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path) -> None:
+    whole = plan_of(tmp_path, "7b")
+    adapted = plan_of(tmp_path, "7b", "actor_rollout_ref.model.lora_rank=32")
+    assert adapted.role("reference") is None and adapted.base_reference == "the KL in the loss"
+    assert "reference" not in {need.role for need in adapted.memory}
+    model = adapted.config.actor_rollout_ref.model
+    assert adapted.model is not None
+    # By peft's own count for Qwen2.5-7B at rank 32, all linear layers: 80,740,352.
+    assert adapter_params(model, adapted.model) == 80_740_352
+    states = [resident(size, load_of(plan, size, "actor")) for plan in (whole, adapted) if (size := plan.model)]
+    params = adapted.model.num_params
+    assert states[0] - states[1] == (params * 16) // 8 - (params * 4 + 80_740_352 * 16) // 8
+    before, after = phases_of(whole), phases_of(adapted)
+    assert list(after) == ["sampling", "weight transfer", "update"]
+    for name in after:
+        # Moments and the reference's weights, 8 + 4 bytes of each parameter over 8 ranks; in the update gradients besides.
+        assert before[name].num_bytes - after[name].num_bytes > params * 11 / 8, name
+    half = plan_of(tmp_path, "7b", "actor_rollout_ref.model.lora_rank=32", dtype="bfloat16")
+    blocks = params - 2 * 152064 * 3584  # embedding and head stay in float32
+    saved = states[1] - next(need.num_bytes for need in half.memory if need.role == "actor")
+    assert saved == pytest.approx(2 * blocks / 8, abs=8)
+    page = " ".join(adapted.render().split())
+    assert "the base model under the adapters" in page and "LoRA adapters of rank 32 at all-linear (80.7 M parameters)" in page
 
 
 def test_every_phase_has_all_processes_of_the_gpu(tmp_path) -> None:
@@ -77,6 +105,17 @@ def test_an_engine_that_keeps_its_memory_narrows_every_phase(tmp_path) -> None:
     phases = phases_of(plan_of(tmp_path, "7b", f"{R}.free_cache_engine=false"))
     assert all(phase.engine_share == 0.5 for phase in phases.values())
     assert phases["update"].least_gpu == pytest.approx(2 * phases["update"].num_bytes, rel=1e-6)
+
+
+def test_a_cache_of_a_fixed_size_is_no_share_of_the_gpu(tmp_path) -> None:
+    by_share = phases_of(plan_of(tmp_path, "7b"))
+    fixed = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}"))
+    added = fixed["sampling"].num_bytes - by_share["sampling"].num_bytes
+    assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 + 2 * GIB and fixed["sampling"].engine_share == 0
+    assert fixed["update"] == by_share["update"], "the engine sleeps"
+    awake = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}", f"{R}.free_cache_engine=false"))
+    kept = awake["update"].num_bytes - fixed["update"].num_bytes
+    assert 10 * GIB + 7.6e9 * 2 < kept < 10 * GIB + 7.7e9 * 2 and awake["update"].engine_share == 0
 
 
 def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:

@@ -210,3 +210,35 @@ def test_a_model_on_a_hub_that_cannot_be_reached_is_refused(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     problem = problem_of("nobody/no-such-model")
     assert problem.startswith(f"{M}.path=nobody/no-such-model: no such folder") and "cannot be reached" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([f"{M}.target_modules=[q_porj]"], "q_porj"),
+        ([f"{M}.target_modules=[lm_head]"], "the LM head"),
+        ([f"{M}.lora_adapter_path=/no/such/folder"], "adapter_config.json"),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_are_refused_by_the_plan(folder: Path, words: list[str], problem: str) -> None:
+    for path in (folder, "builtin:arithmetic"):
+        with pytest.raises(ConfigError, match=problem):
+            plan_of(path, f"{M}.lora_rank=4", *words)
+
+
+def test_adapters_over_quantized_weights_are_refused_by_the_plan(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SETTINGS | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(ConfigError, match="QLoRA"):
+        plan_of(folder, f"{M}.lora_rank=4")
+
+
+def test_a_reference_under_adapters_that_were_trained_before_is_refused(folder: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 16}))
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors(HEADER, 8))
+    words = [f"{M}.lora_rank=4", f"{M}.lora_adapter_path={adapter}"]
+    with pytest.raises(ConfigError, match="the KL in the loss compares with a reference"):
+        plan_of(folder, *words)
+    plan = plan_of(folder, *words, "actor_rollout_ref.actor.use_kl_loss=false")
+    assert plan.base_reference is None and plan.role("reference") is None

@@ -51,7 +51,8 @@ WITH_RAY = (
 
 def modules_for(model_path: str) -> tuple[str, ...]:
     """Return the modules which the workers of a run with this model import."""
-    kind = builtin.MODEL_TYPE
+    embedded = builtin.BUILTINS.get(model_path.removeprefix(builtin.PREFIX))
+    kind = builtin.MODEL_TYPE if embedded is None else embedded.model_type
     if not model_path.startswith(builtin.PREFIX):
         try:
             kind = json.loads(Path(model_path, "config.json").read_text())["model_type"]

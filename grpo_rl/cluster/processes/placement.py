@@ -23,7 +23,10 @@ CPU_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one process: neighbouring bundles of a placement group on one node, and their GPUs."""
+    """The place of one process: bundles of a placement group, and the GPUs of those that are on the process's node.
+
+    They are on one node, except for an engine that spans nodes: its process is on the first one's, and vLLM starts others.
+    """
 
     placement_group: PlacementGroup
     bundles: tuple[int, ...]
@@ -59,26 +62,38 @@ class Place:
 class Pool:
     """`nnodes` x `per_node` devices, reserved for this run.
 
-    Each node's share is one placement group, so that the ranks of a node are neighbours. Processes are
+    Each node's share is one placement group, so that the ranks of a node are neighbours; with `nodes_per_slot` the share of so
+    many nodes is one, whose bundles vLLM gives to the processes of an engine that spans them. Processes are
     placed in a bundle without asking Ray for its GPU, and CUDA_VISIBLE_DEVICES names it. That lets several
     roles share a device, and lets one process use several (tensor parallelism).
     """
 
-    def __init__(self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0) -> None:
+    def __init__(
+        self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0, nodes_per_slot: int = 1
+    ) -> None:
         bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
-        self.groups = [placement_group([bundle] * per_node, strategy="STRICT_PACK") for _ in range(nnodes)]
+        strategy = "STRICT_PACK" if nodes_per_slot == 1 else "PACK"
+        self.groups = [placement_group([bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)]
         what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
         self._wait(timeout_s, grow_s, what, lambda: _fits(nnodes, per_node, bundle))
         self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
+        one_node = [[*range(per_node)]]
+        self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
+        """The bundles of each group, node by node."""
 
     def slots(self, devices_per_slot: int = 1) -> list[Slot]:
         """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
         slots = []
-        for group, gpu_ids in zip(self.groups, self.gpu_ids, strict=True):
-            for first in range(0, self.per_node - devices_per_slot + 1, devices_per_slot):
-                bundles = tuple(range(first, first + devices_per_slot))
-                slots.append(Slot(group, bundles, tuple(gpu_ids[b] for b in bundles) if gpu_ids else ()))
+        for group, gpu_ids, nodes in zip(self.groups, self.gpu_ids, self.on_nodes, strict=True):
+            if devices_per_slot > self.per_node:
+                cuts = [[bundle for node in nodes for bundle in node]]
+            else:
+                firsts = range(0, self.per_node - devices_per_slot + 1, devices_per_slot)
+                cuts = [node[first : first + devices_per_slot] for node in nodes for first in firsts]
+            for bundles in cuts:
+                own = bundles[: self.per_node]
+                slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
         return slots
 
     def release(self) -> None:
@@ -103,13 +118,27 @@ class Pool:
                     f"free now {ray.available_resources()}"
                 )
 
+    def _by_node(self, group: PlacementGroup, num_nodes: int) -> list[list[int]]:
+        """Return the bundles of a group that spans nodes, those of each node together. Raises ClusterError where they lie otherwise."""
+        nodes: dict[str, list[int]] = {}
+        for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
+            nodes.setdefault(node, []).append(bundle)
+        if sorted(map(len, nodes.values())) != [self.per_node] * num_nodes:
+            found = " + ".join(str(len(bundles)) for bundles in nodes.values())
+            raise ClusterError(
+                f"an engine was to have {self.per_node} devices on each of {num_nodes} nodes, and Ray gave it {found}: nodes with more "
+                "free devices take more of them; set n_gpus_per_node to what a node has, or take a tensor_model_parallel_size that "
+                "fits on one"
+            )
+        return list(nodes.values())
+
     def _probe_gpus(self, group: PlacementGroup) -> list[str]:
         """Return the GPU that Ray has given each bundle."""
         refs = [
             ray.remote(_gpu_id)
             .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
             .remote()
-            for b in range(self.per_node)
+            for b in range(len(group.bundle_specs))
         ]
         return ray.get(refs, timeout=120.0)
 
@@ -119,7 +148,8 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
     on_node: dict[str, list[str]] = {}
     for name, slot in slots.items():
         table = placement_group_table(slot.placement_group)
-        on_node.setdefault(table["bundles_to_node_id"][slot.bundles[0]], []).append(name)
+        for node in {table["bundles_to_node_id"][bundle] for bundle in slot.bundles}:
+            on_node.setdefault(node, []).append(name)
     return {
         f"its node {node['NodeManagerAddress']} ({', '.join(on_node[node['NodeID']])})": (
             node["NodeManagerAddress"],

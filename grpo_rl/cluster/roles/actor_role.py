@@ -90,7 +90,7 @@ class ActorRole:
             # For what the controller computes with them. The ranks have the engine's log-probs, and send none here.
             batch = with_rollout_logprobs(batch)
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        dealt = self._deal(batch)
+        dealt = self.dealt(batch)
         if self.leaves_logprobs:
             found = with_columns_left(self.forward_cut, batch, dealt, {"old_logprobs_T": "logprobs_T"})
             if found is not None:
@@ -111,7 +111,7 @@ class ActorRole:
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         coefficient = None if self.entropy is None else self.entropy.value
-        dealt, chosen = self._deal(batch), self._mini_batches(batch)
+        dealt, chosen = self.dealt(batch), self._mini_batches(batch)
         if self.config.shuffle:
             self.num_shuffles += self.config.ppo_epochs
         if self.objective.needs_group_tokens:
@@ -179,7 +179,7 @@ class ActorRole:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def _deal(self, batch: Batch) -> Dealt:
+    def dealt(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
             # The two sides of a pair are compared in one micro-batch.

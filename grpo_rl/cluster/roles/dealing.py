@@ -239,12 +239,14 @@ def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tenso
     return torch.tensor([index for order in orders for index in order], dtype=torch.long), results
 
 
-def with_columns_left(cut: Cut, batch: Batch, dealt: Dealt, keys: Mapping[str, str], *arguments: Any) -> Batch | None:
-    """Return the batch with columns that the ranks work out and leave in the store: `keys` has their names in the results.
+def with_columns_left(
+    cut: Cut, batch: Batch, dealt: Dealt, keys: Mapping[str, str], *arguments: Any, method: str = "left_logprobs"
+) -> Batch | None:
+    """Return the batch with columns that `method` of the ranks leaves in the store: `keys` has their names in the results.
 
     None where one of their numbers is not finite: a pass that returns the values shows which.
     """
-    orders, results = _pass(cut, "left_logprobs", dealt, arguments, for_two=True)
+    orders, results = _pass(cut, method, dealt, arguments, for_two=True)
     if not all(finite for finite, _ in results):
         return None
     refs = tuple(ref for _, ref in results)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dealing import deal, forward, gather, with_columns_left
+from grpo_rl.cluster.roles.dealing import Dealt, deal, forward, gather, with_columns_left
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.types import Batch
@@ -16,6 +16,9 @@ from grpo_rl.workers.specs import Rank
 
 class ReferenceRole:
     """The `protocols.Reference` whose work is done by forward-only ranks."""
+
+    method: ClassVar[str] = "logprobs"
+    """The method of a rank that computes it; another one with `left_` before its name leaves the result in the store."""
 
     def __init__(
         self,
@@ -34,17 +37,33 @@ class ReferenceRole:
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
-        dealt = deal(self.worker_set, batch, rule=self.cut.rule)
+        dealt = self._dealt(batch)
         if self.leaves_logprobs:
             keys = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
-            found = with_columns_left(self.cut, batch, dealt, keys, self.want_hidden)
+            found = with_columns_left(self.cut, batch, dealt, keys, self.want_hidden, method=f"left_{self.method}")
             if found is not None:
                 return found
-        order, columns = forward(self.cut, "logprobs", dealt, self.want_hidden)
+        order, columns = forward(self.cut, self.method, dealt, self.want_hidden)
         batch = batch.replace(ref_logprobs_T=gather(batch, order, [c["logprobs_T"] for c in columns]))
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, order, [c["hidden_TD"] for c in columns]))
         return batch
+
+    def _dealt(self, batch: Batch) -> Dealt:
+        return deal(self.worker_set, batch, rule=self.cut.rule)
+
+
+class BaseReferenceRole(ReferenceRole):
+    """The reference that is the base model under the actor's adapters: its ranks compute it, on the shares that they have."""
+
+    method = "reference_logprobs"
+
+    def __init__(self, actor: ActorRole, **options: Any) -> None:
+        super().__init__(actor.worker_set, **options)
+        self.actor = actor
+
+    def _dealt(self, batch: Batch) -> Dealt:
+        return self.actor.dealt(batch)
 
 
 class MovingReferenceRole(SavedRole, ReferenceRole):

@@ -95,4 +95,4 @@ REWARDS: tuple[str, ...] = (
 )
 ENGINES: tuple[str, ...] = ("hf", "vllm")
 TASKS: tuple[str, ...] = ("arithmetic", "countdown", "rated_sums")
-EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "countdown")
+EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "arithmetic_experts", "countdown")

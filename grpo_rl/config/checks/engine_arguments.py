@@ -54,7 +54,7 @@ _REPLICAS = "replicas are processes of the run, each with its own devices"
 _SAMPLING = "it changes what is sampled, or the log-probs that the trainer compares with"
 _PROGRAM = "the program sets it"
 _NOT_TEXT = "prompts and responses are token ids of text only"
-_NO_LORA = "all weights are trained, there is no LoRA"
+_NO_LORA = "engines get merged weights, not adapters; LoRA is actor_rollout_ref.model.lora_rank"
 _FILES = "it names a file or a folder that an engine reads or writes"
 
 VLLM_REFUSED: dict[str, str] = {

@@ -17,13 +17,20 @@ from grpo_rl.config.schema.tree import Config
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
 
-def notes(config: Config, machine: Machine, *, reference: bool, old_logprobs: bool) -> Iterator[str]:
+def notes(
+    config: Config, machine: Machine, *, reference: bool, old_logprobs: bool, base_reference: bool = False
+) -> Iterator[str]:
     """Yield a line for each setting without an effect.
 
-    `reference`: a reference runs; `old_logprobs`: the actor makes a pass for old log-probs.
+    `reference`: a reference has processes of its own; `base_reference`: the actor's ranks compute it, by the base model under
+    the adapters; `old_logprobs`: the actor makes a pass for old log-probs.
     """
     idle: dict[str, str] = {}
-    if not reference:
+    if base_reference:
+        why = "the reference is the base model in the actor's ranks"
+        own = (f"{_REF}.fsdp_config.", f"{_REF}.ulysses_sequence_parallel_size")
+        idle |= {key: why for key in leaves() if key.startswith(own)}
+    elif not reference:
         idle |= {key: "no reference runs" for key in leaves() if key.startswith(f"{_REF}.")}
     if not old_logprobs:
         why = "no pass computes old log-probs: a step has one update, for which they are the engine's"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from grpo_rl.config import derived
 from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 
 _NEAR = 100_000
@@ -231,12 +232,16 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
         )
         yield f"{_BACKEND}={rollout.checkpoint_engine.backend}: the engines {where}; auto or {'ipc' if colocated else 'nccl'}"
     per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
-    if per_node % parallel:
+    nodes = config.trainer.nnodes if colocated else rollout.nnodes
+    spans = derived.nodes_per_engine(config, machine)
+    across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
+    if per_node % parallel and not across:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else "actor_rollout_ref.rollout"
         fits = ", ".join(str(size) for size in range(1, min(per_node, _NEAR) + 1) if per_node % size == 0)
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}: must divide the devices of a node, "
-            f"{of}.n_gpus_per_node = {per_node}; possible: {fits}"
+            f"{of}.n_gpus_per_node = {per_node}, or on GPUs be all devices of several nodes, whose number divides that of the pool's "
+            f"nodes, {nodes}; possible: {fits}{_whole_nodes(per_node, nodes) if machine.device == 'cuda' else ''}"
         )
     most = derived.num_rollout_devices(config, machine) // parallel
     if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
@@ -260,6 +265,10 @@ def _placement(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
+def _whole_nodes(per_node: int, nodes: int) -> str:
+    return "".join(f", {per_node * count}" for count in range(2, min(nodes, _NEAR) + 1) if nodes % count == 0)
+
+
 def _profiled_ranks(config: Config, machine: Machine) -> Iterator[str]:
     if machine.device == "cpu" and config.global_profiler.tool == "torch_memory":
         yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
@@ -279,7 +288,7 @@ def _axes(config: Config, ranks: int) -> Iterator[str]:
         "critic": critic.ulysses_sequence_parallel_size,
     }
     sizes = {f"{role}.ulysses_sequence_parallel_size": size or 1 for role, size in together.items()}
-    fsdp = {
+    fsdp: dict[str, FsdpConfig | RefFsdpConfig] = {
         "actor_rollout_ref.actor.fsdp_config": parts.actor.fsdp_config,
         "actor_rollout_ref.ref.fsdp_config": parts.ref.fsdp_config,
         "critic.fsdp": critic.fsdp,

@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 from grpo_rl.config.checks import data_rules, schedule_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import collects, critic_rule, has_kl_in_loss, is_offline, logprob_rule, update_rule
+from grpo_rl.config.derived import (
+    collects,
+    critic_rule,
+    has_kl_in_loss,
+    is_iterated,
+    is_offline,
+    logprob_rule,
+    trains_only_reward_model,
+    update_rule,
+)
+from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
@@ -19,9 +30,11 @@ def problems(config: Config) -> Iterator[str]:
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
+    yield from _experts(config)
     yield from _selection(config)
     yield from _validation(config)
     yield from _checkpoints(config)
+    yield from _lora(config)
     yield from _profiler(config)
     yield from _head(config)
     yield from schedule_rules.problems(config)
@@ -59,6 +72,14 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"{key}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {key}.dtype=bfloat16, or leave it out"
     if rollout.fp32_lm_head and rollout.name != "vllm":
         yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+
+
+def _experts(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.actor.router_replay.mode == "R3":
+        yield (
+            "actor_rollout_ref.actor.router_replay.mode=R3: the engines do not report which experts a token took: vLLM 0.32 "
+            "returns them from its newer model runner, which needs a GPU, and their way to the trainer is not built; use R2"
+        )
 
 
 def _head(config: Config) -> Iterator[str]:
@@ -167,6 +188,22 @@ def _checkpoints(config: Config) -> Iterator[str]:
         yield f"{key}={show(contents)}: something is named twice"
 
 
+def _lora(config: Config) -> Iterator[str]:
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model"
+    if model.lora_rank == 0:
+        return
+    if is_iterated(config):
+        yield f"{key}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
+    if trains_only_reward_model(config):
+        yield f"{key}.lora_rank={model.lora_rank}: has no effect with trainer.schedule=reward_model, which trains no policy; leave it out"
+    if not model.target_modules:
+        yield f"{key}.target_modules=[]: no layer would have an adapter; all-linear, or names such as [q_proj,v_proj]"
+    if "all-linear" in model.target_modules and len(model.target_modules) > 1:
+        yield f"{key}.target_modules={show(model.target_modules)}: all-linear stands alone; exclude_modules takes layers out of it"
+    if "quantization_config" in model.override_config:
+        yield f"{key}.override_config.quantization_config: LoRA over quantized weights (QLoRA) is not here; leave it out"
+
+
 def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the keys that need another setting: whether it is there, and the reason to give where it is not."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -184,6 +221,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
     return {
         **data_rules.switches(config),
         **_engine_switches(config),
+        **_lora_switches(config),
         **_layer_switches(config),
         **_run_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
@@ -229,7 +267,10 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
 
 def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for what is done to decoder layers."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }
     return {
         f"{key}.enable_activation_offload": (
             model.enable_gradient_checkpointing,
@@ -261,23 +302,18 @@ def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
     }
 
 
+def _lora_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    key = "actor_rollout_ref.model"
+    has_adapters = (config.actor_rollout_ref.model.lora_rank > 0, f"needs {key}.lora_rank above 0")
+    return {f"{key}.{name}": has_adapters for name in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")}
+
+
 def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
     """Return the same for rewards, the run and Ray."""
     trainer, scorer = config.trainer, config.reward.reward_model.train
     saves = trainer.save_freq > 0
     has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    profiles = {
-        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
-        for key, profiler in profilers_of(config).items()
-        for name in ("all_ranks", "ranks")
-    }
-    tool = config.global_profiler.tool
-    return profiles | {
-        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
-        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
-            tool == "torch_memory",
-            "needs global_profiler.tool=torch_memory",
-        ),
+    return _profiler_switches(config) | {
         "trainer.on_save_error": (saves, "needs trainer.save_freq"),
         "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
         "reward.custom_reward_function.reward_kwargs": (
@@ -322,6 +358,23 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
         "ray_kwargs.ray_init.allow_insecure": (
             has_address,
             "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
+        ),
+    }
+
+
+def _profiler_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the same for traces and memory snapshots."""
+    tool = config.global_profiler.tool
+    of_roles = {
+        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
+        for key, profiler in profilers_of(config).items()
+        for name in ("all_ranks", "ranks")
+    }
+    return of_roles | {
+        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
+        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
+            tool == "torch_memory",
+            "needs global_profiler.tool=torch_memory",
         ),
     }
 

@@ -51,6 +51,8 @@ Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker set has more rank
 Allocations = Annotated[int, Range(ge=1, le=10**9, reason="each that is kept takes some hundred bytes of host memory")]
 Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]
 Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
+AdapterRankOrOff = Annotated[int, Range(ge=0, le=2**14, reason="no adapter needs more than a layer's smaller side")]
+AdapterAlpha = Annotated[int, Range(ge=1, le=2**20, reason="alpha / rank scales the adapter, whose effect float32 has to hold")]
 Megabytes = Annotated[int, Range(ge=1, le=2**16, reason="a piece of weights is held twice in a device's memory")]
 Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries double, so more would never be made")]
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import (
+    AdapterAlpha,
+    AdapterRankOrOff,
     CacheBytes,
     Coefficient,
     Count,
@@ -62,6 +64,16 @@ class ModelConfig:
     use_fused_kernels: bool = False
     """Log-probs by torch's fused linear cross-entropy (torch.nn.functional.linear_cross_entropy), which keeps fewer tensors of
     a chunk: the same values. Passes that want the entropy, the exact KL, or sampled from a part of the vocabulary run as without."""
+    lora_rank: AdapterRankOrOff = 0
+    """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
+    lora_alpha: AdapterAlpha = 16
+    """LoRA: lora_alpha / lora_rank is the factor of what an adapter adds."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """LoRA: the layers with an adapter, by the ends of their names, e.g. [q_proj,v_proj]; all-linear: all linear layers but the head."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """LoRA: layers without an adapter that target_modules would include."""
+    lora_adapter_path: str | None = None
+    """LoRA: a peft folder whose adapter the training goes on from, with the same rank, alpha and layers; null starts from the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +171,13 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterReplayConfig:
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Models with experts. R2: in an update tokens take the experts that they took in the pass for old log-probs, whatever
+    the router prefers by then. R3 (those of the engine) is refused: see docs/moe.md."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptiveEntropyConfig:
     enable: bool = False
     """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
@@ -230,6 +249,10 @@ class ActorConfig:
     it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     kl_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
+    router_aux_loss_coef: Coefficient = 0.0
+    """Models with experts: weight of the loss that keeps the experts evenly used, over the trained tokens of the whole
+    mini-batch (docs/moe.md). Above 0 an optimizer step makes one more forward pass, unless router_replay.mode=R2."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -30,7 +30,9 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _M, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 _ANY_BOOL = (True, False)
-_NO_LORA = "LoRA is not here: all weights are trained"
+_LORA_OF = f"LoRA is {_M}.lora_rank, lora_alpha, target_modules and exclude_modules"
+_NO_LORA = "the critic is trained whole, without LoRA"
+_NO_QLORA = "LoRA over quantized weights (QLoRA) is not here; the base model is read in float32"
 _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
 _NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
@@ -46,6 +48,8 @@ _SANDBOX = (
     "sandbox_url, runs programs in a sandbox of its own"
 )
 _WORKERS_OF_REWARDS = "rewards are functions in reward.functions, run by reward.num_workers processes; one that takes lists (verl's batch) is named in reward.batched"
+_REPLAY_FILES = "the experts of a pass stay in memory until the update, and go to no file"
+_OWN_ROUTING = "only the actor's experts are taken again: actor_rollout_ref.actor.router_replay.mode"
 _FSDP_ONLY = "the actor runs FSDP2; this belongs to another backend"
 
 # Keys that only some part of FSDP takes, under the actor as under the reference.
@@ -93,7 +97,8 @@ _BOTH: dict[str, Answer] = {
     "megatron": Answer(_FSDP_ONLY),
     "veomni": Answer(_FSDP_ONLY),
     "torchtitan": Answer(_FSDP_ONLY),
-    "router_replay": Answer("there is no replay of expert routing"),
+    "router_replay.record_file": Answer(_REPLAY_FILES),
+    "router_replay.replay_file": Answer(_REPLAY_FILES),
 }
 
 _ACTOR: dict[str, Answer] = {
@@ -119,6 +124,7 @@ _ACTOR: dict[str, Answer] = {
 }
 
 _REFERENCE: dict[str, Answer] = {
+    "router_replay.mode": Answer(_OWN_ROUTING, ("disabled",)),
     "strategy": Answer(f"as {_A}.strategy: FSDP2", ("fsdp", "fsdp2")),
     "log_prob_micro_batch_size": Answer(f"use {_REF}.log_prob_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "model": Answer(f"the reference is the policy before training: {_M}.path"),
@@ -159,8 +165,10 @@ _ROLLOUT: dict[str, Answer] = {
     ),
     "trace": _hint("every response is in <run>/rollouts, see trainer.save_rollouts"),
     "skip_tokenizer_init": _hint("engines take and return token ids", True),
-    "enable_rollout_routing_replay": Answer("there is no replay of expert routing", (False,)),
-    "moe_load_balance_metrics_interval": _hint("there are no metrics of experts", 0),
+    "enable_rollout_routing_replay": Answer(
+        "engines do not report experts; actor_rollout_ref.actor.router_replay.mode=R2 replays those of the trainer", (False,)
+    ),
+    "moe_load_balance_metrics_interval": _hint("the trainer's metrics actor/router/* are there in every step", 0),
     **_switch("profiler", "engines are not traced: use vLLM's own profiler, or the run's timeline", hint=True),
     **_switch("prometheus", "metrics go to the sinks of trainer.logger", hint=True),
     "quantization_config_file": Answer(_NO_QUANTIZATION),
@@ -178,15 +186,21 @@ _MODEL: dict[str, Answer] = {
     "use_liger": _hint("there are no Liger kernels", False),
     "fused_kernel_options": _hint(_FUSED),
     "fused_kernel_options.impl_backend": _hint(_FUSED, "torch"),
-    "lora_rank": Answer(_NO_LORA, (0,)),
-    "lora_alpha": Answer(_NO_LORA),
-    "lora": Answer(_NO_LORA),
-    "lora.rank": Answer(_NO_LORA, (0,)),
-    "lora_adapter_path": Answer(_NO_LORA),
-    "target_modules": Answer(_NO_LORA),
-    "exclude_modules": Answer(_NO_LORA),
+    "lora": Answer(_LORA_OF),
+    "lora.rank": Answer(f"use {_M}.lora_rank", (0,)),
+    "load_in_4bit": Answer(_NO_QLORA, (False,)),
+    "load_in_8bit": Answer(_NO_QLORA, (False,)),
+    "quantization_config": Answer(_NO_QLORA),
+    "use_qlora": Answer(_NO_QLORA, (False,)),
     **_switch("tiled_mlp", "the MLP is not cut into tiles; lower ppo_max_token_len_per_gpu", "enabled", hint=True),
     **_switch("mtp", "there is no speculative decoding"),
+}
+
+_CRITIC_MODEL: dict[str, Answer] = {
+    **_MODEL,
+    "lora_rank": Answer(_NO_LORA, (0,)),
+    **{name: Answer(_NO_LORA) for name in ("lora_alpha", "lora", "lora_adapter_path", "target_modules", "exclude_modules")},
+    "lora.rank": Answer(_NO_LORA, (0,)),
 }
 
 _DATA: dict[str, Answer] = {
@@ -225,6 +239,7 @@ _AS_UPDATE = "values are computed in the micro-batches of the critic's update"
 _OF_ACTOR = "the critic's model is loaded as the actor's: set it in actor_rollout_ref.model"
 
 _CRITIC: dict[str, Answer] = {
+    "router_replay.mode": Answer(_OWN_ROUTING, ("disabled",)),
     "strategy": Answer("as actor_rollout_ref.actor.strategy: FSDP2", ("fsdp", "fsdp2")),
     "ppo_micro_batch_size": Answer("use critic.ppo_micro_batch_size_per_gpu, which counts rollouts on one rank"),
     "forward_micro_batch_size": _hint(_AS_UPDATE),
@@ -356,9 +371,9 @@ _SFT: dict[str, Answer] = {
     "model.use_liger": _hint("there are no Liger kernels", False),
     "model.use_remove_padding": _hint(_PACKED, True),
     "model.external_lib": Answer("install the library; a model's own code runs with trust_remote_code=true"),
-    "model.lora_rank": Answer(_NO_LORA, (0,)),
-    "model.lora_alpha": Answer(_NO_LORA),
-    "model.target_modules": Answer(_NO_LORA),
+    "model.lora_rank": Answer(f"{_ROWS}use {_M}.lora_rank", (0,)),
+    "model.lora_alpha": Answer(f"{_ROWS}use {_M}.lora_alpha"),
+    "model.target_modules": Answer(f"{_ROWS}use {_M}.target_modules"),
     "model.use_shm": _hint("the model is read where it lies", False),
     "model.fsdp_config": Answer(f"{_ROWS}use {_A}.fsdp_config"),
     "model.fsdp_config.model_dtype": Answer("master weights are always float32", ("fp32", "float32")),
@@ -409,7 +424,7 @@ def _table() -> dict[str, Answer]:
         f"{_A}.fsdp_config.": _FSDP,
         f"{_REF}.fsdp_config.": {**_FSDP, **_REFERENCE_FSDP},
         "critic.fsdp.": _FSDP,
-        "critic.model.": {**_MODEL, "use_fused_kernels": _hint("a critic has no LM head", *_ANY_BOOL)},
+        "critic.model.": {**_CRITIC_MODEL, "use_fused_kernels": _hint("a critic has no LM head", *_ANY_BOOL)},
         "critic.": {**_BOTH, **of_update, **_CRITIC},
         f"{_A}.": {**_BOTH, **_ACTOR},
         f"{_REF}.": {**_BOTH, **_REFERENCE},

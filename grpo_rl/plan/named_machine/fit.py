@@ -1,4 +1,4 @@
-"""Whether a run fits its machine: every phase on a GPU, the engine in its share, and what lies in host memory."""
+"""The judgement whether a run fits its machine: every phase on a GPU, the engine in its share, and what lies in host memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def engine_need(plan: Plan, size: ModelSize) -> int:
     assert engine is not None
     parallel = engine.tensor_parallel_size
     weights = size.num_params * plan.engine_width // parallel
-    wide = max(2 * size.intermediate // parallel, size.num_experts and 3 * size.expert_intermediate * size.experts_per_token)
+    wide = max(2 * size.intermediate // parallel, size.experts and 3 * size.expert_intermediate * size.experts_per_token)
     layer = engine.max_num_batched_tokens * plan.engine_width * (wide + 2 * size.hidden)
     logits = 2 * 4 * engine.max_num_seqs * size.vocab
     return weights + layer + logits + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)

@@ -25,11 +25,11 @@ LINK = 0.8
 MEAN_SHARE = 0.5
 """Mean length of prompts and responses as a share of the longest: assumed."""
 DECODE_OVERHEAD_S = 0.003
-"""Of each decoding step, for scheduling, sampling and launching: assumed."""
+"""The seconds of each decoding step for scheduling, sampling and launching: assumed."""
 SWITCH_S = 3.0
-"""Of an engine that sleeps and wakes: assumed."""
+"""The seconds in which an engine sleeps and wakes: assumed."""
 FIXED_S = 1.0
-"""Of an update, and of a transfer of weights, beside what they compute and move: assumed."""
+"""The seconds of an update, and of a transfer of weights, beside what they compute and move: assumed."""
 
 
 @dataclass(frozen=True, slots=True)

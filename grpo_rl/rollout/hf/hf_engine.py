@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.hf.row_cache import RowCache
 from grpo_rl.rollout.hf.token_sampling import sample, support_of
@@ -66,7 +67,9 @@ class HfEngine:
             torch.set_num_threads(spec.threads)
         self._model = _load_model(spec).to(self._device).eval()
         self._stop_ids = frozenset(stop_token_ids(spec))
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+        # Views: what is copied into them is in the model.
+        self._own = dict(stored_tensors(self._model.state_dict().items()))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         self._update = WeightUpdate(shapes, in_flight=self.updates_in_flight)
         self._digests: dict[str, str] = {}
         self._seeds = torch.Generator().manual_seed(spec.seed)
@@ -132,12 +135,11 @@ class HfEngine:
     @torch.no_grad()
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._update.receive(bucket)
-        own = self._model.state_dict()
         for name, tensor in bucket.tensors():
             if self._spec.verify_checksum:
                 self._digests[name] = digest(tensor)
             # A tied head is the embedding under a second name: both are sent and hold the same values.
-            own[name].copy_(tensor)
+            self._own[name].copy_(tensor)
 
     def finish_weight_update(self, keep_cache: bool = False) -> None:
         self._update.finish()
@@ -158,6 +160,7 @@ class HfEngine:
     def close(self) -> None:
         self.abort_all()
         self._model = None
+        self._own = {}
 
     def _read(self) -> Iterator[_Batch]:
         """Read the unread requests and sample a token of each; the batches that result are of one length each."""

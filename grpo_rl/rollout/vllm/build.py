@@ -60,8 +60,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": spec.enforce_eager,
         "tensor_parallel_size": parallel,
         "quantization": spec.quantization,
-        # Said outright: inside a Ray actor vLLM would otherwise start Ray workers of its own.
-        "distributed_executor_backend": "mp" if parallel > 1 else "uni",
+        # Said outright: inside a Ray actor vLLM would otherwise start Ray workers of its own, which only several nodes need.
+        "distributed_executor_backend": "ray" if spec.num_nodes > 1 else "mp" if parallel > 1 else "uni",
         "worker_extension_cls": "grpo_rl.rollout.vllm.weight_receiver.RolloutWorkerExtension",
         "logprobs_mode": "processed_logprobs",
         # No limit of its own: how many are asked for follows from the request (sampling_support.num_logprobs).

@@ -13,6 +13,10 @@ import torch
 from conftest import EOS, VOCAB, response_logits
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+from grpo_rl.config.schema.tree import ModelConfig
+from grpo_rl.models import fsdp, lora
+from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.load import load_config, load_lm
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, pack_buckets
@@ -254,6 +258,38 @@ def test_after_an_update_logprobs_are_those_of_the_new_weights(replica: Replica,
     assert replica.engine.weight_version == before + 1
     assert {completion.versions for completion in completions} == {((before + 1, 12),)}
     assert_logprobs_match(replica, requests, completions)
+
+
+def test_merged_adapters_are_sampled_with_the_trainer_s_logprobs(replica: Replica, tiny_qwen3: Callable[[bool], Path]) -> None:
+    """The trainer computes W x + s B A x, and the engine (W + s B A) x: their log-probs agree to 1e-4."""
+    model = ModelConfig(path=replica.spec.model_path, lora_rank=4, lora_alpha=8)
+    lm = load_lm(model.path, load_config(model.path))
+    lora.add_adapters(lm, model)
+    policy = PolicyModel(lm)
+    lora.initialize(lm, seed=1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for layer in lora.adapted_layers(lm).values():
+            lora.factors(layer)[1].normal_(std=0.1)
+    requests = requests_for("adapted", 8)
+    old = replica.run(requests)
+    sender = ObjectStoreSender(1 << 20, verify=True)
+    replica.engine.start_weight_update(replica.engine.weight_version + 1)
+    for bucket in sender.buckets(fsdp.named_full_tensors(policy)):
+        replica.engine.load_bucket(bucket)
+    replica.engine.finish_weight_update()
+    check_digests(sender.sent_digests(), replica.engine.received_digests(), "engine")
+    completions = replica.run(requests)
+    assert [list(one.response_ids) for one in old] != [list(one.response_ids) for one in completions]
+    for request, completion in zip(requests, completions, strict=True):
+        ids_S = torch.tensor([*request.prompt_ids, *completion.response_ids])
+        prompt, response = len(request.prompt_ids), len(completion.response_ids)
+        positions_T = torch.arange(prompt, prompt + response)
+        lengths = torch.tensor([len(ids_S)]), positions_T, torch.tensor([response])
+        with torch.no_grad():
+            trained_T = policy(Sequences.of(ids_S, *lengths, torch.device("cpu"))).logprobs_T
+        torch.testing.assert_close(torch.tensor(completion.logprobs), trained_T, atol=1e-4, rtol=0)
+    replica.update()
 
 
 def mixed_logprobs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,18 +101,18 @@ class Ranks:
     def __len__(self) -> int:
         return 2
 
-    def call_each(self, method: str, arguments: int) -> list[str]:
-        self.asked.append(arguments)
-        if arguments > self.room:
+    def call_each(self, method: str, arguments: list[int]) -> list[str]:
+        self.asked.append(arguments[0])
+        if arguments[0] > self.room:
             raise OutOfMemory("actor.update failed on actor1: too much")
-        return [method] * 2
+        return [f"{method} {rank}" for rank in range(len(arguments))]
 
     def recover(self, error: Exception, what: str) -> None:
         self.recovered.append(what)
 
 
-def rollouts_of(rule: MicroBatchRule) -> int | None:
-    return rule.max_rollouts
+def rollouts_of(rule: MicroBatchRule) -> list[int | None]:
+    return [rule.max_rollouts] * (2 // rule.sequence_ranks)
 
 
 ASK: Callable[[MicroBatchRule], Any] = rollouts_of
@@ -120,10 +121,10 @@ ASK: Callable[[MicroBatchRule], Any] = rollouts_of
 def test_a_call_is_made_again_with_halves_until_there_is_room_and_later_ones_begin_there() -> None:
     ranks = Ranks(room=2)
     cut_ = Cut(ranks, cut(rollouts=8), splits=True)
-    assert cut_.call("update", [[9] * 100], ASK) == ["update", "update"]
-    assert cut_.call("update", [[9] * 100], ASK) == ["update", "update"]
+    assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
+    assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
     assert ranks.asked == [8, 4, 2, 2] and len(ranks.recovered) == 2
-    assert ranks.recovered[0] == "actor.update with micro-batches of 4 rollouts"
+    assert ranks.recovered[0] == "actor.update with micro-batches of 4 rollouts per rank"
 
 
 @pytest.mark.parametrize(("splits", "room"), [(False, 1), (True, 0)])
@@ -137,5 +138,12 @@ def test_without_the_setting_and_below_one_rollout_it_is_an_error(splits: bool, 
 def test_a_longer_sequence_than_the_halved_rule_has_room_for_still_goes_through() -> None:
     ranks: Any = Ranks(room=10**6)
     found: list[MicroBatchRule] = []
-    Cut(ranks, cut(tokens=100), splits=True).call("update", [[50, 130]], lambda rule: found.append(rule) or 1)
+    Cut(ranks, cut(tokens=100), splits=True).call("update", [[50, 130]], lambda rule: [found.append(rule) or 1] * 2)
     assert found == [cut(tokens=130)]
+
+
+def test_ranks_that_compute_a_pass_together_get_one_share_and_count_as_one() -> None:
+    ranks = Ranks(room=1)
+    rule = replace(cut(rollouts=4), sequence_ranks=2)
+    assert Cut(ranks, rule, splits=True).call("update", [[9] * 4], ASK) == ["update 0"]
+    assert ranks.asked == [4, 2, 1], "four rollouts meet on the one share of two ranks"

@@ -247,7 +247,26 @@ _SILENT_IN_VERL: list[Bad] = [
     (["algorithm.use_pf_ppo=true"], "algorithm.use_pf_ppo", "only false"),
     (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode", "only sync"),
     ([f"{R}.expert_parallel_size=8"], f"{R}.expert_parallel_size", "only 1"),
-    ([f"{M}.lora_rank=8"], f"{M}.lora_rank", "only 0"),
+    ([f"{M}.lora_alpha=8"], f"{M}.lora_alpha", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.target_modules=[q_proj]"], f"{M}.target_modules", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.exclude_modules=[q_proj]"], f"{M}.exclude_modules", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.lora_adapter_path=x"], f"{M}.lora_adapter_path", "needs actor_rollout_ref.model.lora_rank"),
+    ([f"{M}.lora_rank=-1"], f"{M}.lora_rank", ">= 0"),
+    ([f"{M}.lora_rank=8", f"{M}.target_modules=[]"], f"{M}.target_modules", "no layer would have an adapter"),
+    ([f"{M}.lora_rank=8", f"{M}.target_modules=[all-linear,q_proj]"], f"{M}.target_modules", "all-linear stands alone"),
+    ([f"{M}.lora_rank=8", f"+{M}.override_config.quantization_config={{bits: 4}}"], f"{M}.override_config", "QLoRA"),
+    ([f"{M}.load_in_4bit=true"], f"{M}.load_in_4bit", "QLoRA"),
+    (["critic.model.lora_rank=8"], "critic.model.lora_rank", "only 0"),
+    (
+        [
+            f"{M}.lora_rank=8",
+            "trainer.schedule=iterate",
+            "reward.reward_model.enable=true",
+            "reward.reward_model.model_path=builtin:arithmetic",
+        ],
+        f"{M}.lora_rank",
+        "moves the reference",
+    ),
     (["distillation.enabled=true"], "distillation.enabled", "only false"),
 ]
 BAD: list[Bad] = [*_NUMBERS, *_WORDS, *_KEYS, *_EXPRESSIONS, *_PATHS, *_CONTRADICTIONS, *_SILENT_IN_VERL]

@@ -47,6 +47,8 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
         {f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
         CPU,
     ),
+    "adapters": ({"actor_rollout_ref.model.lora_rank": 8}, CPU),
+    "adapters without a reference": ({"actor_rollout_ref.model.lora_rank": 8, f"{A}.use_kl_loss": False}, CPU),
     "two updates": ({f"{A}.ppo_mini_batch_size": 16}, CPU),
     "shuffled passes": ({f"{A}.ppo_epochs": 2, f"{A}.shuffle": True}, CPU),
     "by rollouts": ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, CPU),
@@ -261,6 +263,7 @@ SPELLED_OUT: dict[str, str] = {
     "critic.use_dynamic_bsz": "null is as the actor",
     "critic.ppo_epochs": "null is as the actor",
     "critic.ppo_mini_batch_size": "null is as the actor",
+    f"{R}.num_replicas": "null is as many as the devices hold",
     f"{R}.dtype": "auto is float32 on CPUs, bfloat16 on GPUs",
     f"{R}.enforce_eager": "null is true on CPUs, false on GPUs",
     f"{R}.cpu_threads": "0 is as many as the cores of each replica",
@@ -284,9 +287,10 @@ def footprint(config: Config, machine: Machine) -> dict[str, Any]:
     passes = {
         "update": plan.passes.update,
         "old": plan.passes.old if old else None,
-        "reference": plan.passes.reference if reference else None,
+        "reference": plan.passes.reference if reference or plan.base_reference else None,
         "critic": plan.passes.critic if critic else None,
-        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits),
+        # Where no pass can be replayed, the plan's maker refuses replay.
+        "which": (plan.passes.old_logprobs, plan.passes.old_readers, plan.passes.splits, plan.passes.replays_routing),
     }
     sizes = {
         name: value
@@ -364,7 +368,11 @@ def silent_changes(context: str, keys: list[str]) -> Iterator[tuple[str, bool]]:
             except ConfigError:
                 continue
             told = idle_keys.notes(
-                config, machine, reference=plan.role("reference") is not None, old_logprobs=plan.recomputes_old_logprobs
+                config,
+                machine,
+                reference=plan.role("reference") is not None,
+                base_reference=plan.base_reference is not None,
+                old_logprobs=plan.recomputes_old_logprobs,
             )
             is_spelled_out = key in SPELLED_OUT and value_at(base, key) in (None, "auto", 0)
             is_noted = any(note.startswith(f"{key}=") for note in told)

@@ -103,10 +103,11 @@ def test_a_sliding_window_is_accepted_only_while_it_changes_nothing():
         run(query, query, query, packing, sliding_window=3)
 
 
-def test_soft_capping_is_refused():
+@pytest.mark.parametrize(("name", "value", "said"), [("softcap", 50.0, "soft-capping"), ("s_aux", torch.zeros(2), "sinks")])
+def test_terms_of_attention_that_the_kernels_lack_are_refused(name, value, said):
     query = torch.randn(2, 6, 4)
-    with pytest.raises(ValueError, match="soft-capping"):
-        run(query, query, query, Packing.of(torch.tensor([6])), softcap=50.0)
+    with pytest.raises(ValueError, match=said):
+        run(query, query, query, Packing.of(torch.tensor([6])), **{name: value})
 
 
 def test_dropout_drops_attention_weights_and_keeps_their_mean():

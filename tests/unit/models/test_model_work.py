@@ -13,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.models import linear
 from grpo_rl.models.forward import PolicyModel
+from grpo_rl.plan.named_machine.devices import DEVICES
 from grpo_rl.workers.model_work import ModelWork, peak_tflops
 from grpo_rl.workers.sharded_policy import sequences_of
 
@@ -125,6 +126,20 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
 )
 def test_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
+
+
+def test_the_peaks_are_those_that_a_plan_for_a_named_machine_takes() -> None:
+    compared = []
+    for name, device in DEVICES.items():
+        kind, memory = name.split("-")
+        for short, long in (("NVL", " NVL"), ("PCIE", " PCIe"), ("RTX", "RTX "), ("A6000", "RTX A6000")):
+            kind = kind.replace(short, long)
+        peak = peak_tflops(f"NVIDIA {kind} {memory}")
+        if peak is not None and device.tflops:
+            compared.append(name)
+            assert abs(peak - device.tflops) <= 1, name
+    assert len(compared) > 8
+    assert peak_tflops("NVIDIA T4") is None, "it has no bfloat16"
 
 
 def test_a_window_bounds_what_is_attended_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 and Llama folders, random ragged sequences, and what plain transformers says about them."""
+"""Tiny random folders of the families that can be trained, random ragged sequences, and what plain transformers says about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.models.forward import PolicyModel, Sequences
 from grpo_rl.models.load import load_config, load_lm
@@ -16,7 +34,24 @@ from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 
 VOCAB = 37
-FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "gemma3": {"query_pre_attn_scalar": 8},
+    "phi3": {"pad_token_id": 0},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16},
+}
+"""Settings that a family has beside the common ones."""
 
 
 def make_folder(folder: Path, family: str, tied: bool, seed: int = 3, **settings: Any) -> Path:
@@ -34,7 +69,9 @@ def make_folder(folder: Path, family: str, tied: bool, seed: int = 3, **settings
         "initializer_range": 0.3,
     }
     torch.manual_seed(seed)
-    config = config_class(**{**sizes, **settings}, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1)
+    config = config_class(
+        **{**sizes, **OWN_SIZES.get(family, {}), **settings}, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1
+    )
     model_class(config).save_pretrained(folder)
     return folder
 

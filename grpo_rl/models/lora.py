@@ -1,0 +1,299 @@
+"""LoRA: low-rank adapters beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685, section 4.1), in peft's layers.
+
+A linear layer computes `W x + (alpha / rank) B A x`. W is the base model's and never changes; A ([rank, in]) and B ([out, rank])
+are trained. B begins at 0, so that a run begins with the base model. peft puts its layer where the linear one was:
+`q_proj.weight` becomes `q_proj.base_layer.weight`, with `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight` beside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grpo_rl.config.schema.model import ModelConfig
+from grpo_rl.errors import CheckpointError, ConfigError
+from grpo_rl.models.sharded_load import is_first_replica, local_of, name_in_files, rows_of
+
+FOLDER = "lora_adapter"
+"""The folder of the adapter inside of an exported model; verl's name."""
+ALL_LINEAR = "all-linear"
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+"""peft's names of an adapter's files."""
+_KEY = "actor_rollout_ref.model"
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+_PEFT_PREFIX = "base_model.model."
+_PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False}
+"""Settings of an adapter, with the values that it has here; another value stands for another function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model: all that a checkpoint has to agree with, beside the names and shapes of its tensors."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    """The names of the layers that have one, in the model's order."""
+    base: str
+    """The name of the base model, as the configuration gives it."""
+    base_digest: str = ""
+    """A digest of the base model's weights, the same however many ranks hold them."""
+
+    def check_fits(self, folder: Path, stored: dict[str, Any]) -> None:
+        """Raise CheckpointError where a checkpoint's adapters are not of this kind, or stand on another base model."""
+        own = json.loads(json.dumps(asdict(self)))
+        words = {"rank": f"{_KEY}.lora_rank", "alpha": f"{_KEY}.lora_alpha"}
+        wrong = [
+            f"{key}={stored.get(name)} and not {own[name]}" for name, key in words.items() if stored.get(name) != own[name]
+        ]
+        if stored.get("targets") != own["targets"]:
+            wrong.append(f"adapters at {len(stored.get('targets', []))} layers and not the same {len(self.targets)}")
+        if stored.get("base_digest") != self.base_digest:
+            wrong.append(f"a base model with other weights ({stored.get('base')}, now {self.base})")
+        if wrong:
+            raise CheckpointError(f"{folder} has adapters of another kind: it was written with {', '.join(wrong)}")
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def add_adapters(lm: Any, model: ModelConfig) -> None:
+    """Put adapters into a language model as the configuration says, and freeze everything else; on meta they are on meta.
+
+    Their values are `initialize`'s. Raises ConfigError for layers that the model does not have or that cannot have one.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    refuse_quantized(getattr(lm.config, "quantization_config", None), model)
+    targets: Any = list(model.target_modules)
+    if targets == [ALL_LINEAR]:
+        targets = ALL_LINEAR
+    settings = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=targets,
+        exclude_modules=list(model.exclude_modules) or None,
+        task_type="CAUSAL_LM",
+    )
+    on_meta = next(lm.parameters()).device.type == "meta"
+    where = f"{_KEY}.target_modules=[{','.join(model.target_modules)}]"
+    try:
+        inject_adapter_in_model(settings, lm, low_cpu_mem_usage=on_meta)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
+    _check_layers(lm, model, where)
+    lm.requires_grad_(False)
+    for layer in adapted_layers(lm).values():
+        layer.lora_A.requires_grad_(True)
+        layer.lora_B.requires_grad_(True)
+
+
+def refuse_quantized(settings: Any, model: ModelConfig) -> None:
+    """Raise ConfigError where a model's config has settings of quantized weights."""
+    if settings is not None:
+        raise ConfigError(
+            f"{_KEY}.path={model.path}: its weights are quantized, and LoRA over such weights (QLoRA) is not here; "
+            "use the same model in bfloat16 or float32"
+        )
+
+
+def _check_layers(lm: Any, model: ModelConfig, where: str) -> None:
+    """Raise ConfigError for adapters at the LM head or the embedding, and for none at all, and for a name that is that of no layer.
+
+    The LM head's weight is read without its layer (`forward.PolicyModel`), so an adapter there would not be computed.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import Linear
+
+    adapted = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    ends = {id(lm.get_input_embeddings()): "the embedding", id(lm.get_output_embeddings()): "the LM head"}
+    for name, module in adapted.items():
+        if id(module) in ends or not isinstance(module, Linear):
+            what = ends.get(id(module), "no plain linear layer")
+            raise ConfigError(f"{where}: {name} is {what}; adapters are for the linear layers of the blocks")
+    if not adapted:
+        raise ConfigError(f"{where}: no layer of {type(lm).__name__} is left to have an adapter")
+    # peft is content with one name of several that it finds.
+    every = [name for name, _ in lm.named_modules()]
+    for key, names, among in (
+        ("target_modules", model.target_modules, list(adapted)),
+        ("exclude_modules", model.exclude_modules, every),
+    ):
+        unknown = [name for name in names if name != ALL_LINEAR and not any(f".{one}".endswith(f".{name}") for one in among)]
+        if unknown:
+            raise ConfigError(f"{_KEY}.{key}: {unknown[0]} is the end of no such layer's name in {type(lm).__name__}")
+
+
+def describe(lm: nn.Module, model: ModelConfig) -> Adapters:
+    """Return what the adapters of a model whose weights are there are. A collective, where the model is sharded."""
+    return Adapters(model.lora_rank, model.lora_alpha, tuple(adapted_layers(lm)), model.path, base_digest(lm))
+
+
+@torch.no_grad()
+def initialize(lm: nn.Module, seed: int) -> None:
+    """Give the adapters their first values: A as peft does, uniform within 1 / sqrt(in) (He et al. 2015 with a = sqrt(5)); B 0.
+
+    Each A is drawn whole from a seed of its own, of which a rank takes its rows: the same values on any number of ranks.
+    """
+    for name, layer in adapted_layers(lm).items():
+        a_RI, b_OR = factors(layer)
+        own = int.from_bytes(sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+        whole_RI = torch.empty(tuple(a_RI.shape))
+        bound = a_RI.shape[1] ** -0.5
+        whole_RI.uniform_(-bound, bound, generator=torch.Generator().manual_seed(own))
+        _fill(a_RI, whole_RI)
+        local_of(b_OR).zero_()
+
+
+def _fill(parameter: Any, whole: Tensor) -> None:
+    start, stop = rows_of(parameter)
+    local_of(parameter).copy_(whole[start:stop])
+
+
+# ---- looking at a model ----------------------------------------------------------------------------------------------
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return peft's layers by the names that the linear ones had; none of a model without adapters."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")}
+
+
+def factors(layer: Any) -> tuple[Any, Any]:
+    """Return the parameters A and B of an adapted layer."""
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+
+def scaling(layer: Any) -> float:
+    """Return alpha / rank, the factor of B A."""
+    return float(layer.scaling["default"])
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name is an adapter's."""
+    return name.endswith((_A, _B))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute the base model inside of this context."""
+    layers = adapted_layers(model).values()
+    # peft's own switch (`enable_adapters`) also freezes the adapters, of which FSDP took note when it sharded them; 0.21's
+    # `LoraLayer.forward` looks at this attribute alone.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@torch.no_grad()
+def base_digest(lm: nn.Module) -> str:
+    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded."""
+    frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
+    # In float32, whatever they are kept in: bfloat16's numbers are among float32's.
+    shards = (local_of(parameter).float().contiguous() for parameter in frozen.values())
+    counts = [int(is_first_replica(parameter)) for parameter in frozen.values()]
+    sums = [count * shard.view(torch.int32).sum(dtype=torch.int64) for count, shard in zip(counts, shards, strict=True)]
+    total = torch.stack(sums)
+    is_sharded = any(local_of(parameter) is not parameter for parameter in frozen.values())
+    if is_sharded and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    pairs = sorted(zip(frozen, total.tolist(), strict=True))
+    return sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+# ---- adapters as peft folders ----------------------------------------------------------------------------------------
+
+
+def save_adapter(folder: Path, lm: Any, adapters: Adapters, tensors: dict[str, Tensor]) -> None:
+    """Write an adapter folder that `peft.PeftModel.from_pretrained` reads: whole adapter tensors by their names in `lm`."""
+    from peft import LoraConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {_PEFT_PREFIX + name.replace(".default.", "."): tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha,
+        target_modules=_shortest(lm, adapters.targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=adapters.base,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    # peft writes the layers in the order of a set, another one in every process.
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _shortest(lm: Any, targets: tuple[str, ...]) -> list[str]:
+    """Return the last words of the layers' names where these mean the same layers, else the whole names."""
+    last = {name.rpartition(".")[2] for name in targets}
+    meant = [name for name, _ in lm.named_modules() if name.rpartition(".")[2] in last]
+    return sorted(last) if sorted(meant) == sorted(targets) else sorted(targets)
+
+
+@torch.no_grad()
+def load_adapter(lm: nn.Module, model: ModelConfig) -> None:
+    """Fill the adapters from a peft folder, each rank its rows. Raises ConfigError for one that does not fit."""
+    where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
+    folder = Path(model.lora_adapter_path or "")
+    check_adapter_folder(model)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{where}: its weights cannot be read: {error}") from error
+    wanted = {
+        _PEFT_PREFIX + name.replace(".default.", "."): parameter
+        for name, parameter in lm.named_parameters()
+        if is_adapter(name)
+    }
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    shapes = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape)
+    if missing or extra or shapes:
+        raise ConfigError(
+            f"{where}: does not fit this model's adapters: missing {missing[:2]}, unknown {extra[:2]}, other shapes {shapes[:2]}; "
+            f"{_KEY}.target_modules and exclude_modules have to name the same layers"
+        )
+    for name, parameter in wanted.items():
+        _fill(parameter, tensors[name].float())
+
+
+def check_adapter_folder(model: ModelConfig) -> None:
+    """Raise ConfigError for an adapter folder whose settings are not those of the configuration; its tensors are not read."""
+    where = f"{_KEY}.lora_adapter_path={model.lora_adapter_path}"
+    folder = Path(model.lora_adapter_path or "")
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: no {SETTINGS} that could be read there: {error}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: is no LoRA adapter of peft")
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(f"{where}: has no {WEIGHTS}")
+    expected = {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+    names = {"r": "lora_rank", "lora_alpha": "lora_alpha"}
+    wrong = [
+        f"{_KEY}.{names[key]}={value}, and the adapter has {settings.get(key)}"
+        for key, value in expected.items()
+        if settings.get(key) != value
+    ]
+    wrong += [
+        f"{key}={settings[key]} is not here" for key, value in _PLAIN.items() if settings.get(key, value) not in (value, None)
+    ]
+    wrong += [f"{key} is not here" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
+    if wrong:
+        raise ConfigError(f"{where}: {'; '.join(wrong)}")

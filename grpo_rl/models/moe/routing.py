@@ -1,0 +1,183 @@
+"""Routers of models with experts: their choices, how even these are, and choices that are made again (router replay).
+
+A router gives each token a distribution over the experts of its layer, takes the `top_k` likeliest, and weighs their
+outputs by their probabilities. Which experts are taken is a jump: where two are nearly equal, the last bits decide, so that
+the same token may go other ways in two passes. Replay (R2 of Zheng et al. 2025, "Stabilizing reinforcement learning with
+LLMs", section 4; "routing replay" of GSPO, Zheng et al. 2025, section 5.3) takes the experts of an earlier pass again;
+their weights are the router's present probabilities, through which it goes on learning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_rl.models.moe.expert_names import FAMILIES
+
+
+@dataclass(slots=True)
+class Routed:
+    """The choices of the routers in one forward pass, at the states that are read: those before trained tokens.
+
+    A prompt that several responses share runs once; its last state counts once for each of them, so that the sums do not
+    depend on what shares a pass.
+    """
+
+    counts_LE: Tensor
+    """The number of states that took each expert of each layer."""
+    entropy_L: Tensor
+    """The sum over the states of the entropy of each layer's router, in nats."""
+    changed_L: Tensor
+    """The number of states whose router prefers other experts than those that were given, without regard to their order."""
+    probs: list[Tensor] = field(default_factory=list)
+    """The sum over the states of the router's probabilities [E], for each layer, with their gradient where one is asked for."""
+    chosen: list[Tensor] = field(default_factory=list)
+    """The experts [S, K] that each computed token took, for each layer, where they are asked for."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The settings of the forward pass that runs, or of the one whose layers are computed again for a gradient."""
+
+    read_T: Tensor
+    given_SLK: Tensor | None
+    balance: bool
+    choices: bool
+    routed: Routed | None
+    """None once the forward pass has ended: layers that are computed again do the same, and are not counted again."""
+
+
+class Routing:
+    """The routers of one model, watched and steered by hooks on their outputs (logits, weights, experts)."""
+
+    def __init__(self, routers: list[Any]) -> None:
+        self.num_layers = len(routers)
+        self.num_experts, self.top_k = int(routers[0].num_experts), int(routers[0].top_k)
+        self.last: Routed | None = None
+        """The choices of the last forward pass."""
+        self._pass: _Pass | None = None
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(_Hook(self, layer))
+
+    @staticmethod
+    def of(lm: nn.Module) -> Routing | None:
+        """Return the routing of a model of a family with experts, None for any other."""
+        if getattr(getattr(lm, "config", None), "model_type", None) not in FAMILIES:
+            return None
+        # A layer's router is `mlp.gate`, with the number of experts; a dense layer of the same model has none.
+        routers = [
+            module for name, module in lm.named_modules() if name.endswith("mlp.gate") and hasattr(module, "num_experts")
+        ]
+        return Routing(routers) if routers else None
+
+    def begin(self, read_T: Tensor, given_SLK: Tensor | None, *, balance: bool, choices: bool) -> None:
+        """Watch the forward pass that follows.
+
+        `read_T` are the positions of the states that count. `given_SLK` are the experts that tokens take, where they are
+        not `nothing_given`. `balance` keeps the gradient of `Routed.probs`, `choices` keeps `Routed.chosen`.
+        """
+        device = read_T.device
+        counts_LE = torch.zeros(self.num_layers, self.num_experts, dtype=torch.float64, device=device)
+        zero_L = torch.zeros(self.num_layers, dtype=torch.float64, device=device)
+        self.last = Routed(counts_LE, zero_L, zero_L.clone())
+        self._pass = _Pass(read_T, given_SLK, balance, choices, self.last)
+
+    def end(self) -> None:
+        """Note that the forward pass has ended; its layers may be computed again."""
+        assert self._pass is not None
+        self._pass.routed = None
+
+    def on_output(self, layer: int, router: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Count a router's output, and return another in its place where the experts are given."""
+        now = self._pass
+        if now is None:
+            return None
+        logits_SE, weights_SK, own_SK = output
+        reads_probs = now.balance or now.given_SLK is not None
+        with torch.set_grad_enabled(reads_probs and torch.is_grad_enabled()):
+            probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
+        chosen_SK = own_SK
+        if now.given_SLK is not None:
+            given_SK = now.given_SLK[:, layer].to(own_SK.device)
+            chosen_SK = torch.where(given_SK == nothing_given(given_SK.dtype), own_SK, given_SK.long())
+            weights_SK = probs_SE.gather(1, chosen_SK)
+            if router.norm_topk_prob:
+                weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
+            weights_SK = weights_SK.to(logits_SE.dtype)
+        # The same operations with a gradient whether or not they are counted: a checkpoint compares them.
+        probs_E = probs_SE.index_select(0, now.read_T).sum(0) if now.balance else None
+        if now.routed is not None:
+            with torch.no_grad():
+                self._count(now, layer, probs_SE, own_SK, chosen_SK)
+            now.routed.probs += [] if probs_E is None else [probs_E]
+        return None if now.given_SLK is None else (logits_SE, weights_SK, chosen_SK)
+
+    def _count(self, now: _Pass, layer: int, probs_SE: Tensor, own_SK: Tensor, chosen_SK: Tensor) -> None:
+        routed = now.routed
+        assert routed is not None
+        probs_TE, chosen_TK = probs_SE.index_select(0, now.read_T), chosen_SK.index_select(0, now.read_T)
+        routed.counts_LE[layer] = torch.bincount(chosen_TK.flatten(), minlength=self.num_experts)
+        routed.entropy_L[layer] = torch.special.entr(probs_TE).sum()
+        if now.given_SLK is not None:
+            own_TK = own_SK.index_select(0, now.read_T)
+            routed.changed_L[layer] = (own_TK.sort(-1).values != chosen_TK.sort(-1).values).any(-1).sum()
+        if now.choices:
+            routed.chosen.append(chosen_SK)
+
+
+class _Hook:
+    """A forward hook on the router of one layer."""
+
+    def __init__(self, routing: Routing, layer: int) -> None:
+        self.routing = routing
+        self.layer = layer
+
+    def __call__(self, router: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.routing.on_output(self.layer, router, output)
+
+
+def choice_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest integer type for the numbers of experts, and for one number more: `nothing_given`."""
+    return torch.uint8 if num_experts < 256 else torch.int16
+
+
+def nothing_given(dtype: torch.dtype) -> int:
+    """Return the number that stands for no expert: a token with it takes those that its router chooses."""
+    return int(torch.iinfo(dtype).max)
+
+
+# ---- the auxiliary loss --------------------------------------------------------------------------------------
+
+
+def balance_loss(probs: list[Tensor], counts_LE: Tensor, num_states: int) -> Tensor:
+    """Return this pass's share of the auxiliary loss that keeps experts evenly used; the shares of all passes add up to it.
+
+    For each layer it is E Σ_e f_e P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6), here averaged over the
+    layers. f_e is how many of the `num_states` states took expert e, over `num_states`; P_e is the mean of the router's
+    probability of e over them. f has no gradient, P has. At perfect balance the value is `top_k`, as transformers counts
+    (`load_balancing_loss_func`, whose f and P are means over layers too: experts that are overused in one layer and idle in
+    another cancel there, and do not here).
+
+    `counts_LE` and `num_states` are those of the whole mini-batch, over all ranks and passes (as in Qiu et al. 2025, "Demons
+    in the detail", section 3): a product of two means is not the sum of the products of their parts, so that with each
+    pass's own counts the loss would depend on how the mini-batch is cut.
+    """
+    num_layers, num_experts = counts_LE.shape
+    share_LE = counts_LE.to(probs[0].dtype) / max(1, num_states)
+    return (share_LE * torch.stack(probs)).sum() * num_experts / (num_layers * max(1, num_states))
+
+
+def router_metrics(counts_LE: Tensor) -> dict[str, float]:
+    """Return how evenly a mini-batch's tokens went to the experts, averaged over layers, from the counts of all ranks.
+
+    `load_max` is the count of the fullest expert of a layer over the mean (1 is perfect balance, E / top_k the worst);
+    `idle_experts` the share of experts that no token took.
+    """
+    mean_L = counts_LE.mean(-1).clamp(min=1e-12)
+    return {
+        "router/load_max": float((counts_LE.max(-1).values / mean_L).mean()),
+        "router/idle_experts": float((counts_LE == 0).double().mean()),
+    }

@@ -1,0 +1,516 @@
+"""The checks of `gpu_check.py`: each yields rows with what it found on a device, and the bound that it was judged by."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    state: str
+    """passed, failed, measured (there is no bound), or not possible."""
+    figure: str
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the checks: those of a model with 0.5 billion parameters on GPUs, tiny ones on CPUs."""
+
+    hidden: int = 896
+    intermediate: int = 4864
+    layers: int = 24
+    heads: int = 14
+    kv_heads: int = 2
+    head_dim: int = 64
+    vocab: int = 151_936
+    tokens: int = 8192
+    """Tokens of one micro-batch."""
+    context: int = 32_768
+    """The longest sequence of the attention check."""
+    tied: bool = True
+
+
+TINY = Sizes(48, 64, 2, 4, 2, 12, 256, 256, 1024)
+
+
+def passed(name: str, good: bool, figure: str, bound: str) -> Row:
+    """Return the row of a check that has a bound."""
+    return Row(name, "passed" if good else "failed", figure, bound)
+
+
+# ---- what the checks share -------------------------------------------------------------------------------------------
+
+
+def model_folder(sizes: Sizes, folder: Path) -> Path:
+    """Write a random Qwen3 of these sizes, and return its folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=sizes.tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def batch_of(sizes: Sizes, seed: int = 1) -> Any:
+    """Return random rollouts of one micro-batch: responses of a quarter of the tokens each, with advantages."""
+    from grpo_rl.types import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    prompts_N, responses_N = torch.full((4,), sizes.tokens // 16), torch.full((4,), sizes.tokens // 4 - sizes.tokens // 16)
+    num_tokens, num_trained = int((prompts_N + responses_N).sum()), int(responses_N.sum())
+    return Batch(
+        prompt_lengths_N=prompts_N,
+        response_lengths_N=responses_N,
+        group_N=torch.arange(4) // 2,
+        token_ids_S=torch.randint(2, sizes.vocab, (num_tokens,), generator=generator),
+        rewards_N=torch.zeros(4),
+        rollout_logprobs_T=torch.full((num_trained,), -3.0),
+        advantages_T=torch.tensor([1.0, -1.0, 0.5, -0.5]).repeat_interleave(responses_N),
+    )
+
+
+def actor_of(folder: Path, device: str, *, deterministic: bool = False, **options: Any) -> Any:
+    """Return the only rank of an actor of this model."""
+    import torch.distributed as dist
+
+    from grpo_rl.algos.objective import Objective
+    from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
+    from grpo_rl.workers.actor import ActorWorker
+    from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    policy = PolicySpec(ModelConfig(path=str(folder)), temperature=1.0, dtype="auto", train=True)
+    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-3), 100, seed=1, **options)
+    return ActorWorker(spec, Rank(0, 1, "127.0.0.1", port, device, 600.0, deterministic=deterministic))
+
+
+def update_of(batch: Any) -> Any:
+    """Return one optimizer step on all of the batch in one micro-batch."""
+    from grpo_rl.types import Counts
+    from grpo_rl.workers.specs import OptimizerStep, Update
+
+    counts = Counts.of(batch.trained_lengths_N, batch.group_N)
+    return Update({}, None, (OptimizerStep(counts, (tuple(range(batch.num_rollouts)),)),))
+
+
+def weights_of(actor: Any) -> dict[str, Tensor]:
+    """Return a copy of the actor's weights on the CPU."""
+    from grpo_rl.models import fsdp
+
+    fsdp.reshard(actor.model)
+    return {name: fsdp.full_tensor(value.detach()).cpu().clone() for name, value in actor.model.named_parameters()}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference between the same weights."""
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def seconds_of(function: Callable[[], Any], device: str, times: int = 3) -> float:
+    """Return the least time of a call, without the first one."""
+    function()
+    taken = []
+    for _ in range(times):
+        wait(device)
+        began = time.perf_counter()
+        function()
+        wait(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def wait(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
+
+def check_policy(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Compare log-probs and gradients of packed sequences on the device with those on the CPU, in float32."""
+    from grpo_rl.models.forward import PolicyModel
+    from grpo_rl.models.load import load_config, load_lm
+    from grpo_rl.workers.sharded_policy import sequences_of
+
+    small = replace(TINY, vocab=4096 if device == "cuda" else TINY.vocab)
+    path, batch = str(model_folder(small, folder)), batch_of(small)
+
+    def found(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        model = PolicyModel(load_lm(path, load_config(path))).to(where)
+        with torch.autocast(where, dtype=dtype, enabled=dtype != torch.float32):
+            logprobs_T = model(sequences_of(batch, torch.device(where), share_prompts=True)).logprobs_T
+        logprobs_T.sum().backward()
+        gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        return logprobs_T.detach().float().cpu(), torch.cat(gradients).float().cpu()
+
+    logprobs_T, gradient = found("cpu", torch.float32)
+    own_T, own = found(device, torch.float32)
+    error, relative = float((own_T - logprobs_T).abs().max()), float((own - gradient).norm() / gradient.norm())
+    yield passed("policy: log-probs in float32 against the CPU's", error < 2e-4, f"{error:.1e}", "2e-4")
+    yield passed("policy: gradient in float32, relative", relative < 1e-3, f"{relative:.1e}", "1e-3")
+    rough = float((found(device, torch.bfloat16)[0] - logprobs_T).abs().mean())
+    yield passed("policy: log-probs with bfloat16 layers, mean", 0 < rough < 0.05, f"{rough:.1e}", "above 0, below 0.05")
+
+
+def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Measure the LM head in each precision: the error of log-probs against float64, and the time of both passes."""
+    from grpo_rl.models.forward import _chunked_head
+
+    generator = torch.Generator().manual_seed(2)
+    tokens = min(sizes.tokens, 4096)
+    hidden_TD = torch.randn(tokens, sizes.hidden, generator=generator).to(device)
+    # Logits with a standard deviation of 6, as of a trained model.
+    head_VD = (torch.randn(sizes.vocab, sizes.hidden, generator=generator) * 6 / math.sqrt(sizes.hidden)).to(device)
+    target_T = torch.randint(0, sizes.vocab, (tokens,), generator=generator).to(device)
+    few = slice(0, 256)
+    exact_T = (hidden_TD[few].double() @ head_VD.double().T).log_softmax(-1).gather(1, target_T[few, None])[:, 0]
+    bounds = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-1}
+    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "ref_head_VD", "ref_bias_V", "support"))
+    for precision, bound in bounds.items():
+
+        def logprobs(x_TD: Tensor, w_VD: Tensor, ids_T: Tensor, precision: Any = precision) -> Tensor:
+            return _chunked_head(x_TD, w_VD, None, ids_T, 1.0, 2048, want_entropy=False, precision=precision, **nothing)[0]
+
+        def both(logprobs: Callable[..., Tensor] = logprobs) -> None:
+            x_TD, w_VD = hidden_TD.detach().requires_grad_(), head_VD.detach().requires_grad_()
+            logprobs(x_TD, w_VD, target_T).sum().backward()
+
+        error = float((logprobs(hidden_TD[few], head_VD, target_T[few]).double() - exact_T).abs().max())
+        took = seconds_of(both, device)
+        figure = f"error {error:.1e}, {1e3 * took:.1f} ms for {tokens:,} tokens"
+        yield passed(f"LM head in {precision}", error < bound, figure, f"error {bound:g}")
+
+
+def check_attention(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Compare attention over packed blocks with attention written out, and take its peak memory at a long context."""
+    from grpo_rl.models.attention import Packing, packed_attention, variable_length_kernel
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    lengths_N = torch.tensor([37, 200, 5, 111])
+    total, heads, kv_heads, width = int(lengths_N.sum()), sizes.heads, sizes.kv_heads, sizes.head_dim
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, count, total, width) for count in (heads, kv_heads, kv_heads)]
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    module = torch.nn.Module()
+    kernel = variable_length_kernel(query, 0.0)
+    yield Row("attention: kernel", "measured", kernel.__name__.strip("_") if kernel else "SDPA over padded groups")
+
+    def packed(*inputs: Tensor) -> Tensor:
+        return packed_attention(module, *inputs, None, packing=Packing.of(lengths_N, device))[0][0]
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = torch.arange(len(lengths_N), device=device).repeat_interleave(lengths_N.to(device))
+        sees = (rows[:, None] == rows[None]) & torch.ones(total, total, dtype=torch.bool, device=device).tril()
+        k, v = (x[0].repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        scores = (q[0] @ k.transpose(1, 2) / math.sqrt(width)).masked_fill(~sees, -math.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
+
+    given, exact = ([x.detach().to(kind).requires_grad_() for x in (query, key, value)] for kind in (dtype, torch.float64))
+    out, expected = packed(*given), written_out(*exact)
+    out.float().pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    pairs = zip((out, *(x.grad for x in given)), (expected, *(x.grad for x in exact)), strict=True)
+    for name, (one, other) in zip(("values", "gradient of queries", "of keys", "of values"), pairs, strict=True):
+        error = float((one.double() - other).norm() / other.norm())
+        yield passed(f"attention: {name}, relative", error < bound, f"{error:.1e}", f"{bound:g}")
+    yield from _long_attention(device, sizes, dtype)
+
+
+def _long_attention(device: str, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
+    """Take the peak memory of both passes over one long sequence; a square of the length would show."""
+    from grpo_rl.models.attention import Packing, packed_attention
+
+    name, heads = f"attention: peak at {sizes.context:,} tokens", (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+    if device != "cuda":
+        yield Row(name, "not possible", "needs a GPU, whose allocator counts")
+        return
+    given = [torch.randn(1, n, sizes.context, sizes.head_dim, device=device, dtype=dtype).requires_grad_() for n in heads]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    packing = Packing.of(torch.tensor([sizes.context]), device)
+    packed_attention(torch.nn.Module(), *given, None, packing=packing)[0].float().sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    most = 24 * sum(heads) * sizes.context * sizes.head_dim * 2
+    yield passed(name, peak < most, f"{peak / GIB:.2f} GiB", f"{most / GIB:.2f} GiB, 24 times its inputs")
+
+
+def check_actor(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Measure updates of the actor alone: memory against the plan, tokens per second, MFU."""
+    from grpo_rl.workers.model_work import peak_tflops
+
+    path = model_folder(sizes, folder)
+    actor, batch = actor_of(path, device), batch_of(sizes)
+    update = update_of(batch)
+    before = weights_of(actor)
+    actor.update(batch, update)
+    (stats,) = actor.update(batch, update)
+    moved = largest_difference(before, weights_of(actor))
+    good = moved > 0 and math.isfinite(stats["same/grad_norm"]) and not stats["same/nonfinite"]
+    yield passed("actor: two updates move the weights", good, f"{moved:.1e}, gradient {stats['same/grad_norm']:.2g}", "above 0")
+    actor.work.take()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(lambda: actor.update(batch, update), device, times=3)
+    flops, tokens = actor.work.take() / 4, len(batch.token_ids_S)
+    figure = f"{tokens / seconds:,.0f} tokens/s, {flops / seconds / 1e12:.3g} TFLOP/s"
+    peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
+    share = f", MFU {flops / seconds / 1e12 / peak:.0%}" if peak else ""
+    yield Row(
+        f"actor: update with {sum(w.numel() for w in before.values()) / 1e6:,.1f}M parameters", "measured", figure + share
+    )
+    if device != "cuda":
+        yield Row("actor: memory against the plan", "not possible", "needs a GPU, whose allocator counts")
+        return
+    planned, own = planned_update(path, sizes), torch.cuda.max_memory_reserved()
+    figure = f"allocated {torch.cuda.max_memory_allocated() / GIB:.1f}, reserved {own / GIB:.1f} GiB"
+    yield passed("actor: memory against the plan", own < planned, figure, f"at most the plan's {planned / GIB:.1f} GiB")
+
+
+def planned_update(path: Path, sizes: Sizes) -> int:
+    """Return the bytes that the plan gives the update of an actor that has one GPU to itself."""
+    from grpo_rl.config.derived import Machine
+    from grpo_rl.config.schema.tree import Config
+    from grpo_rl.plan.decisions import decide
+    from grpo_rl.plan.gpu_memory import CONTEXT, gpu_phases
+    from grpo_rl.plan.model_folder import model_size
+
+    parts = Config().actor_rollout_ref
+    actor = replace(parts.actor, use_kl_loss=False, ppo_max_token_len_per_gpu=sizes.tokens, ppo_mini_batch_size=32)
+    rollout = replace(parts.rollout, nnodes=1, n_gpus_per_node=1)
+    parts = replace(parts, model=replace(parts.model, path=str(path)), actor=actor, rollout=rollout)
+    config = replace(Config(), actor_rollout_ref=parts, data=replace(Config().data, train_batch_size=32))
+    size = model_size(str(path))
+    assert size is not None
+    plan = decide(config, Machine(num_gpus=1, num_cpus=8, device="cuda"))
+    return next(phase.num_bytes for phase in gpu_phases(plan, size) if phase.name == "update") - CONTEXT
+
+
+def check_offload(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Watch the device's free memory from a second process while a rank moves to host memory and back."""
+    actor, batch = actor_of(model_folder(sizes, folder), device), batch_of(sizes)
+    actor.update(batch, update_of(batch))
+    before, parameters = weights_of(actor), [id(parameter) for parameter in actor.model.parameters()]
+    moments = [id(parameter) for group in actor.optimizer.param_groups for parameter in group["params"]]
+    watched = Watcher() if device == "cuda" else None
+    at_rest = watched.free() if watched else 0
+    actor.vacate()
+    away = watched.free() if watched else 0
+    actor.occupy()
+    back = watched.free() if watched else 0
+    same = largest_difference(before, weights_of(actor)) == 0
+    kept = parameters == [id(one) for one in actor.model.parameters()] and set(parameters) == set(moments)
+    yield passed("offload: the same weights, which the optimizer still refers to", same and kept, f"{same}, {kept}", "both")
+    actor.update(batch, update_of(batch))
+    if watched is None:
+        yield Row("offload: memory seen from a second process", "not possible", "needs a GPU")
+        return
+    state = 12 * sum(weight.numel() for weight in before.values())
+    figure = f"gave {(away - at_rest) / GIB:.2f} of {state / GIB:.2f} GiB, took {(away - back) / GIB:.2f}"
+    yield passed(
+        "offload: memory seen from a second process", away - at_rest > 0.95 * state, figure, "95 % of weights and moments"
+    )
+    watched.close()
+
+
+class Watcher:
+    """A second process that looks at the device's free memory."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_watch, args=(other,), daemon=True)
+        self._process.start()
+        self.free()
+
+    def free(self) -> int:
+        """Return the bytes that are free."""
+        wait("cuda")
+        self._pipe.send("free")
+        if not self._pipe.poll(60):
+            raise TimeoutError("the second process did not answer within 60 s")
+        return int(self._pipe.recv())
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join(30)
+
+
+def _watch(pipe: Any) -> None:
+    while pipe.recv() is not None:
+        pipe.send(torch.cuda.mem_get_info()[0])
+
+
+def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Send weights by CUDA IPC to a process that opens them as vLLM's engine does, in two updates and small buckets."""
+    name = "weights by CUDA IPC to a second process"
+    if device != "cuda":
+        yield Row(name, "not possible", "needs a GPU")
+        return
+    from grpo_rl.rollout.engines import make_sender
+    from grpo_rl.rollout.weights.buckets import merge_ranks
+
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    receiver = context.Process(target=_receive, args=(other,), daemon=True)
+    receiver.start()
+    sender, same = make_sender("ipc", 8 << 20, dtype=torch.bfloat16, verify=True), []
+    for seed in (1, 2):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        tensors = {f"w{i}": torch.randn(1000 * (i + 1), 333, generator=generator, device="cuda") for i in range(6)}
+        for bucket in sender.buckets(tensors.items()):
+            pipe.send(merge_ranks([bucket]))
+            if not pipe.poll(60):
+                raise TimeoutError("the receiver did not answer within 60 s")
+            pipe.recv()
+        pipe.send("digests")
+        same.append(pipe.recv() == sender.sent_digests())
+    pipe.send(None)
+    receiver.join(30)
+    yield passed(name, all(same), f"equal digests: {same}", "both updates, to the bit")
+
+
+def _receive(pipe: Any) -> None:
+    """Take over buckets as `IPCWeightTransferEngine.receive_weights` of vLLM does: rebuild, copy, answer."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    from grpo_rl.rollout.weights.buckets import digest
+
+    digests: dict[str, str] = {}
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    while (bucket := pipe.recv()) is not None:
+        if bucket == "digests":
+            pipe.send(digests)
+            digests = {}
+            continue
+        arguments = list(bucket.ipc_handles[uuid])
+        arguments[6] = 0
+        flat, start = rebuild_cuda_tensor(*arguments), 0
+        for name, kind, shape, size in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.sizes, strict=True):
+            tensor = flat[start : start + size].view(getattr(torch, kind)).view(shape).clone()
+            digests[name], start = digest(tensor), start + size
+        del flat
+        pipe.send("loaded")
+
+
+def check_checkpoint(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Write a checkpoint beside an update, and read it into another rank: it has the weights from before the update."""
+    path, batch = model_folder(sizes, folder / "model"), batch_of(sizes)
+    actor, saved = actor_of(path, device), folder / "checkpoint"
+    actor.update(batch, update_of(batch))
+    before = weights_of(actor)
+    saved.mkdir()
+    alone = seconds_of(lambda: actor.update(batch, update_of(batch)), device, times=2)
+    now = weights_of(actor)
+    began = time.perf_counter()
+    actor.begin_save(str(saved), False)
+    stopped = time.perf_counter() - began
+    began = time.perf_counter()
+    actor.update(batch, update_of(batch))
+    beside = time.perf_counter() - began
+    while actor.saved(30.0) is None:
+        pass
+    another = actor_of(path, device)
+    another.load(str(saved))
+    difference = largest_difference(now, weights_of(another))
+    figure = f"difference {difference:g} after {largest_difference(now, before):.1e} of training"
+    yield passed("checkpoint beside an update: the weights of its beginning", difference == 0, figure, "0, to the bit")
+    times = f"training stood still for {stopped:.2f} s; update {beside:.2f} s beside the writing, {alone:.2f} s alone"
+    yield Row("checkpoint beside an update: time", "measured", times)
+
+
+def check_memory_runs_out(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Run out of memory for real: the error is recognised, and an update works after it."""
+    from grpo_rl.cluster.recovery.out_of_memory import out_of_memory
+
+    actor, batch = actor_of(model_folder(sizes, folder), device), batch_of(sizes)
+    actor.update(batch, update_of(batch))
+    held: list[Tensor] = []
+    found = None
+    try:
+        while len(held) < 10_000:
+            held.append(torch.empty(2**60 if device == "cpu" else GIB, dtype=torch.uint8, device=device))
+    except (RuntimeError, MemoryError) as error:
+        found = out_of_memory(error)
+    held.clear()
+    yield passed("memory runs out: recognised", found is not None, str(found)[:90], "an OutOfMemory with figures")
+    actor.memory.release()
+    (stats,) = actor.update(batch, update_of(batch))
+    yield passed(
+        "memory runs out: an update works after it",
+        not stats["same/nonfinite"],
+        f"loss finite: {not stats['same/nonfinite']}",
+        "finite",
+    )
+
+
+def check_same_twice(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Make the same update twice from the same weights, as it comes and with deterministic kernels."""
+    path, batch = model_folder(sizes, folder), batch_of(sizes)
+
+    def trained(*, deterministic: bool = False) -> dict[str, Tensor]:
+        actor = actor_of(path, device, deterministic=deterministic)
+        for _ in range(2):
+            actor.update(batch, update_of(batch))
+        return weights_of(actor)
+
+    free = largest_difference(trained(), trained())
+    if device == "cuda":
+        yield Row("the same updates twice: largest difference", "measured", f"{free:.1e}")
+    else:
+        yield passed("the same updates twice: largest difference", free == 0, f"{free:.1e}", "0 on a CPU")
+    try:
+        fixed = largest_difference(trained(deterministic=True), trained(deterministic=True))
+        on = torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    yield passed("the same with trainer.deterministic", fixed == 0 and on, f"{fixed:.1e}", "0")
+
+
+Check = Callable[[str, Sizes, Path], Iterable[Row]]
+CHECKS: dict[str, Check] = {
+    "policy": check_policy,
+    "head": check_head,
+    "attention": check_attention,
+    "actor": check_actor,
+    "offload": check_offload,
+    "ipc": check_ipc,
+    "checkpoint": check_checkpoint,
+    "memory": check_memory_runs_out,
+    "twice": check_same_twice,
+}

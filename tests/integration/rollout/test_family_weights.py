@@ -1,0 +1,132 @@
+"""Weights by name: each family's trainer hands its weights to vLLM, which then samples what the trainer computes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    OlmoeConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from grpo_rl.models import fsdp
+from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.models.moe.expert_names import stored_tensors
+from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
+from grpo_rl.rollout.weights.buckets import check_digests
+from grpo_rl.rollout.weights.senders import ObjectStoreSender
+from grpo_rl.types import Completion, Request, Sampling
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS | {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "olmoe": (OlmoeConfig, EXPERTS | {"intermediate_size": 32}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),
+    "phi3": (Phi3Config, {"sliding_window": None, "pad_token_id": 0}),
+}
+PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the family whose distributions are far from uniform; each engine process is left to one test."""
+    kind, own = FAMILIES[request.param]
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(2)
+    made = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(kind(**{**sizes, **own}), dtype=torch.float32).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(params=["vllm", "hf"])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutEngine]:
+    spec = EngineSpec(str(folder), max_model_len=64, name=request.param, max_num_seqs=4, kv_cache_gib=0.1, verify_checksum=True)
+    built = ENGINES.get(request.param)(spec)
+    yield built
+    built.close()
+    gc.collect()
+
+
+def sampled(engine: RolloutEngine, tag: str) -> list[Completion]:
+    requests = [
+        Request(f"{tag}{number}", np.array(ids, dtype=np.int32), Sampling(max_tokens=12, seed=number, ignore_eos=True))
+        for number, ids in enumerate(PROMPTS)
+    ]
+    engine.submit(requests)
+    ended: list[Completion] = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    return sorted(ended, key=lambda completion: completion.request_id)
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: PolicyModel, completions: list[Completion]) -> Tensor:
+    """What the trainer's packed forward pass says of the sampled tokens."""
+    rows = [torch.tensor([*prompt, *one.response_ids]) for prompt, one in zip(PROMPTS, completions, strict=True)]
+    lengths_N = torch.tensor([len(row) for row in rows])
+    sampled_N = torch.tensor([len(one.response_ids) for one in completions])
+    starts = (lengths_N.cumsum(0) - sampled_N).tolist()
+    positions_T = torch.cat(
+        [torch.arange(start, start + count) for start, count in zip(starts, sampled_N.tolist(), strict=True)]
+    )
+    sequences = Sequences.of(torch.cat(rows), lengths_N, positions_T, sampled_N, torch.device("cpu"))
+    logprobs_T: Tensor = policy(sequences).logprobs_T
+    return logprobs_T
+
+
+def engine_logprobs(completions: list[Completion]) -> Tensor:
+    return torch.cat([torch.tensor(one.logprobs) for one in completions])
+
+
+def test_the_engine_has_the_trainers_weights_after_each_transfer(engine: RolloutEngine, folder: Path) -> None:
+    policy = PolicyModel(load_lm(str(folder), load_config(str(folder))))
+    before = sampled(engine, "before")
+    torch.testing.assert_close(engine_logprobs(before), trainer_logprobs(policy, before), atol=1e-4, rtol=0)
+    for version in (1, 2):
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.3 * parameter.std().nan_to_num(0.1) * torch.randn_like(parameter))
+        sender = ObjectStoreSender(40_000, verify=True)
+        engine.start_weight_update(version)
+        for bucket in sender.buckets(stored_tensors(fsdp.named_full_tensors(policy))):
+            engine.load_bucket(bucket)
+        engine.finish_weight_update()
+        check_digests(sender.sent_digests(), engine.received_digests(), "the engine")
+        after = sampled(engine, f"after{version}-")
+        torch.testing.assert_close(engine_logprobs(after), trainer_logprobs(policy, after), atol=1e-4, rtol=0)
+        # The old weights would have said something else.
+        old = engine_logprobs(before)
+        assert float((trainer_logprobs(policy, before) - old).abs().max()) > 0.1

@@ -1,0 +1,354 @@
+"""Adapters on real FSDP2 ranks over gloo: one gradient however the work is cut, checkpoints, the reference, the weights sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.checkpoint import policy_state
+from grpo_rl.checkpoint.exporting import export_policy
+from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.cluster.roles.reference_role import BaseReferenceRole
+from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.errors import CheckpointError
+from grpo_rl.models import builtin, lora
+from grpo_rl.types import Batch
+from grpo_rl.workers.specs import ActorSpec, PolicySpec
+
+BATCHES = [make_batch(seed, one_prompt=True) for seed in range(5)]
+CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
+WHOLE = MicroBatchRule(None, 1000)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def spec_for(
+    path: Path,
+    *,
+    lr: float = 3e-3,
+    recomputed: bool = False,
+    share: bool = True,
+    shard_ranks: int = -1,
+    sequence_ranks: int = 1,
+    **model: Any,
+) -> ActorSpec:
+    # Rank 3 over 2 ranks: their rows of an A are uneven.
+    settings = {"lora_rank": 3, "lora_alpha": 6, "enable_gradient_checkpointing": recomputed, **model}
+    return ActorSpec(
+        PolicySpec(
+            ModelConfig(path=str(path), **settings),
+            temperature=0.9,
+            dtype="float32",
+            train=True,
+            share_prompts=share,
+            seed=4,
+            shard_ranks=shard_ranks,
+            sequence_ranks=sequence_ranks,
+        ),
+        Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
+        OptimConfig(lr=lr, clip_grad=1e6),
+        total_optimizer_steps=12,
+        seed=3,
+    )
+
+
+def start(processes: RankProcesses, spec: ActorSpec, rule: MicroBatchRule = WHOLE) -> Any:
+    processes.build(spec)
+    return actor_group(processes, CONFIG, rule, spec.objective, updates_per_step=2)
+
+
+def update(actor: Any, numbers: range) -> list[dict[str, float]]:
+    return [actor.update(actor.old_logprobs(BATCHES[number])) for number in numbers]
+
+
+def state(processes: RankProcesses) -> dict[str, Tensor]:
+    return processes.call("parameters")[0] | trained_moments(processes)
+
+
+def trained_moments(processes: RankProcesses) -> dict[str, Tensor]:
+    return processes.call("moments")[0]
+
+
+def assert_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def base_of(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in parameters.items() if not lora.is_adapter(name)}
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+
+LAYOUTS = {
+    "1 rank, 12 micro-batches": (1, MicroBatchRule(None, 1), {"share": False, "lm_head_chunk_tokens": 4}),
+    "1 rank, recomputed": (1, WHOLE, {"recomputed": True}),
+    "2 ranks, 3 micro-batches each": (2, MicroBatchRule(None, 2), {}),
+    "2 ranks, a replica each": (2, MicroBatchRule(None, 2), {"shard_ranks": 1}),
+    "2 ranks, each sequence over both": (2, MicroBatchRule(None, 3, sequence_ranks=2), {"sequence_ranks": 2}),
+    "2 ranks, by tokens, recomputed": (2, MicroBatchRule(60, None, shares_prompts=True), {"recomputed": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: dict[int, RankProcesses], path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Gradients and parameters of one rank with one micro-batch; of the first update B is 0, and A has no gradient."""
+    actor = start(ranks[1], spec_for(path, lr=1e-4))
+    update(actor, range(2))
+    return ranks[1].call("gradients")[0], ranks[1].call("parameters")[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_and_steps_are_the_same_however_the_work_is_cut(ranks, path, alone, layout):
+    world_size, rule, options = LAYOUTS[layout]
+    actor = start(ranks[world_size], spec_for(path, lr=1e-4, **options), rule)
+    update(actor, range(2))
+    gradients, parameters = ranks[world_size].call("gradients")[0], ranks[world_size].call("parameters")[0]
+    expected, stepped = alone
+    assert all(lora.is_adapter(name) for name in gradients[-1]), "nothing else has a gradient"
+    assert len(gradients[-1]) == 2 * 2 * 7
+    largest = max(float(gradient.abs().max()) for gradient in expected[-1].values())
+    assert largest > 1e-3
+    for name, gradient in expected[0].items():
+        torch.testing.assert_close(gradients[0][name], gradient, atol=1e-6 * largest, rtol=0, msg=name)
+    assert stepped.keys() == parameters.keys()
+    for name, parameter in stepped.items():
+        torch.testing.assert_close(parameters[name], parameter, atol=1e-5, rtol=0, msg=name)
+    assert_equal_bits(base_of(stepped), base_of(parameters))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_adapters_have_moments_and_the_base_stays_what_it_is_through_steps_and_transfers(ranks, path, world_size):
+    processes = ranks[world_size]
+    actor = start(processes, spec_for(path))
+    before = processes.call("parameters")[0]
+    for number in range(3):
+        update(actor, range(number, number + 1))
+        processes.call("sends_weights")
+    after = processes.call("parameters")[0]
+    assert_equal_bits(base_of(before), base_of(after))
+    assert {name.partition(":")[2] for name in trained_moments(processes)} == {name for name in after if lora.is_adapter(name)}
+    assert all(not torch.equal(before[name], after[name]) for name in after if lora.is_adapter(name))
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    named = {name.removeprefix("lm.").replace(".base_layer", ""): value for name, value in base_of(after).items()}
+    assert_equal_bits({name: plain[name] for name in named}, named)
+
+
+def test_first_values_are_the_same_on_any_number_of_ranks(ranks, path):
+    found = []
+    for processes in ranks.values():
+        start(processes, spec_for(path))
+        found.append(processes.call("parameters")[0])
+    assert_equal_bits(*found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_base_in_bfloat16_stays_so_in_the_blocks_and_changes_no_bit_of_anything(ranks, path, tmp_path, world_size):
+    """The blocks compute in bfloat16: float32 copies of the same numbers give the same gradients, digests and exports."""
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(half)
+    model.float().save_pretrained(whole)
+    processes, found = ranks[world_size], []
+    for folder in (half, whole):
+        spec = spec_for(folder)
+        actor = start(processes, replace(spec, policy=replace(spec.policy, dtype="bfloat16")), MicroBatchRule(None, 2))
+        update(actor, range(2))
+        types = {name: value.dtype for name, value in processes.call("parameters")[0].items()}
+        wide = {name for name, dtype in types.items() if dtype == torch.float32}
+        actor.export(tmp_path / f"from_{folder.name}")
+        found.append((processes.call("gradients")[0], load_file(tmp_path / f"from_{folder.name}" / "model.safetensors"), wide))
+        (tmp_path / f"saved_{folder.name}").mkdir()
+        actor.save(tmp_path / f"saved_{folder.name}")
+    (gradients, exported, wide), (expected, also, every) = found
+    assert len(gradients) == len(expected) == 4
+    for one, other in zip(gradients, expected, strict=True):
+        assert_equal_bits(one, other)
+    assert_equal_bits(exported, also)
+    assert {value.dtype for value in exported.values()} == {torch.float32}
+    kept_in_half = every - wide
+    assert kept_in_half and all(".layers." in name and not lora.is_adapter(name) for name in kept_in_half)
+    assert wide == {name for name in every if lora.is_adapter(name)} | {"lm.model.embed_tokens.weight", "lm.model.norm.weight"}
+    actor.load(tmp_path / "saved_half")  # the digest of the base is that of its numbers
+
+
+# ---- the reference ---------------------------------------------------------------------------------------
+
+
+def logprobs_of(model: Any, batch: Batch) -> Tensor:
+    """The trained tokens' log-probs by a plain model, one sequence after the other, at the temperature of the spec."""
+    ids = batch.token_ids_S.long().split(batch.sequence_lengths_N.tolist())
+    rows = []
+    for sequence, prompt in zip(ids, batch.prompt_lengths_N.tolist(), strict=True):
+        logprobs = (model(sequence[None]).logits[0, prompt - 1 : -1] / 0.9).log_softmax(-1)
+        rows.append(logprobs.gather(1, sequence[prompt:, None])[:, 0])
+    return torch.cat(rows).detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_path, world_size):
+    processes = ranks[world_size]
+    actor = start(processes, spec_for(path), MicroBatchRule(None, 2))
+    reference = BaseReferenceRole(actor, rule=MicroBatchRule(None, 3), want_hidden=True)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    update(actor, range(2))
+    batch = actor.old_logprobs(BATCHES[2])
+    found = reference.logprobs(batch)
+    torch.testing.assert_close(found.ref_logprobs_T, logprobs_of(base, batch), atol=1e-5, rtol=1e-6)
+    assert found.ref_hidden_TD.shape == (batch.num_trained_tokens, 48)
+    actor.export(tmp_path)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / lora.FOLDER))
+    torch.testing.assert_close(batch.old_logprobs_T, logprobs_of(adapted, batch), atol=1e-5, rtol=1e-6)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(batch.old_logprobs_T, logprobs_of(merged, batch), atol=1e-4, rtol=1e-6)
+    assert float((batch.old_logprobs_T - found.ref_logprobs_T).abs().max()) > 1e-3
+    # The ranks still have the share of this batch, and the adapters are on again.
+    assert torch.equal(actor.old_logprobs(batch).old_logprobs_T, batch.old_logprobs_T)
+    actor.update(found)
+
+
+def test_the_exact_kl_to_the_base_model_is_0_at_the_start_and_has_a_gradient_later(ranks, path):
+    spec = spec_for(path)
+    spec = replace(spec, objective=Objective(kl_loss_type="full", kl_loss_coef=0.1))
+    actor = start(ranks[1], spec)
+    reference = BaseReferenceRole(actor, rule=WHOLE, want_hidden=True)
+    metrics = [actor.update(reference.logprobs(actor.old_logprobs(batch))) for batch in BATCHES[:3]]
+    assert metrics[-1]["actor/kl_loss"] > 1e-4
+    first = replace(spec, optim=OptimConfig(lr=1e-15))
+    actor = start(ranks[1], first)
+    reference = BaseReferenceRole(actor, rule=WHOLE, want_hidden=True)
+    assert abs(actor.update(reference.logprobs(actor.old_logprobs(BATCHES[0])))["actor/kl_loss"]) < 1e-6
+
+
+# ---- checkpoints, and copies in memory -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder that 2 ranks wrote after 2 batches, and the state that they had then."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    actor = start(ranks[2], spec_for(path))
+    update(actor, range(2))
+    actor.save(folder)
+    return folder, state(ranks[2])
+
+
+@pytest.mark.parametrize(("world_size", "shard_ranks"), [(1, -1), (2, -1), (2, 1)])
+def test_adapters_and_moments_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size, shard_ranks):
+    folder, before = saved
+    actor = start(ranks[world_size], spec_for(path, shard_ranks=shard_ranks))
+    actor.load(folder)
+    assert_equal_bits(before, state(ranks[world_size]))
+
+
+def test_a_checkpoint_holds_adapters_and_names_the_base_and_has_no_copy_of_it(ranks, path, saved):
+    folder, before = saved
+    files = [load_file(folder / f"weights_rank{rank}.safetensors") for rank in range(2)]
+    assert files[0].keys() == files[1].keys() == {name for name in before if lora.is_adapter(name) and ":" not in name}
+    note = json.loads((folder / policy_state.TRAINING).read_text())["lora"]
+    assert (note["rank"], note["alpha"], len(note["targets"]), note["base"]) == (3, 6, 14, str(path))
+    start(ranks[2], spec_for(path))
+    adapters = sum(value.numel() * 4 for name, value in before.items() if lora.is_adapter(name) and ":" not in name)
+    assert sum(ranks[2].call("save_bytes")) == 3 * adapters
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_and_so_does_one_from_a_copy_in_memory(ranks, path, tmp_path):
+    processes = ranks[2]
+    model = {"override_config": {"attention_dropout": 0.2}}
+    spec = spec_for(path, share=False, **model)
+    actor = start(processes, spec)
+    update(actor, range(2))
+    actor.save(tmp_path)
+    copies = processes.call("snapshot")
+    assert all(lora.is_adapter(name) for name in copies[0]["weights"])
+    metrics = update(actor, range(2, 4))
+    expected, fingerprint = state(processes), actor.fingerprint()
+
+    actor = start(processes, spec)
+    update(actor, range(4, 5))
+    actor.load(tmp_path)
+    assert update(actor, range(2, 4)) == metrics
+    assert_equal_bits(expected, state(processes))
+    assert actor.fingerprint() == fingerprint
+
+    actor = start(processes, spec)
+    actor.num_shuffles = 2
+    processes.call_each("restore", [(copy,) for copy in copies])
+    assert update(actor, range(2, 4)) == metrics
+    assert_equal_bits(expected, state(processes))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora_rank": 0}, "has LoRA adapters and no whole model, and this run trains all weights: set .*lora_rank=3"),
+        ({"lora_rank": 4}, "lora_rank=3 and not 4"),
+        ({"lora_alpha": 3}, "lora_alpha=6 and not 3"),
+        ({"target_modules": ["q_proj"]}, "adapters at 14 layers and not the same 2"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_and_changes_nothing(ranks, path, saved, change, words):
+    actor = start(ranks[1], spec_for(path, **change))
+    before = ranks[1].call("parameters")[0]
+    with pytest.raises(CheckpointError, match=words):
+        actor.load(saved[0])
+    assert_equal_bits(before, ranks[1].call("parameters")[0])
+
+
+def test_a_checkpoint_over_another_base_or_of_a_whole_model_is_refused(ranks, path, saved, tmp_path):
+    other = make_model(tmp_path / "other", tied=True, seed=6)
+    actor = start(ranks[1], spec_for(other))
+    with pytest.raises(CheckpointError, match="a base model with other weights"):
+        actor.load(saved[0])
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    start(ranks[1], spec_for(path, lora_rank=0)).save(whole)
+    actor = start(ranks[1], spec_for(path))
+    with pytest.raises(CheckpointError, match=r"has a whole model and no LoRA adapters.*lora_rank=3"):
+        actor.load(whole)
+
+
+def test_an_exported_checkpoint_has_the_bits_of_the_merged_model_and_of_the_adapter(ranks, path, tmp_path):
+    builtin.build_tokenizer(builtin.BUILTINS["arithmetic"].vocab_size).save_pretrained(path)
+    actor = start(ranks[2], spec_for(path))
+    update(actor, range(2))
+    checkpoint = CheckpointStore(tmp_path / "checkpoints").save(2, actor.save, {"step": 2})
+    actor.export(tmp_path / "by_ranks")
+    section = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["all-linear"], "exclude_modules": []}
+    found = export_policy(checkpoint, str(path), section, tmp_path / "exported")
+    for name in ("model.safetensors", f"{lora.FOLDER}/{lora.WEIGHTS}"):
+        # The ranks multiply fewer rows at a time, which changes the last bit.
+        one, other = load_file(found / name), load_file(tmp_path / "by_ranks" / name)
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(value, other[key], atol=1e-7, rtol=1e-6)
+    assert (found / lora.FOLDER / lora.SETTINGS).read_text() == (
+        tmp_path / "by_ranks" / lora.FOLDER / lora.SETTINGS
+    ).read_text()
+    with pytest.raises(CheckpointError, match="has LoRA adapters and no whole model"):
+        export_policy(checkpoint, str(path), {}, tmp_path / "wrong")
+
+
+def test_an_adapter_that_was_exported_starts_another_run(ranks, path, tmp_path):
+    actor = start(ranks[2], spec_for(path))
+    update(actor, range(2))
+    actor.export(tmp_path)
+    expected = ranks[2].call("parameters")[0]
+    start(ranks[2], spec_for(path, lora_adapter_path=str(tmp_path / lora.FOLDER)))
+    assert_equal_bits(expected, ranks[2].call("parameters")[0])

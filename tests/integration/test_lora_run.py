@@ -1,0 +1,72 @@
+"""A whole run with LoRA: stopped and resumed to the bit, its reference without processes, and its model as the commands see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from whole_runs import Run, arithmetic, train
+
+from grpo_rl.__main__ import main
+from grpo_rl.models import builtin, lora
+
+WORDS = [
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.actor.kl_loss_coef=0.05",
+    "reward.functions=[my_reward.py:odd]",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=1",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builtin.build("arithmetic", tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """Three steps at once, and two of them and then the third, by the same command."""
+    folder = tmp_path_factory.mktemp("lora")
+    words = [word for word in arithmetic(model) if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
+    words += WORDS
+    whole = train(folder, "whole", *words, "trainer.total_training_steps=3")
+    train(folder, "parts", *words, "trainer.total_training_steps=2")
+    return whole, train(folder, "parts", *words, "trainer.total_training_steps=3")
+
+
+def test_the_reference_has_no_processes_and_the_sampler_agrees_with_the_trainer(runs: tuple[Run, Run]) -> None:
+    whole, _ = runs
+    assert not list(whole.path.glob("logs/reference*")) and list(whole.path.glob("logs/actor*"))
+    assert "the base model under the adapters" in (whole.path / "plan.txt").read_text()
+    steps = whole.steps
+    assert steps[1]["actor/kl_loss"] == 0 and steps[3]["actor/kl_loss"] > 0
+    for row in steps.values():
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["actor/grad_norm"] > 0
+
+
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(runs: tuple[Run, Run]) -> None:
+    whole, parts = runs
+    for file in ("model.safetensors", f"{lora.FOLDER}/{lora.WEIGHTS}"):
+        one, other = (load_file(run.path / "model" / file) for run in (whole, parts))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert whole.steps[3]["actor/loss"] == parts.steps[3]["actor/loss"]
+
+
+def test_export_writes_the_merged_model_and_the_adapter(runs: tuple[Run, Run], model: Path, tmp_path: Path) -> None:
+    whole, _ = runs
+    assert main(["export", f"{whole.path}@3", "--output", str(tmp_path / "merged")]) == 0
+    exported, own = load_file(tmp_path / "merged" / "model.safetensors"), whole.weights()
+    assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
+    assert main(["export", str(whole.path), "--adapter", "--output", str(tmp_path / "adapter")]) == 0
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {lora.WEIGHTS, lora.SETTINGS, "README.md"}
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    for name, tensor in own.items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-6)
