@@ -27,19 +27,16 @@ PROMPT, N = 256, 4
 QWEN = "Qwen/Qwen2.5-"
 # Model, machine, tokens of a response, of a micro-batch in sequences, role, further words.
 CASES: dict[str, tuple[str, str, int, int, RoleName, list[str]]] = {
-    "7B on 1": (f"{QWEN}7B", "1xH200-141GB", 1792, 8, "actor", []),
+    "7B on 1": (f"{QWEN}7B", "1xH200-141GB", 1792, 2, "actor", []),
     "7B on 8": (f"{QWEN}7B", "8xH100-80GB", 1792, 8, "actor", []),
     "7B on 8, one long response": (f"{QWEN}7B", "8xH100-80GB", 16128, 1, "actor", []),
     "7B on 8, shared prompts": (f"{QWEN}7B", "8xH100-80GB", 768, 8, "actor", [f"{A}.use_prefix_grouper=true"]),
     "7B on 8, nothing recomputed": (f"{QWEN}7B", "8xH100-80GB", 1792, 2, "actor", [f"{M}.enable_gradient_checkpointing=false"]),
-    "7B on 8, entropy": (f"{QWEN}7B", "8xH100-80GB", 1792, 4, "actor", [f"{A}.entropy_coeff=0.01"]),
-    "7B on 8, small": (f"{QWEN}7B", "8xH100-80GB", 768, 1, "actor", []),
-    "14B on 16": (f"{QWEN}14B", "2x8xH100-80GB", 3840, 4, "actor", []),
-    "32B on 64": (f"{QWEN}32B", "8x8xH100-80GB", 7936, 2, "actor", []),
+    "14B on 16": (f"{QWEN}14B", "2x8xH100-80GB", 3840, 2, "actor", []),
+    "32B on 64": (f"{QWEN}32B", "8x8xH100-80GB", 7936, 1, "actor", []),
     "MoE on 16": ("Qwen/Qwen3-30B-A3B", "2x8xH100-80GB", 1792, 4, "actor", []),
-    "MoE on 64": ("Qwen/Qwen3-30B-A3B", "8x8xH100-80GB", 7936, 2, "actor", []),
+    "7B on 8, adapters": (f"{QWEN}7B", "8xH100-80GB", 1792, 4, "actor", [f"{M}.lora_rank=32", f"{A}.entropy_coeff=0.01"]),
     "0.5B on 1": (f"{QWEN}0.5B", "1xRTX4090-24GB", 768, 8, "actor", []),
-    "reference 7B on 8": (f"{QWEN}7B", "8xH100-80GB", 1792, 8, "reference", []),
     "reference 32B on 8": (f"{QWEN}32B", "8xH100-80GB", 7936, 4, "reference", []),
     "reference MoE on 8": ("Qwen/Qwen3-30B-A3B", "8xH100-80GB", 1792, 8, "reference", []),
 }
@@ -60,7 +57,7 @@ def planned(name: str) -> tuple[ModelSize, Load, Case]:
     settings: dict[str, Any] = known_settings(model) or {}
     case = Case(
         settings, load.ranks, rollouts, PROMPT, response, role=role, checkpointing=load.checkpointing, chunk=load.chunk,
-        entropy=load.logits > 3, per_group=N if shared else 1,
+        entropy=load.logits > 3, per_group=N if shared else 1, lora_rank=config.actor_rollout_ref.model.lora_rank,
     )  # fmt: skip
     assert (case.tokens, case.trained) == (load.tokens, load.trained)
     return size, load, case
