@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.episode import Episode
 from grpo_rl.tokens import Array, Held, Stretch, decode_text
 
 Metrics = dict[str, float]
@@ -112,6 +113,8 @@ class Request(_ComparesArrays):
     prompt_ids: np.ndarray
     """int32 [tokens]; any sequence of integers may be given."""
     sampling: Sampling
+    conversation: str = ""
+    """A name that requests of one conversation share: the replica of the last one has its keys and values. Empty: it is by itself."""
 
     def __post_init__(self) -> None:
         _as_array(self, "prompt_ids", np.int32)
@@ -133,6 +136,8 @@ class Completion(_ComparesArrays):
     """The tokens that each one was sampled from, where the request's sampling returns them."""
     text: str = ""
     """The response decoded without special tokens. Engines leave it empty; their process fills it in."""
+    cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the prompt whose keys and values the engine had already; None where it does not report that."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
@@ -172,6 +177,13 @@ class Rollout(_ComparesArrays):
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
+    episode: Episode | None = None
+    """The turns and their rewards, where the response is an episode of several turns: then only the turns' tokens were sampled.
+    `versions` counts these alone, and all others have a log-prob of 0 that nothing reads."""
+    cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
+    masked: bool = False
+    """True where the rollout is compared with its group and none of its tokens is trained."""
     text_at: Stretch | None = field(default=None, compare=False)
     """The place of the text in a rollout process's block."""
 
@@ -186,6 +198,13 @@ class Rollout(_ComparesArrays):
         if name == "text":
             return decode_text(self.text_at) if self.text_at is not None else ""
         raise AttributeError(name)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Start and length, in the response, of each stretch of sampled tokens: all of it, but for an episode."""
+        if self.episode is None:
+            return ((0, len(self.response_ids)),) if len(self.response_ids) else ()
+        return self.episode.spans
 
     @property
     def oldest_version(self) -> int | None:
@@ -285,6 +304,8 @@ class Batch:
     """The score of each reward function, before its factor."""
     truncated_N: Tensor | None = None
     """Responses that were cut off at the longest length."""
+    masked_N: Tensor | None = None
+    """Rollouts that are compared and not trained, only where there are some."""
     weights_T: Tensor | None = None
     """Weights of the policy loss, where the rollouts are corrected."""
     selected_T: Tensor | None = None

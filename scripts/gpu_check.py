@@ -35,6 +35,9 @@ DEADLINE_S = 300.0
 
 def rows_of(name: str, device: str) -> list[Row]:
     """Return the rows of one check, made in this process. An error becomes a row."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         try:
@@ -62,7 +65,9 @@ def in_process(name: str, device: str) -> list[Row]:
     try:
         if not pipe.poll(DEADLINE_S):
             return [Row(name, "failed", f"no answer within {DEADLINE_S:.0f} s")]
-        return [Row(**row) for row in pipe.recv()]
+        rows = [Row(**row) for row in pipe.recv()]
+        process.join(30)
+        return rows
     except EOFError:
         process.join(10)
         return [Row(name, "failed", f"the process ended with exit code {process.exitcode}")]

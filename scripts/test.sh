@@ -15,7 +15,7 @@ if [[ ${1:-} == light ]]; then
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 exec .venv-light/bin/python -m pytest "$@"
 fi
 
-extras=(dev simulate docs)
+extras=(dev simulate docs envs)
 # One package of the tasks is built from source; without a compiler their tests are skipped, with the reason.
 if command -v cc >/dev/null; then extras+=(data); fi
 bash scripts/setup.sh "${extras[@]}" || exit 1

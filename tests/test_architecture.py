@@ -22,6 +22,7 @@ PACKAGE = ROOT / "grpo_rl"
 FLOORS = {
     "types": 0,
     "tokens": 0,
+    "episode": 0,
     "registry": 0,
     "errors": 0,
     "gym": 0,
@@ -38,6 +39,7 @@ FLOORS = {
     "models": 1,
     "rollout": 1,
     "checkpoint": 1,
+    "envs": 2,
     "trainer": 2,
     "workers": 2,
     "evaluation": 2,
@@ -53,6 +55,8 @@ FLOORS = {
 NEIGHBOURS = {
     # A rollout holds arrays, or their places in a block of tokens.
     ("types", "tokens"),
+    # A rollout of several turns contains their record.
+    ("types", "episode"),
     # What the plan decides is carried out by the cluster.
     ("cluster", "plan"),
     # Every run of a sweep is planned before the first one starts.
@@ -343,6 +347,7 @@ def dotted_name(node: ast.expr) -> str:
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
+    ("envs/adapters/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("rewards/runtime/reward_process.py", "_read_answers"): "the channel does not block: it is read when poll says so",
     (

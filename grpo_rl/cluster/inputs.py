@@ -19,6 +19,7 @@ from grpo_rl.data.training_rows.pairs import load_pairs
 from grpo_rl.data.training_rows.rated_steps import load_rated_steps
 from grpo_rl.data.training_rows.supervised import load_demonstrations
 from grpo_rl.data.training_rows.training_set import RowSet, TrainingRows
+from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -61,6 +62,8 @@ class Inputs:
     rules: RewardRunner | None
     """The runner of the reward functions; None where only models score."""
     models: ModelRewards
+    episodes: EpisodeSetup | None = None
+    """The environment and the tools of episodes; None where rollouts are single responses."""
 
 
 def read_inputs(
@@ -77,7 +80,12 @@ def read_inputs(
     scorer = warm_start.unstarted_folder(scorer) if scorer.startswith(builtin.PREFIX) else scorer
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
-    data = _data(plan, tokenizer, console, run_dir.path, collected, part)
+    episodes = EpisodeSetup.of(config) if plan.plays_episodes else None
+    if episodes is not None:
+        for note in episodes.check(tokenizer):
+            console.warn(note)
+    shown = plan if episodes is None else plan.with_data(episodes.data)
+    data = _data(shown, tokenizer, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
@@ -92,7 +100,7 @@ def read_inputs(
     trained = data.train if data.rows is None else data.rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models)
+    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models, episodes)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:

@@ -145,7 +145,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     trial = first_look(launch, inputs) if launch.checkpoint is None else None
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
     stack.callback(cluster.shutdown)
-    started = start_roles(cluster, plan, inputs.tokenizer)
+    started = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
     show_trial(trial, console)
     launch.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
     connection.watch_nodes(raylets(cluster.places()))

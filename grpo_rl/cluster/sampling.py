@@ -17,14 +17,15 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.launch import await_ray, ends_the_run, phase_of_stop, reported
 from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.processes.placement import raylets
-from grpo_rl.cluster.roles.rollout_pool import rollout_id
 from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.cluster.warm_start import ready_folder
+from grpo_rl.config.schema.tree import MultiTurnConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.plan.decisions import Plan, RewardPlan
 from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.rewards.combined import by_rule
+from grpo_rl.rollout.requests import rollout_id
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.telemetry.terminal.console import Console
@@ -102,7 +103,7 @@ class SamplingSession:
             scorer = ready_folder(plan.config.reward.reward_model.model_path or "", plan.machine, logs, self._console)
             cluster = Cluster(inputs.plan, folder, scorer, logs, self._console, self._status.count_restart)
             stack.callback(cluster.shutdown)
-            started = start_roles(cluster, inputs.plan, inputs.tokenizer)
+            started = start_roles(cluster, inputs.plan, inputs.tokenizer, inputs.episodes)
             self._status.update(workers=cluster.pids())
             self._connection.watch_nodes(raylets(cluster.places()))
             assert started.rollout is not None, "a plan that samples has engines"
@@ -135,11 +136,14 @@ def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[
 
 
 def unscored(plan: Plan) -> Plan:
-    """Return the plan without any reward, and without data: prompts that are not in verl's row format, or are typed."""
+    """Return the plan without any reward, environment or data: prompts that are not in verl's row format, or are typed."""
     data = dataclasses.replace(plan.config.data, val_files=[])
+    parts = plan.config.actor_rollout_ref
+    rollout = dataclasses.replace(parts.rollout, multi_turn=MultiTurnConfig())
+    single = dataclasses.replace(parts, rollout=rollout)
     return dataclasses.replace(
         plan,
-        config=dataclasses.replace(plan.config, data=data),
+        config=dataclasses.replace(plan.config, data=data, actor_rollout_ref=single),
         roles=tuple(role for role in plan.roles if role.name == "rollout"),
         pools=tuple(pool for pool in plan.pools if pool.name in {role.pool for role in plan.roles if role.name == "rollout"}),
         reward=RewardPlan(scores=False, rules=False, judge=False, steps_from="none"),

@@ -37,6 +37,8 @@ from grpo_rl.cluster.roles.trained_reward_model_role import (
     trained_reward_model_spec,
 )
 from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.envs.episode_pool import EpisodePool
+from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
@@ -73,6 +75,8 @@ class Cluster:
         self.console = console
         self.worker_sets: list[SupervisedSet] = []
         self.pools: dict[str, Pool] = {}
+        self.on_shutdown: list[Callable[[], None]] = []
+        """Functions that end what belongs to the cluster besides its worker sets."""
         self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
 
     def pool(self, name: str) -> Pool:
@@ -175,6 +179,8 @@ class Cluster:
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
+        for end in self.on_shutdown:
+            end()
         for worker_set in self.worker_sets:
             worker_set.shutdown()
         for pool in self.pools.values():
@@ -185,7 +191,7 @@ class Cluster:
 class StartedRoles:
     """The roles of a run, ready to work; None for each that the plan does not start."""
 
-    rollout: ReplicaPool | None
+    rollout: ReplicaPool | EpisodePool | None
     actor: ActorRole | None
     reference: ReferenceRole | None
     critic: CriticRole | None
@@ -203,8 +209,8 @@ Ranked = tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
 """A worker set of ranks, its factory, and the factory's arguments before and after the rank."""
 
 
-def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
-    """Start the roles of the plan and return them. `plan` has the number of steps, which the data decides.
+def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None) -> StartedRoles:
+    """Start the roles of the plan and return them; with `episodes` the rollout role plays these. `plan` has the number of steps, which the data decides.
 
     Processes start beside each other, for none touches a GPU before something is built in it. What is built in them comes up
     beside each other, too, except for engines on the GPUs of others: vLLM sizes its cache by what is free on the
@@ -215,6 +221,9 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     for planned in plan.pools:
         cluster.pool(planned.name)
     began = time.monotonic()
+    environments = None if episodes is None else episodes.environments(cluster.log_dir)
+    if environments is not None:
+        cluster.on_shutdown.append(environments.close)
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
@@ -236,9 +245,16 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any) -> StartedRoles:
     cluster.build(starts, began)
     for worker_set, *_ in ranked:
         worker_set.built()
+    rollout: ReplicaPool | EpisodePool | None = _make_pool(cluster, engines, actors, engine_spec)
+    if episodes is not None and environments is not None and isinstance(rollout, ReplicaPool) and engine_spec is not None:
+        # It loads parts of transformers that a controller without episodes does without.
+        from grpo_rl.rollout.model_info import stop_token_ids
+
+        stop_ids = frozenset(stop_token_ids(engine_spec))
+        rollout = episodes.pool(rollout, environments, tokenizer, stop_ids, engine_spec.max_model_len)
     actor = None if actors is None else make_actor(plan, actors, tokenizer)
     return StartedRoles(
-        rollout=_make_pool(cluster, engines, actors, engine_spec),
+        rollout=rollout,
         actor=actor,
         reference=make_reference(plan, references, actor),
         critic=None if critics is None else make_critic(plan, critics),

@@ -95,6 +95,11 @@ def samples_answers(config: Config) -> bool:
     return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
+def plays_episodes(config: Config) -> bool:
+    """Return whether rollouts are episodes of several turns, with an environment or tools."""
+    return config.actor_rollout_ref.rollout.multi_turn.enable and samples_answers(config) and not collects(config)
+
+
 def is_iterated(config: Config) -> bool:
     """Return whether the policy is trained in iterations, on the score of the reward model alone."""
     return config.trainer.schedule == ITERATE and not is_offline(config)

@@ -36,26 +36,47 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         group_of.setdefault(rollout.prompt.uid, len(group_of))
     prompt_lengths_N = _column((len(rollout.prompt.token_ids) for rollout in rollouts), np.int64)
     response_lengths_N = _column((len(rollout.response_ids) for rollout in rollouts), np.int64)
-    num_trained = int(response_lengths_N.sum())
+    num_tokens = int(response_lengths_N.sum())
+    trained = _trained_columns(rollouts, prompt_lengths_N, response_lengths_N)
     batch = Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=response_lengths_N,
         group_N=_column((group_of[rollout.prompt.uid] for rollout in rollouts), np.int64),
-        token_ids_S=torch.empty(int(prompt_lengths_N.sum()) + num_trained, dtype=torch.long, device="meta"),
+        token_ids_S=torch.empty(int(prompt_lengths_N.sum()) + num_tokens, dtype=torch.long, device="meta"),
         rewards_N=_column((rollout.reward for rollout in rollouts), np.float32),
-        rollout_logprobs_T=torch.empty(num_trained, device="meta"),
+        rollout_logprobs_T=torch.empty(len(trained.get("positions_T", range(num_tokens))), device="meta"),
         held=_held(rollouts),
         truncated_N=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+        masked_N=torch.tensor([rollout.masked for rollout in rollouts])
+        if any(rollout.masked for rollout in rollouts)
+        else None,
         reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
         if parts
         else None,
         baselines_N=_column((rollout.baseline for rollout in rollouts), np.float32)
         if _all_have("baseline", rollouts)
         else None,
+        **trained,
         **_step_columns(rollouts),
     )
     lies_elsewhere = any(isinstance(rollout.response_ids, Stretch) for rollout in rollouts)
     return batch if lies_elsewhere else with_tokens(batch)
+
+
+def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
+    """Return the places of the sampled tokens, where some tokens of the responses were not sampled; else nothing."""
+    if all(rollout.episode is None for rollout in rollouts):
+        return {}
+    ends_N = (prompt_lengths_N + response_lengths_N).cumsum(0)
+    begins = (ends_N - response_lengths_N).tolist()
+    pieces = [
+        np.arange(begin + start, begin + start + length)
+        for begin, rollout in zip(begins, rollouts, strict=True)
+        for start, length in rollout.spans
+    ]
+    lengths = (sum(length for _, length in rollout.spans) for rollout in rollouts)
+    positions_T = torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64))
+    return {"positions_T": positions_T, "trained_lengths_N": _column(lengths, np.int64)}
 
 
 def with_tokens(batch: Batch) -> Batch:
@@ -134,9 +155,24 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     steps_N = [rollout.steps or () for rollout in rollouts]
     return {
         "num_steps_N": _column(map(len, steps_N), np.int64),
-        "step_ends_K": _column((end for steps in steps_N for end, _ in steps), np.int64),
+        "step_ends_K": _column((end for one in rollouts for end in _trained_ends(one)), np.int64),
         "step_rewards_K": _column((reward for steps in steps_N for _, reward in steps), np.float32),
     }
+
+
+def _trained_ends(rollout: Rollout) -> list[int]:
+    """Return the index of each step's last token among the tokens that were sampled."""
+    ends = [end for end, _ in rollout.steps or ()]
+    if rollout.episode is None:
+        return ends
+    place_of: dict[int, int] = {}
+    before = 0
+    for start, length in rollout.spans:
+        place_of.update(zip(range(start, start + length), range(before, before + length), strict=True))
+        before += length
+    if wrong := [end for end in ends if end not in place_of]:
+        raise ValueError(f"rollout {_name(rollout)} has a step that ends at token {wrong[0]}, which was not sampled")
+    return [place_of[end] for end in ends]
 
 
 def _all_have(name: str, rollouts: Sequence[Rollout]) -> bool:

@@ -128,7 +128,51 @@ _COUNTDOWN = dataclasses.replace(
 _ARITHMETIC_EXPERTS = dataclasses.replace(
     _ARITHMETIC, name="arithmetic_experts", version=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
 )
-BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in (_ARITHMETIC, _COUNTDOWN, _ARITHMETIC_EXPERTS)}
+# The same network, shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that
+# moves have something to do with answers.
+_NUMBER_GUESSING = dataclasses.replace(
+    _ARITHMETIC,
+    name="number_guessing",
+    version=1,
+    warm_start=dataclasses.replace(
+        _ARITHMETIC.warm_start,
+        num_steps=220,
+        batch_size=32,
+        task="task:number_guessing?low=0&high=99&turns=12&answers=range&wording=short&play=random&sensible=0.6&num_rows=4096",
+    ),
+)
+_WORD_GAME = dataclasses.replace(
+    _NUMBER_GUESSING,
+    name="word_game",
+    warm_start=dataclasses.replace(
+        _NUMBER_GUESSING.warm_start,
+        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=4096",
+    ),
+)
+_GRID_WORLD = dataclasses.replace(
+    _NUMBER_GUESSING,
+    name="grid_world",
+    warm_start=dataclasses.replace(
+        _NUMBER_GUESSING.warm_start,
+        batch_size=16,
+        task="task:grid_world?size=4&walls=0.1&turns=24&wording=short&play=random&sensible=0.3&num_rows=2048",
+    ),
+)
+# Seven sums in ten it writes down as a careless pupil does, and for the others it calls the calculator.
+_CALCULATOR = dataclasses.replace(
+    _ARITHMETIC,
+    name="calculator",
+    version=1,
+    warm_start=dataclasses.replace(
+        _ARITHMETIC.warm_start,
+        batch_size=32,
+        task="task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=0.8&calculator_calls=0.3&num_rows=4096",
+    ),
+)
+BUILTINS: dict[str, Builtin] = {
+    spec.name: spec
+    for spec in (_ARITHMETIC, _COUNTDOWN, _ARITHMETIC_EXPERTS, _NUMBER_GUESSING, _WORD_GAME, _GRID_WORLD, _CALCULATOR)
+}
 
 
 def get_builtin(name: str) -> Builtin:

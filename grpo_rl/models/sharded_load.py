@@ -123,7 +123,14 @@ class WeightFiles:
         for path in set(self._file_of.values()):
             with safe_open(path, framework="pt") as opened:
                 of |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-        return [parameter for names, parameter in _named(lm) if any(of.get(name) == dtype for name in names)]
+        found = []
+        for names, parameter in _named(lm):
+            if expert_names.holds_experts(names[0]) and names[0] not in of:
+                whole = torch.empty(parameter.shape, device="meta")
+                names = [name for name, _ in expert_names.per_expert(names[0], whole)]
+            if {of[name] for name in names if name in of} == {dtype}:
+                found.append(parameter)
+        return found
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

@@ -14,7 +14,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine, MicroBatchRule
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
@@ -137,7 +137,7 @@ class RewardPlan:
     """True where reward functions run, in processes of their own."""
     judge: bool
     """True where a language model behind an endpoint judges the responses."""
-    steps_from: Literal["rules", "model", "none"]
+    steps_from: Literal["rules", "model", "turns", "none"]
     """The part that gives the rewards of reasoning steps to an estimator that reads them."""
     model_alone: bool = False
     """True where the reward model's score is the whole reward, and that of the rules is only shown beside it."""
@@ -205,10 +205,19 @@ class Plan:
         sizes = dataclasses.replace(self.sizes, num_train_rows=num_rows, total_steps=_total_steps(self.config, num_rows))
         return dataclasses.replace(self, sizes=sizes)
 
+    def with_data(self, data: DataConfig) -> Plan:
+        """Return the plan with other settings of the data."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, data=data))
+
     @property
     def overlaps(self) -> bool:
         """Return whether responses are sampled while the policy is trained, by a schedule that looks at their age itself."""
         return derived.overlaps(self.config)
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Return whether rollouts are episodes of several turns."""
+        return self.role("rollout") is not None and derived.plays_episodes(self.config)
 
     @property
     def trains(self) -> bool:
@@ -430,14 +439,22 @@ def _passes(config: Config, objective: Objective) -> Passes:
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
-        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated,
+        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated and not _masks_episodes(config),
         replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 
 
+def _masks_episodes(config: Config) -> bool:
+    """Return whether truncated episodes may be compared and not trained."""
+    rules = config.actor_rollout_ref.rollout.multi_turn.truncation
+    return derived.plays_episodes(config) and "mask" in (rules.turns, rules.tokens, rules.time)
+
+
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
     by_model = derived.scores_steps_by_model(config)
-    steps_from: Literal["rules", "model", "none"] = "none" if not reads_steps else "model" if by_model else "rules"
+    steps_from: Literal["rules", "model", "turns", "none"] = "none"
+    if reads_steps:
+        steps_from = "turns" if derived.plays_episodes(config) else "model" if by_model else "rules"
     rules, judge = scores and bool(config.reward.functions), scores and derived.has_judge(config)
     return RewardPlan(scores, rules, judge, steps_from, derived.is_iterated(config))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine, settled
+from grpo_rl.config.derived import Machine, plays_episodes, settled
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.plan import machine as machines
@@ -97,6 +97,7 @@ def _look_up_names(config: Config, machine: Machine) -> int | None:
 
 def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each name with its key, and the look-up that raises ConfigError for one that is unknown or does not fit."""
+    from grpo_rl.envs.setup import EpisodeSetup
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm, model_folder
     from grpo_rl.rewards.combined import factors_of
@@ -112,6 +113,8 @@ def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[],
     yield "", lambda: weight_backend(config, machine.device)
     yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
+    if plays_episodes(config):
+        yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls
     if custom.path is not None:
         yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")

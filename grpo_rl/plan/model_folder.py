@@ -174,7 +174,13 @@ def _is_plain(settings: dict[str, Any]) -> bool:
 
 
 def _broken_files(folder: Path) -> Iterator[str]:
-    """Weight files that are cut short or are none, and a tokenizer's settings that are no JSON."""
+    """Weight files that are cut short or are none, an adapter beside them, and a tokenizer's settings that are no JSON."""
+    if (folder / "adapter_config.json").is_file():
+        # transformers would add it to the model where one process reads the whole, and ranks that read shards would not.
+        yield (
+            f"{_PATH}={folder}: has a peft adapter beside the model, and it is not clear whether that belongs to the policy; move "
+            "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"
+        )
     for file in sorted(folder.glob("*.safetensors")):
         try:
             header, start = _header(file)

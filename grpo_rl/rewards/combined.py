@@ -18,8 +18,8 @@ from grpo_rl.types import GREEDY, Rollout
 if TYPE_CHECKING:
     from grpo_rl.protocols import Rewarder
 
-REWARD_MODEL, JUDGE = "reward_model", "judge"
-"""The names of the scores of models among the parts of the reward."""
+REWARD_MODEL, JUDGE, ENVIRONMENT = "reward_model", "judge", "environment"
+"""The names of the scores of models, and of the reward of an episode's turns, among the parts of the reward."""
 RULE = "by-rule"
 """The name of the rules' reward among the parts, where it is no summand. No function can be called so."""
 
@@ -163,18 +163,20 @@ def factors_of(config: Config) -> dict[str, float]:
 
 
 def model_factors(config: Config) -> dict[str, float]:
-    """The factors of the scores that models give."""
+    """The factors of the scores that models give, and of what the turns of an episode earn."""
     factors: dict[str, float] = {}
     if derived.has_reward_model(config):
         factors[REWARD_MODEL] = config.reward.reward_model.weight
     if derived.has_judge(config):
         factors[JUDGE] = config.reward.judge.weight
+    if derived.plays_episodes(config):
+        factors[ENVIRONMENT] = config.actor_rollout_ref.rollout.multi_turn.environment.reward_weight
     return factors
 
 
 def may_score_steps(config: Config) -> bool:
     """Return whether some part of the reward may give the rewards of reasoning steps."""
-    if derived.scores_steps_by_model(config):
+    if derived.scores_steps_by_model(config) or derived.plays_episodes(config):
         return True
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 
@@ -196,6 +198,8 @@ def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
             "model score",
             f"{ranks} {place}, FSDP2, {model.model_path}; {what}, in passes of <= {model.max_token_len_per_gpu:,} tokens",
         )
+    if derived.plays_episodes(config):
+        yield "episodes", _episodes(config)
     if derived.has_judge(config):
         judge = config.reward.judge
         rate = "" if judge.requests_per_minute is None else f", {judge.requests_per_minute:,} a minute"
@@ -206,6 +210,18 @@ def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
                 f"{1 + judge.retries} tries each, {judge.deadline_s:g} s in all; answers read by {judge.parser}"
             ),
         )
+
+
+def _episodes(config: Config) -> str:
+    own = config.actor_rollout_ref.rollout.multi_turn
+    names = [own.environment.name] if own.environment.name is not None else []
+    if own.tools or own.tool_config_path:
+        names.append(
+            f"tools by {own.format}: {', '.join([*([own.tool_config_path] if own.tool_config_path else []), *own.tools])}"
+        )
+    limits = [(own.max_assistant_turns, "turns"), (own.max_user_turns, "answers")]
+    bounds = [f"at most {number:,} {what}" for number, what in limits if number is not None]
+    return f"{'; '.join(names)}; in {own.environment.num_workers} processes" + "".join(f", {bound}" for bound in bounds)
 
 
 def describe_models(config: Config) -> list[str]:

@@ -153,9 +153,12 @@ class RewardFunction:
 
 
 def sample_of(rollout: Rollout) -> Sample:
-    """Return the arguments of a reward function for this rollout."""
-    prompt = rollout.prompt
-    return Sample(prompt.data_source, rollout.text, prompt.ground_truth, prompt.extra_info)
+    """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too."""
+    prompt, extra_info, episode = rollout.prompt, rollout.prompt.extra_info, rollout.episode
+    if episode is not None:
+        turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}
+        extra_info = extra_info | turns | {"turn_rewards": [turn.reward for turn in episode.turns]}
+    return Sample(prompt.data_source, rollout.text, prompt.ground_truth, extra_info)
 
 
 def place(name: str, rollout: Rollout) -> str:

@@ -25,6 +25,8 @@ class Report:
     """True where every log-prob is a finite number."""
     support_size: int | None = None
     """The number of ids in the completion's support, None where it has none."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
 
 
 def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
@@ -45,6 +47,7 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
             len(text),
             bool(np.isfinite(one.logprobs).all()),
             None if one.support is None else len(one.support.token_ids),
+            one.cached_tokens,
         )
         for one, text in zip(completions, texts, strict=True)
     ]

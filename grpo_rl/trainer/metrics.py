@@ -8,9 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_rl.episode import TRUNCATED
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.reward_failures import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
+
+COUNTS = ("tool_calls", "failed_calls", "malformed_calls")
+"""Counts that every run with episodes has, though they may be 0."""
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -20,6 +24,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     if rewards:
         metrics |= {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
         metrics["reward/std"] = statistics.pstdev(rewards)
+    metrics |= episode_metrics([rollout for rollout in rollouts if rollout.episode is not None])
     metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
     # One per prompt, which has as many equal ones as it has rollouts.
     baselines = {rollout.prompt.uid: rollout.baseline for rollout in rollouts if rollout.baseline is not None}
@@ -33,6 +38,37 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     for name, values in parts.items():
         if name.rpartition("/")[2] != "answer":
             metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": statistics.pstdev(values)}
+    return metrics
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return how the episodes went: turns, calls, waits for environments, how they ended, and what environments report.
+
+    Counts are per episode; `episode/truncated_*` and `episode/failed` are shares. Of `env/NAME` it is the mean of the last
+    values. Nothing without episodes.
+    """
+    episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    turns = [float(len(one.turns)) for one, _ in episodes]
+    metrics = {"episode/turns": _mean(turns), "episode/turns/max": max(turns), "episode/turns/min": min(turns)}
+    names = {*COUNTS, *(name for one, _ in episodes for name in one.counts)}
+    metrics |= {f"episode/{name}": _mean([one.counts.get(name, 0.0) for one, _ in episodes]) for name in sorted(names)}
+    for ending in TRUNCATED:
+        metrics[f"episode/truncated_{ending}"] = _mean([float(one.ended == ending) for one, _ in episodes])
+    metrics["episode/failed"] = _mean([float(one.ended == "failed") for one, _ in episodes])
+    if waits := [wait for one, _ in episodes for wait in one.waits_s]:
+        metrics |= {"episode/wait_s": _mean(waits), "episode/wait_s/max": max(waits)}
+    num_tokens = sum(len(rollout.response_ids) for _, rollout in episodes)
+    num_sampled = sum(one.num_sampled for one, _ in episodes)
+    metrics["episode/context_token_fraction"] = 1.0 - num_sampled / max(1, num_tokens)
+    metrics["episode/sampled_tokens"] = num_sampled / len(episodes)
+    cached = [turn for one, _ in episodes for turn in one.turns if turn.cached_tokens is not None]
+    if cached:
+        hits = sum(turn.cached_tokens or 0 for turn in cached)
+        metrics["episode/cache_hit_fraction"] = hits / max(1, sum(turn.context_tokens for turn in cached))
+    for name in sorted({name for one, _ in episodes for name in one.info}):
+        metrics[f"env/{name}"] = _mean([one.info[name] for one, _ in episodes if name in one.info])
     return metrics
 
 

@@ -34,7 +34,9 @@ class SyncSchedule:
         self.rewarder = required(context.roles.rewarder, "rewarder")
         self.reference, self.critic = context.roles.reference, context.roles.critic
         self.train_data = required(context.train_data, "training data")
-        self.advantage = Advantage(self.config.algorithm, self.rewarder.factors)
+        self.advantage = Advantage(
+            self.config.algorithm, self.rewarder.factors, of_turns=self.config.actor_rollout_ref.rollout.multi_turn.enable
+        )
         self.trained_tokens = TrainedTokens(self.config.algorithm)
         self.compares = context.objective.needs_pairs
         """True where the loss compares the best and the worst response of each group; no advantages are estimated then."""

@@ -16,8 +16,9 @@ from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.roles.rollout_pool import ReplicaPool, sample_seed
+from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.errors import ClusterError
+from grpo_rl.rollout.requests import sample_seed
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005

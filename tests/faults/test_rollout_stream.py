@@ -14,8 +14,9 @@ from test_recovery_replicas import Actor
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_sets import wait_all
-from grpo_rl.cluster.roles.rollout_pool import ReplicaPool, sample_seed
+from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.errors import WeightVersionError
+from grpo_rl.rollout.requests import sample_seed
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005

@@ -61,7 +61,7 @@ def count_reading() -> None:
 
     class CountingSlice:
         def __init__(self, rows: Any) -> None:
-            self.rows, self.get_shape = rows, rows.get_shape
+            self.rows, self.get_shape, self.get_dtype = rows, rows.get_shape, rows.get_dtype
 
         def __getitem__(self, place: slice) -> Tensor:
             read: Tensor = self.rows[place]

@@ -53,8 +53,8 @@ def test_gradients_and_parameters_are_those_of_one_rank(ranks, path, layout):
 @pytest.mark.parametrize("layout", ["2 together, by tokens, recomputed, in chunks", "4 together, more than key heads"])
 def test_shared_prompts_are_split_like_any_tokens(ranks, path, layout):
     objective = grpo("token-mean")
-    unshared = train(ranks, path, ALONE, objective, ONE_PROMPT)
-    assert_same(unshared, train(ranks, path, replace(TOGETHER[layout], share=True), objective, ONE_PROMPT))
+    alone = train(ranks, path, replace(ALONE, share=True), objective, ONE_PROMPT)
+    assert_same(alone, train(ranks, path, replace(TOGETHER[layout], share=True), objective, ONE_PROMPT))
 
 
 def test_columns_of_the_whole_vocabulary_are_those_of_one_rank(ranks, path):

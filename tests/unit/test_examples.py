@@ -19,7 +19,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.plan.make import make_plan
 
 EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
-ALONE = ["grpo_loss.py", "own_estimator.py", "own_loss.py", "own_reward.py", "own_task.py"]
+ALONE = ["grpo_loss.py", "own_environment.py", "own_estimator.py", "own_loss.py", "own_reward.py", "own_task.py"]
 OF_RUNS = ["read_a_run.py", "plot_runs.py"]
 A_RUN = "train_from_python.py"
 """The example that trains: tests/integration/test_api_run.py runs it."""
@@ -50,6 +50,7 @@ def test_every_file_is_run_by_a_test_and_stands_in_the_table() -> None:
 
 EXPECTED = {
     "grpo_loss.py": r"five lines   (0\.\d+)\nthe program  \1\n",
+    "own_environment.py": r"331: 3 right\nopened 1, reward 1\.0\n",
     "own_estimator.py": r"median   \[-0\.5, -0\.5, 0\.5, 8\.5\]",
     "own_loss.py": r"1\.000    -1\.000\n",
     "own_reward.py": r"'the sum is 55'    \{'score': 0\.5, 'acc': 1\.0",

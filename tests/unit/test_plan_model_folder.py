@@ -242,3 +242,8 @@ def test_a_reference_under_adapters_that_were_trained_before_is_refused(folder: 
         plan_of(folder, *words)
     plan = plan_of(folder, *words, "actor_rollout_ref.actor.use_kl_loss=false")
     assert plan.base_reference is None and plan.role("reference") is None
+
+
+def test_an_adapter_beside_the_weights_is_refused_for_two_ways_of_reading_would_differ(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert "has a peft adapter beside the model" in problem_of(folder)

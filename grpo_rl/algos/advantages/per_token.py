@@ -87,16 +87,22 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 @ADVANTAGES.register("grpo_process")
 @needs("group", "steps")
 @formula_by(divided)
-def grpo_process(inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: float = 1e-6) -> AdvantageOutput:
-    """The sum of the normalised rewards of the steps that end at the token or after it.
+def grpo_process(
+    inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: float = 1e-6, gamma: float = 1.0
+) -> AdvantageOutput:
+    """The discounted sum of the normalised rewards of the steps that end at the token or after it.
 
-    Formula: A = Σ_{steps of the response that end at or after the token} (r - mean(r of group)) / (std(r of group) + epsilon)
+    Formula: A = Σ_{steps of the response that end at or after the token} γ^k (r - mean(r of group)) / (std(r of group) +
+    epsilon); k = 0, 1, ... counts these steps; γ = gamma
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.3. Mean and sample standard deviation (n - 1) are taken over all step
     rewards of the group's responses together; `std="none"` leaves the division out. Tokens after the last step
     have 0. A group of one response compares its steps with each other; a group with one step, or whose step rewards
-    are all equal, gives exactly 0. Raises ValueError for a step that ends outside the token axis.
+    are all equal, gives exactly 0. γ discounts by steps, which are turns in episodes of several turns; the paper has 1. Raises
+    ValueError for a step that ends outside the token axis, and for gamma outside [0, 1].
     """
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma={gamma}: a number from 0 to 1")
     if std not in ("group", "none"):
         raise ValueError(f"std={std!r}: group or none")
     ends_K, rewards_K = inp.column("step_ends_K").long(), inp.column("step_rewards_K")
@@ -114,7 +120,7 @@ def grpo_process(inp: AdvantageInput, *, std: Literal["group", "none"] = "group"
     steps_N = torch.bincount(rollout_K, minlength=len(inp.lengths_N))
     to_come_K = torch.empty(len(ends_K), dtype=torch.float64)
     for lot in blockwise.lots(steps_N):
-        lot.write(blockwise.suffix_sums(lot.rows(normalised_K), 1.0), to_come_K)
+        lot.write(blockwise.suffix_sums(lot.rows(normalised_K), gamma), to_come_K)
 
     # The axis falls into runs with one advantage each: one up to every step's end, and 0 up to the response's.
     run_ends, order = torch.sort(torch.cat([ends_K + 1, token_ends_N]), stable=True)

@@ -10,6 +10,7 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
 from grpo_rl.rewards.contract.steps import Decode
+from grpo_rl.rewards.episode_rewards import EpisodeRewarder
 
 
 class ModelRewards:
@@ -20,6 +21,7 @@ class ModelRewards:
 
     def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
         self._config = plan.config.reward
+        self._episodes = plan.config.actor_rollout_ref.rollout.multi_turn if plan.plays_episodes else None
         self._models_alone = plan.reward.model_alone
         trained = plan.trains_reward_model
         scores = plan.reward.scores and plan.role("reward_model") is not None
@@ -31,12 +33,13 @@ class ModelRewards:
 
             self._judge = JudgeSetup.from_config(plan.config.reward.judge)
 
-    def beside(self, rules: Rewarder | None, scorers: WorkerSet | None) -> CombinedRewarder:
-        """Rules and models as the one reward of the run."""
+    def beside(self, rules: Rewarder | None, scorers: WorkerSet | None) -> CombinedRewarder | EpisodeRewarder:
+        """Rules and models as the one reward of the run, and the reward of turns where there are several."""
         models: list[ModelReward] = []
         if self._setup is not None:
             assert scorers is not None
             models.append(self._setup.over(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        return CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)
+        whole = CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)
+        return whole if self._episodes is None else EpisodeRewarder(whole, self._episodes, self._config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from grpo_rl.types import Request
 
+HOMES = 2**17
+"""Conversations whose replica is remembered."""
 W = TypeVar("W", bound=Hashable)
 
 
@@ -18,6 +20,8 @@ class Ledger(Generic[W]):
         self.waiting: deque[Request] = deque(requests)
         self.in_flight: dict[W, dict[str, Request]] = {}
         """The replicas that may be asked, and the requests that each has, in the order given."""
+        self._homes: OrderedDict[str, W] = OrderedDict()
+        """The replica that each conversation was last at, of the newest ones."""
 
     @property
     def open(self) -> bool:
@@ -46,19 +50,31 @@ class Ledger(Generic[W]):
     def shares(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
         """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
 
-        Replicas with `refill_below` or more get none now, so that each is sent many at a time.
+        Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
+        where that was before, as long as there is room: that replica's prefix cache has what came before.
         """
         shares: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
         hungry = [worker for worker, mine in self.in_flight.items() if len(mine) < below]
         while self.waiting and hungry:
-            worker = min(hungry, key=lambda w: len(self.in_flight[w]))
+            home = self._home(self.waiting[0], capacity)
+            worker = min(hungry, key=lambda w: len(self.in_flight[w])) if home is None else home
             if len(self.in_flight[worker]) >= capacity:
                 break
             request = self.waiting.popleft()
+            if request.conversation:
+                self._homes[request.conversation] = worker
+                self._homes.move_to_end(request.conversation)
+                if len(self._homes) > HOMES:
+                    self._homes.popitem(last=False)
             self.in_flight[worker][request.request_id] = request
             shares.setdefault(worker, []).append(request)
         return shares
+
+    def _home(self, request: Request, capacity: int) -> W | None:
+        """Return the replica that has the conversation of a request, where it has room; None otherwise."""
+        worker = self._homes.get(request.conversation) if request.conversation else None
+        return worker if worker is not None and len(self.in_flight.get(worker, range(capacity))) < capacity else None
 
     def answered(self, worker: W, request_id: str) -> bool:
         """Note an answer; return whether it is the one that counts: the first, and from the request's replica."""

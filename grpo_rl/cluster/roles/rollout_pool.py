@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,6 +19,7 @@ from grpo_rl.cluster.roles.shares import StoredBlock
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.reports import Report, Reported, unpack
+from grpo_rl.rollout.requests import rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 # A replica gets a little more than it samples at once, so that it never waits for the controller.
@@ -204,15 +204,28 @@ class ReplicaPool:
                 wanted[rollout_id(prompt, sample)] = (prompt, sample)
                 settings = sampling_of(sampling, prompt.uid, sample)
                 requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
+        self._add(wanted, requests)
+        self._admit()
+        self._top_up()
+        return list(wanted)
+
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
+
+        They go to the replicas with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
+        as `submit` does.
+        """
+        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
+        self._add(wanted, [Request(rollout_id(prompt, 0), prompt.token_ids, *rest) for prompt, *rest in turns])
+        return list(wanted)
+
+    def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request]) -> None:
         taken = sorted(wanted.keys() & self._wanted.keys())
         if taken or len(wanted) < len(requests):
             raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
         self._wanted |= wanted
         self._ledger.add(requests)
         self._quiet_s = 0.0
-        self._admit()
-        self._top_up()
-        return list(wanted)
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
         """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.
@@ -273,12 +286,16 @@ class ReplicaPool:
         except BaseException:
             self.forget(ids)
             raise
+        self.rest()
+        return [finished[one] for one in ids]
+
+    def rest(self) -> None:
+        """Let the engines give their memory back, where they do that and nothing is asked for."""
         if self.options.sleeps and not self._wanted:
             serving = self.replicas.serving
             calls = [worker.call("sleep") for worker in serving]
             settle(serving, calls, self.options.step_timeout_s, "rollout.sleep", self.replicas.failed)
             self._sleeping.update(serving)
-        return [finished[one] for one in ids]
 
     def _collect(self, wait_s: float, *, top_up: bool = True) -> None:
         """Take what the replicas have completed; wait up to `wait_s` for the first of them that reports."""
@@ -357,6 +374,7 @@ class ReplicaPool:
             versions=ended.report.versions,
             support=ended.support,
             text_at=ended.text,
+            cached_tokens=ended.report.cached_tokens,
         )
 
 
@@ -376,26 +394,6 @@ def check_versions(completion: Report | Completion, version: int, max_staleness:
     labelled = sum(num_tokens for _, num_tokens in completion.versions)
     if labelled != completion.num_tokens:
         raise WeightVersionError(f"{where} has {completion.num_tokens} tokens, and weight versions for {labelled}")
-
-
-def rollout_id(prompt: Prompt, sample: int) -> str:
-    """Return what names one rollout in the pool and in the engines."""
-    return f"{prompt.uid}/{sample}"
-
-
-def sampling_of(sampling: Sampling, uid: str, sample: int) -> Sampling:
-    """Return how one response is sampled: with a seed of its own, or greedily."""
-    if sample == GREEDY:
-        return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, keep_support=False, seed=None)
-    return replace(sampling, seed=sample_seed(sampling.seed, uid, sample))
-
-
-def sample_seed(seed: int | None, uid: str, sample: int) -> int | None:
-    """Return the seed of one response, another for each, the same wherever and whenever it is sampled."""
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(f"{seed}:{uid}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def rollout_factory(spec: Any, start_timeout_s: float, call_timeout_s: float) -> Any:

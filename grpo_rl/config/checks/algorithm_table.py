@@ -21,7 +21,7 @@ ESTIMATORS: dict[str, Facts] = {
     "gpg": {"needs": ("group",), "options": ("std", "epsilon")},
     "grpo": {"needs": ("group",), "options": ("std", "epsilon")},
     "grpo_passk": {"needs": ("group",), "options": ("std", "epsilon")},
-    "grpo_process": {"needs": ("group", "steps"), "options": ("std", "epsilon")},
+    "grpo_process": {"needs": ("group", "steps"), "options": ("std", "epsilon", "gamma")},
     "opo": {"needs": ("group",), "options": ()},
     "reinforce_plus_plus": {"needs": (), "options": ("gamma",)},
     "reinforce_plus_plus_baseline": {"needs": ("group",), "options": ()},
@@ -94,5 +94,22 @@ REWARDS: tuple[str, ...] = (
     "tags",
 )
 ENGINES: tuple[str, ...] = ("hf", "vllm")
-TASKS: tuple[str, ...] = ("arithmetic", "countdown", "rated_sums")
-EMBEDDED_MODELS: tuple[str, ...] = ("arithmetic", "arithmetic_experts", "countdown")
+TASKS: tuple[str, ...] = (
+    "arithmetic",
+    "countdown",
+    "episodes",
+    "fact_chains",
+    "grid_world",
+    "number_guessing",
+    "rated_sums",
+    "word_game",
+)
+EMBEDDED_MODELS: tuple[str, ...] = (
+    "arithmetic",
+    "arithmetic_experts",
+    "calculator",
+    "countdown",
+    "grid_world",
+    "number_guessing",
+    "word_game",
+)

@@ -12,6 +12,7 @@ from grpo_rl.config.derived import (
     critic_has_own_model,
     has_judge,
     has_reward_model,
+    plays_episodes,
     samples_answers,
     trains_only_reward_model,
 )
@@ -94,7 +95,7 @@ def model_folder(path: str, *, needs_tokenizer: bool, elsewhere: bool = False) -
 def _rewards(config: Config) -> Iterator[str]:
     reward, custom = config.reward, config.reward.custom_reward_function
     if (samples_answers(config) or collects(config)) and not (
-        reward.functions or has_reward_model(config) or has_judge(config)
+        reward.functions or has_reward_model(config) or has_judge(config) or plays_episodes(config)
     ):
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):

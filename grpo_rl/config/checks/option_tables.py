@@ -6,12 +6,25 @@ Written by scripts/write_option_tables.py; a test compares it with the functions
 from __future__ import annotations
 
 TASK_OPTIONS: dict[str, str] = {
-    "arithmetic": "num_rows:int forms:str carrying:float forgotten_carries:float split:train|val seed:int",
+    "arithmetic": (
+        "num_rows:int forms:str carrying:float forgotten_carries:float calculator_calls:float split:train|val seed:int"
+    ),
     "countdown": (
         "num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int "
         "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
     ),
+    "episodes": "num_rows:int prompt:str data_source:str",
+    "fact_chains": "num_rows:int hops:str split:train|val seed:int",
+    "grid_world": (
+        "num_rows:int size:int walls:float key:bool fewest_steps:int turns:int wording:words|short "
+        "play:none|random sensible:float split:train|val seed:int"
+    ),
+    "number_guessing": (
+        "num_rows:int low:int high:int turns:int answers:direction|range wording:words|short play:none|random "
+        "sensible:float seed:int"
+    ),
     "rated_sums": "num_rows:int digits:int errors:float split:train|val seed:int",
+    "word_game": ("num_rows:int letters:str length:int turns:int wording:words|short play:none|random sensible:float seed:int"),
 }
 REWARD_OPTIONS: dict[str, str] = {
     "arithmetic": "",

@@ -1,4 +1,4 @@
-"""Settings of model rewards that contradict each other, do nothing, or name what is not there."""
+"""Settings of model rewards and of episodes that contradict each other, do nothing, or name what is not there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
 
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
 _MODEL, _JUDGE = "reward.reward_model", "reward.judge"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
@@ -183,3 +184,76 @@ def _idle(config: Config, section: str, switch: str, reason: str) -> Iterator[st
         group, _, name = key.rpartition(".")
         if group == section and name != switch and getattr(values, name) != leaf.default:
             yield f"{key}={show(getattr(values, name))}: {reason}; leave it out, or set it to {show(leaf.default)} where the recipe has it"
+
+
+# ---- episodes of several turns: actor_rollout_ref.rollout.multi_turn ----------------------------------------
+
+
+def episode_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong in `multi_turn`, and what does not go with episodes."""
+    own = config.actor_rollout_ref.rollout.multi_turn
+    if not own.enable:
+        return
+    if own.environment.name is None and not has_tools(config):
+        yield (
+            f"{_TURNS}.enable=true: nothing answers the policy; name {_TURNS}.environment.name, or tools by {_TURNS}.tools or "
+            "tool_config_path"
+        )
+    if derived.collects(config):
+        yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
+    elif not derived.samples_answers(config):
+        yield f"{_TURNS}.enable=true: nothing is sampled in this run; leave it out"
+    if config.actor_rollout_ref.rollout.ignore_eos:
+        yield f"{_TURNS}.enable=true: with actor_rollout_ref.rollout.ignore_eos=true no turn would ever end; leave that out"
+    path = own.tool_config_path
+    if path is not None and not Path(path).expanduser().is_file():
+        yield f"{_TURNS}.tool_config_path={path}: there is no file {Path(path).expanduser().absolute()}"
+    for key, name in (
+        ("environment.name", own.environment.name),
+        ("format", own.format),
+        *(("tools", one) for one in own.tools),
+    ):
+        source = Path((name or "").rpartition(":")[0]).expanduser()
+        if source.suffix == ".py" and not source.is_file():
+            yield f"{_TURNS}.{key}={name}: there is no file {source.absolute()}"
+    if own.environment.tool_timeout_s > own.environment.step_timeout_s:
+        yield (
+            f"{_TURNS}.environment.tool_timeout_s={own.environment.tool_timeout_s:g}: longer than step_timeout_s="
+            f"{own.environment.step_timeout_s:g}, which ends the whole episode; give it less"
+        )
+
+
+def has_tools(config: Config) -> bool:
+    """Return whether turns may call tools."""
+    own = config.actor_rollout_ref.rollout.multi_turn
+    return bool(own.tools) or own.tool_config_path is not None
+
+
+def episode_switches(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the keys of episodes that need another setting: whether it is there, and the reason to give where it is not."""
+    own = config.actor_rollout_ref.rollout.multi_turn
+    if not own.enable:
+        return {
+            key: (False, f"needs {_TURNS}.enable=true")
+            for key in leaves()
+            if key.startswith(f"{_TURNS}.") and key != f"{_TURNS}.enable"
+        }
+    calls = (has_tools(config), f"needs {_TURNS}.tools or tool_config_path")
+    of_calls = ("format", "max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
+    rules = own.truncation
+    return {
+        **{f"{_TURNS}.{name}": calls for name in (*of_calls, "environment.tool_timeout_s")},
+        f"{_TURNS}.environment.options": (own.environment.name is not None, f"needs {_TURNS}.environment.name"),
+        f"{_TURNS}.truncation.penalty": (
+            "punish" in (rules.turns, rules.tokens, rules.time),
+            f"needs {_TURNS}.truncation.turns, tokens or time =punish",
+        ),
+        f"{_TURNS}.truncation.turns": (
+            own.max_assistant_turns is not None or own.max_user_turns is not None,
+            f"needs {_TURNS}.max_assistant_turns or max_user_turns",
+        ),
+        f"{_TURNS}.turn_discount": (
+            own.environment.reward_weight != 0,
+            f"needs {_TURNS}.environment.reward_weight other than 0",
+        ),
+    }

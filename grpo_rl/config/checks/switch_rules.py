@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from grpo_rl.config.checks import data_rules, schedule_rules
+from grpo_rl.config.checks import data_rules, reward_rules, schedule_rules
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
     collects,
@@ -38,6 +38,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _profiler(config)
     yield from _head(config)
     yield from schedule_rules.problems(config)
+    yield from reward_rules.episode_problems(config)
     yield from _without_effect(config)
 
 
@@ -224,6 +225,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         **_lora_switches(config),
         **_layer_switches(config),
         **_run_switches(config),
+        **reward_rules.episode_switches(config),
         "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
         "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
         "data.gen_batch_size": (

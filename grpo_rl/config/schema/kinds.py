@@ -34,6 +34,7 @@ Seed = Annotated[int, Range(ge=0, le=2**63 - 1, reason="torch, numpy and files h
 Prompts = Annotated[int, Range(ge=1, le=2**20, reason="all prompts of a step are held at once")]
 Responses = Annotated[int, Range(ge=1, le=2**16, reason="the responses to one prompt are held and compared together")]
 Rollouts = Annotated[int, Range(ge=1, le=2**20, reason="the rollouts of one pass are in memory together")]
+Turns = Annotated[int, Range(ge=1, le=10**5, reason="every turn is a request of its own, whose context holds all before it")]
 Staleness = Annotated[int, Range(ge=0, le=1024, reason="the prompts of one more batch are held and sampled ahead")]
 Updates = Annotated[int, Range(ge=1, le=1025, reason="weights that are sent more rarely are older than any bound on staleness")]
 TableRows = Annotated[int, Range(ge=0, le=10_000, reason="a table is for reading; the files in <run>/val have every response")]

@@ -40,6 +40,7 @@ from grpo_rl.config.schema.kinds import (
     TopK,
     WeightDecay,
 )
+from grpo_rl.config.schema.multi_turn import MultiTurnConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +368,7 @@ class RolloutConfig:
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     hf: HfEngineConfig = field(default_factory=HfEngineConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of speed and memory for the engine's constructor, by engine name: {vllm: {block_size: 32}}. What another key owns, and what loads code, is refused."""
 

@@ -51,6 +51,7 @@ from grpo_rl.config.schema.model import (
     ValSamplingConfig,
     WeightSyncConfig,
 )
+from grpo_rl.config.schema.multi_turn import EnvironmentConfig, MultiTurnConfig, TruncationConfig
 from grpo_rl.config.schema.reward import (
     CustomRewardConfig,
     JudgeConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "CustomClsConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "EnvironmentConfig",
     "FilterGroupsConfig",
     "Fraction",
     "FsdpConfig",
@@ -91,6 +93,7 @@ __all__ = [
     "JudgeConfig",
     "KlControlConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "NonNegative",
     "OptimConfig",
     "OverlongBufferConfig",
@@ -112,6 +115,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "TrainerConfig",
+    "TruncationConfig",
     "ValSamplingConfig",
     "WeightSyncConfig",
 ]

@@ -35,7 +35,8 @@ _NO_LORA = "the critic is trained whole, without LoRA"
 _NO_QLORA = "LoRA over quantized weights (QLoRA) is not here; the base model is read in float32"
 _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
-_NO_MULTI_TURN = "there are no tools or several turns: one response per prompt"
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+_ENVIRONMENT = f"use {_TURNS}.environment.name, with its options"
 _NO_IMAGES = "prompts are text only"
 _PROFILERS = "the tools are torch (traces) and torch_memory (histories of a GPU's memory), with torch's defaults"
 _NO_QUANTIZATION = "training is not quantized; engines are by actor_rollout_ref.rollout.quantization=fp8"
@@ -154,11 +155,20 @@ _ROLLOUT: dict[str, Answer] = {
     "over_sample_rate": Answer("exactly n responses per prompt are sampled", (0,)),
     "multi_stage_wake_up": _hint("the engine decides how it wakes up", *_ANY_BOOL),
     "router_config_path": _hint("requests go to the replica with the least work"),
-    **_switch("multi_turn", _NO_MULTI_TURN),
+    "multi_turn.interaction_config_path": Answer(_ENVIRONMENT),
+    "multi_turn.function_tool_path": Answer(f"use {_TURNS}.tools or tool_config_path"),
+    "multi_turn.use_inference_chat_template": _hint("turns stay as they were sampled, whatever the template drops", *_ANY_BOOL),
+    "multi_turn.tokenization_sanity_check_mode": _hint(
+        "turns are never tokenized again; the template is checked once, at the start", "strict", "ignore_strippable", "disable"
+    ),
+    "multi_turn.num_repeat_rollouts": Answer("use actor_rollout_ref.rollout.n"),
     "calculate_log_probs": _hint("the engine's log-probs are always compared with the trainer's", True),
-    "agent": Answer("there are no agent loops: the controller sends requests to the replicas itself"),
+    "agent": Answer(f"there are no agent loops; episodes of several turns are {_TURNS}"),
     "agent.num_workers": _hint("the controller sends requests to the replicas itself"),
-    "agent.default_agent_loop": Answer(_NO_MULTI_TURN, ("single_turn_agent",)),
+    "agent.default_agent_loop": Answer(
+        f"single responses, or episodes with {_TURNS}.enable=true; {_ENVIRONMENT}", ("single_turn_agent", "tool_agent")
+    ),
+    "agent.agent_loop_config_path": Answer(_ENVIRONMENT),
     "checkpoint_engine.engine_kwargs": Answer("the ways weights can travel are the values of checkpoint_engine.backend"),
     "checkpoint_engine.custom_backend_module": Answer(
         "the ways weights can travel are the values of checkpoint_engine.backend"
@@ -207,8 +217,8 @@ _DATA: dict[str, Answer] = {
     "tokenizer": Answer(f"use {_M}.tokenizer_path"),
     "use_shm": _hint("files are read where they lie", False),
     "val_batch_size": _hint("all validation prompts go to the engines at once; leave it out"),
-    "tool_config_path": Answer(_NO_MULTI_TURN),
-    "function_tool_path": Answer(_NO_MULTI_TURN),
+    "tool_config_path": Answer(f"use {_TURNS}.tool_config_path"),
+    "function_tool_path": Answer(f"use {_TURNS}.tools or tool_config_path"),
     "return_raw_input_ids": _hint("rollouts always hold token ids and text", *_ANY_BOOL),
     "return_raw_chat": _hint("rollouts always hold token ids and text", *_ANY_BOOL),
     "return_full_prompt": _hint("rollouts always hold token ids and text", *_ANY_BOOL),

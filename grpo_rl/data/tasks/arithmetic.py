@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from typing import Literal, NamedTuple
@@ -47,6 +48,7 @@ def arithmetic(
     forms: str = "3+1",
     carrying: float = 0.0,
     forgotten_carries: float = 0.0,
+    calculator_calls: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> list[Row]:
@@ -56,11 +58,13 @@ def arithmetic(
     operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
     are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
     borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
-    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. Row i is drawn from
+    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. `calculator_calls` is the share of rows
+    whose demonstration calls the tool calculator and repeats its result; where it is above 0 all rows have their demonstration
+    as a conversation, `messages`. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
     long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, carrying, forgotten_carries, split)
+    _check(num_rows, carrying, forgotten_carries, calculator_calls, split)
     parsed = [_parse_form(form) for form in forms.split(",")]
     if carrying > 0 and any(form.operation == "*" or (form.operation == "-" and form.left_digits == 1) for form in parsed):
         raise ConfigError(
@@ -77,6 +81,8 @@ def arithmetic(
         if forgotten_carries > 0:
             forgets = rng.random() < forgotten_carries
             row["extra_info"]["demonstration"] = str(without_carries(problem) if forgets else problem.answer)
+        if calculator_calls > 0:
+            row["messages"] = _conversation(row, problem, calls=rng.random() < calculator_calls)
         rows.append(row)
     return rows
 
@@ -90,6 +96,20 @@ def to_row(problem: Problem, split: str, index: int) -> Row:
         "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
         "extra_info": {"split": split, "index": index, "level": level(problem)},
     }
+
+
+def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, str]]:
+    """Return the prompt and its demonstration; with `calls` by a call of the calculator, in the form that Qwen's models write it."""
+    if not calls:
+        answer = row["extra_info"].get("demonstration", str(problem.answer))
+        return [*row["prompt"], {"role": "assistant", "content": answer}]
+    call = {"name": "calculator", "arguments": {"expression": problem.text.removesuffix("=")}}
+    return [
+        *row["prompt"],
+        {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
+        {"role": "tool", "content": str(problem.answer)},
+        {"role": "assistant", "content": str(problem.answer)},
+    ]
 
 
 def level(problem: Problem) -> int:
@@ -166,11 +186,15 @@ def _parse_form(text: str) -> Form:
     return Form(int(match[1]), match[2], int(match[3]))
 
 
-def _check(num_rows: int, carrying: float, forgotten_carries: float, split: str) -> None:
+def _check(num_rows: int, carrying: float, forgotten_carries: float, calculator_calls: float, split: str) -> None:
     problems = []
     if num_rows < 1:
         problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
-    for name, share in (("carrying", carrying), ("forgotten_carries", forgotten_carries)):
+    for name, share in (
+        ("carrying", carrying),
+        ("forgotten_carries", forgotten_carries),
+        ("calculator_calls", calculator_calls),
+    ):
         if not 0 <= share <= 1:
             problems.append(f"task arithmetic: {name}={share} must be between 0 and 1")
     if split not in ("train", "val"):

@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
+from grpo_rl.data.tasks.games.fact_chains import fact_chains
+from grpo_rl.data.tasks.games.game_rows import episodes
+from grpo_rl.data.tasks.games.grid_maps import grid_world
+from grpo_rl.data.tasks.games.secret_numbers import number_guessing
+from grpo_rl.data.tasks.games.secret_words import word_game
 from grpo_rl.data.tasks.made_rows import Row
 from grpo_rl.data.tasks.options import split_spec
 from grpo_rl.data.tasks.rated_sums import rated_sums
@@ -26,6 +31,11 @@ TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 TASKS.register("arithmetic")(arithmetic)
 TASKS.register("countdown")(countdown)
 TASKS.register("rated_sums")(rated_sums)
+TASKS.register("number_guessing")(number_guessing)
+TASKS.register("word_game")(word_game)
+TASKS.register("grid_world")(grid_world)
+TASKS.register("fact_chains")(fact_chains)
+TASKS.register("episodes")(episodes)
 
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read

@@ -1,4 +1,4 @@
-"""Messages between the run and its reward processes: a length of four bytes, then JSON.
+"""Messages between the run and its reward and environment processes: a length of four bytes, then JSON.
 
 JSON and not pickle: reading the output of a process that has run a user's code must not run any code.
 """
@@ -43,6 +43,20 @@ def receive(channel: socket.socket) -> Any:
         return None
     body = _exactly(channel, LENGTH.unpack(head)[0])
     return None if body is None else decode(body)
+
+
+def receive_bounded(channel: socket.socket) -> bytearray | None:
+    """The body of the next message of a blocking channel; None once the other side is gone.
+
+    Raises ValueError for one longer than `LONGEST_ANSWER`, before it is read.
+    """
+    head = _exactly(channel, LENGTH.size)
+    if head is None:
+        return None
+    size = LENGTH.unpack(head)[0]
+    if size > LONGEST_ANSWER:
+        raise ValueError(f"a message of {size} bytes; at most {LONGEST_ANSWER} are read")
+    return _exactly(channel, size)
 
 
 def _exactly(channel: socket.socket, size: int) -> bytearray | None:

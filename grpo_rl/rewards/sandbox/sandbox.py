@@ -103,7 +103,8 @@ class Sandbox:
     Raises SandboxUnavailable, and runs nothing, where a wall cannot be built.
     """
 
-    def __init__(self, source: str, limits: Limits | None = None) -> None:
+    def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
+        """Start one. Where a `line` is given, the first case has it as its standard input, to be read and written; it is closed here."""
         self._limits = limits or Limits()
         self._setup = {
             "source": source.encode(errors="replace"),
@@ -112,12 +113,14 @@ class Sandbox:
             "rlimits": self._limits.rlimits(),
             "max_output": int(self._limits.output_kb * 1024),
             "tmp_options": f"size={int(self._limits.file_mb * MIB)},nr_inodes=1000,mode=777",
+            "line": None if line is None else line.fileno(),
         }
+        given = [] if line is None else [line.fileno()]
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        with theirs, line or contextlib.nullcontext():
             self._process = subprocess.Popen(
                 [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *given],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -142,16 +145,9 @@ class Sandbox:
         Raises RewardError when the sandbox itself fails: that is no verdict on the source.
         """
         allowed = min(self._limits.time_s, time_s or math.inf)
-        nonce = secrets.token_bytes(inside.NONCE_BYTES)
-        request = {
-            "stdin": case.stdin.encode(errors="replace"),
-            "function": case.function,
-            "arguments": case.arguments,
-            "time_s": allowed,
-        }
         deadline = time.monotonic() + allowed + GRACE_S
         try:
-            self._send(nonce + _framed(request), deadline)
+            nonce = self.begin(case, allowed)
             if self._receive(len(nonce), deadline) != nonce:
                 raise EOFError
             return self._outcome(deadline)
@@ -160,6 +156,18 @@ class Sandbox:
             raise RewardError(
                 f"the sandbox for code ended in the middle of a case: {error or 'it closed its channel'}"
             ) from error
+
+    def begin(self, case: Case, time_s: float) -> bytes:
+        """Start a case without waiting for its end, as a program that is talked to on its line is; returns what its outcome begins with."""
+        nonce = secrets.token_bytes(inside.NONCE_BYTES)
+        request = {
+            "stdin": case.stdin.encode(errors="replace"),
+            "function": case.function,
+            "arguments": case.arguments,
+            "time_s": time_s,
+        }
+        self._send(nonce + _framed(request), time.monotonic() + time_s + GRACE_S)
+        return nonce
 
     def close(self) -> None:
         """Kill every process inside, and wait for them. May be called twice."""

@@ -184,6 +184,7 @@ class VllmEngine:
             finish_reason=reason,
             versions=tuple((int(span.version), span.end - span.start) for span in sampled.weight_versions or ()),
             support=support_of(logprobs) if sampling.returns_support else None,
+            cached_tokens=output.num_cached_tokens,
         )
 
     def _warm_up(self) -> None:

@@ -29,6 +29,8 @@ FIELDS = {
     "failure": "failure",
     "cause": "failure_cause",
     "finish_reason": "finish_reason",
+    "ended": "ended",
+    "turns": "num_turns",
     "data_source": "data_source",
     "ground_truth": "ground_truth",
     "uid": "uid",

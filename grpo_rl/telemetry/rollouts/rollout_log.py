@@ -20,6 +20,7 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
+    from grpo_rl.episode import Episode
     from grpo_rl.types import Rollout
 
 Kind = Literal["rollouts", "val"]
@@ -170,6 +171,7 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
 def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: bool = False) -> dict[str, Any]:
     """Return one rollout as a line of the log has it; with its tokens and their log-probs where that is asked for."""
     logprobs = np.asarray(rollout.rollout_logprobs)
+    sampled = np.concatenate([logprobs[start : start + length] for start, length in rollout.spans] or [logprobs[:0]])
     optional = {
         "weight_versions": rollout.versions if len(rollout.versions) > 1 else None,
         "baseline": rollout.baseline,
@@ -178,6 +180,9 @@ def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: 
         "failure_cause": rollout.failure_cause,
         "token_ids": np.asarray(rollout.response_ids) if with_tokens else None,
         "token_logprobs": [round(value, 4) for value in logprobs.tolist()] if with_tokens else None,
+        "ended": None if rollout.episode is None else rollout.episode.ended,
+        "num_turns": None if rollout.episode is None else len(rollout.episode.turns),
+        "episode": None if rollout.episode is None else episode_record(rollout.episode),
     }
     return {
         "prompt": rollout.prompt.text,
@@ -193,8 +198,30 @@ def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: 
         "weight_version": rollout.oldest_version,
         "prompt_length": len(rollout.prompt.token_ids),
         "response_length": len(rollout.response_ids),
-        "rollout_logprob_mean": float(logprobs.mean(dtype="float64")) if len(logprobs) else None,
+        "rollout_logprob_mean": float(sampled.mean(dtype="float64")) if len(sampled) else None,
     } | {name: value for name, value in optional.items() if value is not None}
+
+
+def episode_record(episode: Episode) -> dict[str, Any]:
+    """Return an episode as the log has it: the conversation, and of each assistant turn its sampled tokens and its reward.
+
+    `spans` are start and length, in the response, of the tokens that were sampled; all others are context.
+    """
+    turns = iter(episode.turns)
+    messages: list[dict[str, Any]] = []
+    for message in episode.messages:
+        shown = dict(message)
+        if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
+            shown |= {"tokens": turn.length, "reward": turn.reward}
+        messages.append(shown)
+    return {
+        "messages": messages,
+        "spans": [[turn.start, turn.length] for turn in episode.turns],
+        "ended": episode.ended,
+        "counts": dict(episode.counts),
+        "wait_s": round(sum(episode.waits_s), 3),
+        "info": dict(episode.info),
+    }
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:

@@ -63,18 +63,26 @@ def as_html(title: str, records: Sequence[Record]) -> str:
 def facts(record: Record) -> list[tuple[str, str]]:
     """Return reward, components, advantage and the other short facts, in the order in which they are shown."""
     names = ["reward", "failure", *record.get("reward_parts", {}), "advantage", "baseline"]
-    names += ["finish_reason", "response_length", "data_source", "uid", "sample"]
+    names += ["ended", "turns", "finish_reason", "response_length", "data_source", "uid", "sample"]
     return [(name, _short(value)) for name in names if (value := field(record, name)) is not None]
 
 
 def texts(record: Record) -> list[tuple[str, str]]:
-    """Return prompt, ground truth, response, and why there is no score, with their labels."""
+    """Return prompt, ground truth, response or the turns of an episode, and why there is no score, with their labels."""
     truth, cause = record.get("ground_truth"), record.get("failure_cause")
     pairs = [("prompt", str(record.get("prompt", "")))]
     if truth is not None:
         pairs.append(("truth", str(truth)))
-    pairs.append(("response", str(record.get("response", ""))))
+    pairs += _turns(record["episode"]) if record.get("episode") else [("response", str(record.get("response", "")))]
     return pairs if cause is None else [*pairs, ("cause", str(cause))]
+
+
+def _turns(episode: Record) -> list[tuple[str, str]]:
+    """Return the conversation of an episode; assistant turns, whose tokens are trained, have a `*`."""
+    return [
+        ("turn *" if message.get("role") == "assistant" else str(message.get("role", "")), str(message.get("content", "")))
+        for message in episode.get("messages", ())
+    ]
 
 
 def _short(value: Any) -> str:

@@ -39,13 +39,16 @@ def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _N
 class Advantage:
     """The configured estimator, with the KL penalty in the reward where it is wanted."""
 
-    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS) -> None:
+    def __init__(self, config: AlgorithmConfig, factors: Mapping[str, float] = _NO_FACTORS, *, of_turns: bool = False) -> None:
+        """`of_turns`: the rollouts are episodes, whose steps are turns and add up to the reward."""
         self.config = config
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
         self.needs = needs_of(self.estimate)
         self.parts = tuple(factors) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
+        self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
+        """True where an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""
         control = config.kl_ctrl
         self.kl_controller = (
             AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
@@ -61,7 +64,8 @@ class Advantage:
         check_finite(batch)
         metrics: Metrics = {}
         kl_T = self._kl(batch, metrics) if self.config.use_kl_in_reward else None
-        out = self.estimate(_inputs(batch, kl_T, metrics.get("actor/reward_kl_penalty_coeff", 0.0)), **self.options)
+        kl_coef = metrics.get("actor/reward_kl_penalty_coeff", 0.0)
+        out = self.estimate(_inputs(batch, kl_T, kl_coef, places_turns=self.places_turns), **self.options)
         if batch.values_T is not None and out.returns_T is None:
             raise ConfigError(
                 f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
@@ -130,8 +134,11 @@ def _step_ends(batch: Batch) -> Tensor | None:
     return batch.step_ends_K + starts_N.repeat_interleave(batch.num_steps_N)
 
 
-def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput:
-    """Return the batch as estimators see it, with a KL penalty in the token rewards where there is one."""
+def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: bool = False) -> AdvantageInput:
+    """Return the batch as estimators see it, with a KL penalty in the token rewards where there is one.
+
+    With `places_turns` the reward of a turn is at its last token, and not that of the whole at the last of all.
+    """
     columns: dict[str, Any] = {
         "lengths_N": batch.trained_lengths_N,
         "group_N": batch.group_N,
@@ -142,6 +149,12 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float) -> AdvantageInput
         "reward_parts_NP": batch.reward_parts_NP,
         "values_T": batch.values_T,
     }
+    ends_K = columns["step_ends_K"]
+    if places_turns and ends_K is not None and batch.step_rewards_K is not None:
+        check_rewards(batch.rewards_N)
+        nothing_N = torch.zeros_like(batch.rewards_N)
+        rewards_T = token_rewards(nothing_N, batch.trained_lengths_N, kl_T, kl_coef)
+        return AdvantageInput(rewards_T.index_add_(0, ends_K, batch.step_rewards_K), **columns)
     if kl_T is None:
         check_rewards(batch.rewards_N)
         return OutcomeInput(**columns)

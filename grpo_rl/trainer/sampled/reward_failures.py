@@ -44,7 +44,9 @@ def failure_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 def scored(rewarder: Rewarder, rollouts: Sequence[Rollout], warn: Callable[[str], None]) -> list[Rollout]:
     """Return the rollouts with their rewards. Where rewards failed, `warn` is called with how many and why."""
     waited = rewarder.wait(rollouts)
-    failures = [(r.failure, r.failure_cause or "") for r in waited if r.failure is not None]
+    # Truncated episodes are dropped because the configuration says so: they have a metric, and need no warning.
+    failed = [one for one in waited if one.failure is not None and not one.failure.startswith("truncated_")]
+    failures = [(one.failure or "", one.failure_cause or "") for one in failed]
     if failures:
         warn(summary(failures, len(waited)))
     return waited

@@ -51,14 +51,18 @@ class TrainedTokens:
         """
         metrics: Metrics = {}
         whole_N = torch.ones(batch.num_rollouts, dtype=torch.bool)
+        masks = self.mask_truncated or batch.masked_N is not None
         if self.mask_truncated:
             assert batch.truncated_N is not None
             whole_N = ~batch.truncated_N
+        if batch.masked_N is not None:
+            whole_N = whole_N & ~batch.masked_N
+        if masks:
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
         before = batch.num_trained_tokens
         if batch.old_logprobs_T is not None and self.correction.active:
             batch = with_rollout_logprobs(batch)
-        if self.mask_truncated:
+        if masks:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and self.correction.active:
             assert batch.rollout_logprobs_T is not None, "these responses were sampled"
@@ -69,6 +73,6 @@ class TrainedTokens:
             batch = batch.replace(weights_T=found.weights_T)
             if found.trained_T is not None:
                 batch = batch.keep(found.trained_T)
-        if self.mask_truncated or self.correction.rollout_rs:
+        if masks or self.correction.rollout_rs:
             metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, before)
         return batch, metrics

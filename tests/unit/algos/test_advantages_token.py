@@ -69,13 +69,15 @@ def test_remax_compares_the_reward_to_go_with_the_greedy_response_by_hand() -> N
     assert out.advantages_T.tolist() == [-0.25, 0.25, 0.0]
 
 
-def process(ends: list[int], rewards: list[float], lengths: list[int], group: list[int], std: str = "none") -> list[float]:
+def process(
+    ends: list[int], rewards: list[float], lengths: list[int], group: list[int], std: str = "none", gamma: float = 1.0
+) -> list[float]:
     inp = replace(
         inputs([0.0] * len(lengths), lengths, group),
         step_ends_K=torch.tensor(ends, dtype=torch.long),
         step_rewards_K=torch.tensor(rewards),
     )
-    return grpo_process(inp, std=std).advantages_T.tolist()  # type: ignore[arg-type]
+    return grpo_process(inp, std=std, gamma=gamma).advantages_T.tolist()  # type: ignore[arg-type]
 
 
 def test_process_supervision_sums_the_steps_to_come_by_hand() -> None:
@@ -92,6 +94,13 @@ def test_process_supervision_divides_by_the_spread_of_all_steps_of_the_group() -
     # 0, 1, 2: mean 1, sample standard deviation 1
     values = process([0, 1, 2], [0.0, 1.0, 2.0], [2, 1], [0, 0], std="group")
     assert values == pytest.approx([-1.0, 0.0, 1.0], rel=1e-5)
+
+
+def test_a_later_step_counts_less_with_a_discount_by_steps() -> None:
+    # Rewards 4, 0 and 2 of one response, mean 2: deviations 2, -2 and 0; before the first step 2 + 0.5 * (-2) + 0.25 * 0.
+    assert process([1, 2, 4], [4.0, 0.0, 2.0], [6], [0], gamma=0.5) == [1.0, 1.0, -2.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"gamma=1\.5"):
+        process([0], [1.0], [1], [0], gamma=1.5)
 
 
 def test_two_steps_that_end_at_one_token_both_count_up_to_it() -> None:

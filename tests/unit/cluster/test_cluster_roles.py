@@ -17,10 +17,10 @@ from grpo_rl.cluster.recovery.out_of_memory import Cut
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dealing import combine_stats, deal, forward, gather, per_token
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
-from grpo_rl.cluster.roles.rollout_pool import sample_seed, sampling_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
+from grpo_rl.rollout.requests import sample_seed, sampling_of
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 

@@ -196,3 +196,27 @@ def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) ->
         parent.wait(10)
         assert parent.stdout is not None
         parent.stdout.close()
+
+
+def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
+    def turn(number: int, conversation: str) -> Request:
+        return Request(f"{conversation}/{number}", [1], Sampling(1), conversation)
+
+    ledger: Ledger[str] = Ledger([turn(0, "a"), turn(0, "b"), turn(0, "c")])
+    for worker in ("x", "y"):
+        ledger.join(worker)
+    first = {one.conversation: worker for worker, some in ledger.shares(4).items() for one in some}
+    assert sorted(first.values()) in (["x", "x", "y"], ["x", "y", "y"])
+    for conversation, worker in first.items():
+        assert ledger.answered(worker, f"{conversation}/0")
+    # The other replica has less to do, and the conversation stays; where there is no room it goes on elsewhere.
+    home = first["b"]
+    other = "y" if home == "x" else "x"
+    ledger.add([turn(1, "b"), turn(2, "b"), turn(3, "b")])
+    shares = ledger.shares(2)
+    assert [one.request_id for one in shares[home]] == ["b/1", "b/2"] and [one.request_id for one in shares[other]] == ["b/3"]
+    # Conversations of a replica that is gone go on elsewhere.
+    ledger.leave(home)
+    ledger.leave(other)
+    ledger.join("z")
+    assert {one.request_id for one in ledger.shares(9)["z"]} == {"b/1", "b/2", "b/3"}

@@ -84,6 +84,15 @@ _WORDS: list[Bad] = [
     *_each(f"{A}.policy_loss.loss_mode", "there is no file", "no/such.py:f"),
     *_each(f"{A}.loss_agg_mode", "there is no file", "no/such.py:f"),
     *_each(f"{R}.name", "there is no file", "no/such.py:f"),
+    ([f"{R}.multi_turn.enable=true"], f"{R}.multi_turn.enable", "nothing answers the policy"),
+    ([f"{R}.multi_turn.max_assistant_turns=3"], f"{R}.multi_turn.max_assistant_turns", "multi_turn.enable=true"),
+    *(
+        ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.{word}"], f"{R}.multi_turn.{word.partition('=')[0]}", why)
+        for word, why in (
+            ("environment.name=no/such.py:Game", "there is no file"),
+            ("tool_config_path=no/such.yaml", "there is no file"),
+        )
+    ),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),
     *_each("data.train_files", "null is not allowed", "null"),
     *_each("trainer.total_epochs", "has no value yet", "???"),

@@ -17,9 +17,10 @@ from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, nested, value_at
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import convert, convert_or_explain
-from grpo_rl.config.derived import Machine
+from grpo_rl.config.derived import Machine, plays_episodes
 from grpo_rl.config.schema.fields import Leaf, leaves
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.envs.setup import max_turns
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
 
@@ -35,6 +36,7 @@ ITERATED: dict[str, Any] = {
     "reward.reward_model.enable": True,
     "reward.reward_model.model_path": "builtin:arithmetic",
 }
+EPISODES: dict[str, Any] = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.environment.name": "game"}
 APART: dict[str, Any] = {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
 ASYNC: dict[str, Any] = {"trainer.schedule": "async"} | APART
 CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
@@ -71,6 +73,8 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "entropy": ({f"{A}.adaptive_entropy.enable": True}, CPU),
     "cosine": ({f"{A}.optim.lr_scheduler_type": "cosine"}, CPU),
     "correction": ({"algorithm.rollout_correction.rollout_is": "token"}, CPU),
+    "episodes": (EPISODES, CPU),
+    "episodes with tools": (EPISODES | {f"{R}.multi_turn.tools": {"calculator": {}}}, CPU),
     "judge": ({"reward.judge.base_url": "http://localhost:1/v1", "reward.judge.model": "m"}, CPU),
     "by pass rate": ({"data.curriculum": "pass_rate"}, CPU),
     "retiring": ({"data.retire_above": 0.9}, CPU),
@@ -106,6 +110,11 @@ def _if(condition: Callable[[Config], Any]) -> Reader:
     return lambda config, plan: bool(condition(config))
 
 
+def _punishes(config: Config) -> bool:
+    rules = config.actor_rollout_ref.rollout.multi_turn.truncation
+    return plays_episodes(config) and "punish" in (rules.turns, rules.tokens, rules.time)
+
+
 READ: dict[str, Reader] = {
     f"{A}.optim": _role("actor"),
     f"{A}.optim.min_lr_ratio": _if(lambda c: c.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant"),
@@ -119,6 +128,11 @@ READ: dict[str, Reader] = {
     "actor_rollout_ref.model": _role("actor"),
     "actor_rollout_ref.ref.fsdp_config": _role("reference"),
     "critic": _role("critic"),
+    f"{R}.multi_turn": _if(plays_episodes),
+    f"{R}.multi_turn.truncation.penalty": _if(_punishes),
+    f"{R}.multi_turn.truncation.turns": _if(
+        lambda c: plays_episodes(c) and max_turns(c.actor_rollout_ref.rollout.multi_turn) is not None
+    ),
     "critic.optim.min_lr_ratio": _if(lambda c: c.critic.optim.lr_scheduler_type != "constant"),
     "critic.optim.lr_warmup_steps_ratio": _if(lambda c: c.critic.optim.lr_warmup_steps < 0),
     "critic.ppo_mini_batch_size": _if(lambda c: False),

@@ -189,3 +189,19 @@ def test_compressed_rollouts_are_shown_like_plain_ones(run, capsys):
     (run / "rollouts/step_2.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd damaged")
     assert main([str(run), "--step", "2"]) != 0
     assert "cannot be read: ZSTD" in capsys.readouterr().err
+
+
+def test_an_episode_is_shown_turn_by_turn_with_its_trained_turns_marked(run, capsys, tmp_path):
+    messages = [
+        {"role": "assistant", "content": "is it 5?", "tokens": 4, "reward": 0.0},
+        {"role": "user", "content": "\x1b[2Jhigher"},
+        {"role": "assistant", "content": "7", "tokens": 2, "reward": 1.0},
+    ]
+    episode = {"messages": messages, "spans": [[0, 4], [9, 2]], "ended": "done"}
+    path = max((run / "rollouts").iterdir(), key=lambda file: int(file.stem.split("_")[1]))
+    rows = [record(ROWS[0]) | {"episode": episode, "ended": "done", "num_turns": 2}, record(ROWS[1])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(run), "--where", "turns==2", "--where", "ended==done"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 2 rollouts" in shown and "turn *    is it 5?" in shown and "turn *    7" in shown
+    assert "user      " in shown and "higher" in shown and "\x1b" not in shown

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.tokens import Stretch, TokenBlock
@@ -156,3 +157,27 @@ def test_compressed_rollouts_are_the_same_lines_in_less_room(tmp_path: Path) -> 
     packed.write_bytes(b"\x28\xb5\x2f\xfd damaged")
     with pytest.raises(OSError, match="ZSTD"):
         read_rollouts(packed)
+
+
+def test_a_line_of_an_episode_has_its_conversation_and_which_tokens_were_sampled(tmp_path: Path) -> None:
+    messages = (
+        {"role": "assistant", "content": "5?"},
+        {"role": "tool", "name": "add", "content": "no"},
+        {"role": "assistant", "content": "7"},
+    )
+    turns = (PlayedTurn(0, 2, 0.0), PlayedTurn(4, 1, 1.0))
+    episode = Episode(turns, messages, "turns", {"tool_calls": 1.0}, (0.25, 0.5), {"found": 1.0})
+    ids, logprobs = (4, 5, 90, 91, 6), (-0.5, -1.5, 0.0, 0.0, -1.0)
+    rollout = Rollout(make_rollout().prompt, 0, ids, logprobs, "stop", ((9, 3),), "5?\n\n7", 1.0, episode=episode)
+    path = RolloutLog(RunDir.create(tmp_path, "r"), token_groups=1).write("rollouts", 3, [rollout])
+    (row,) = read_rollouts(path)
+    assert row["rollout_logprob_mean"] == -1.0  # of the sampled tokens alone
+    assert (row["ended"], row["num_turns"], row["response_length"], row["token_ids"]) == ("turns", 2, 5, list(ids))
+    assert row["episode"] == {
+        "messages": [messages[0] | {"tokens": 2, "reward": 0.0}, messages[1], messages[2] | {"tokens": 1, "reward": 1.0}],
+        "spans": [[0, 2], [4, 1]],
+        "ended": "turns",
+        "counts": {"tool_calls": 1.0},
+        "wait_s": 0.75,
+        "info": {"found": 1.0},
+    }

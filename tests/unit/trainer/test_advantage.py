@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -172,3 +174,38 @@ def test_parts_of_the_reward_are_weighed_by_their_factors():
     # Each part by itself is ± sqrt(1/2) whatever its size: 3/4 of it remains, and is brought to unit spread.
     assert out.token_advantages().tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
     assert Advantage(AlgorithmConfig(), {"answer": 1.0}).parts == ()
+
+
+TURNS = {
+    "num_steps_N": torch.tensor([2, 1]),
+    "step_ends_K": torch.tensor([0, 2, 1]),
+    "step_rewards_K": torch.tensor([1.0, 2.0, 4.0]),
+}
+
+
+def test_the_rewards_of_turns_lie_where_their_turns_end_for_estimators_that_follow_them_from_token_to_token():
+    batch = make_batch([3.0, 4.0], [3, 2], [0, 1], values_T=torch.zeros(5), **TURNS)
+    config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, adv_options={"whiten": False})
+    out, _ = Advantage(config, of_turns=True)(batch)
+    assert out.token_advantages().tolist() == [1.0 + 0.25 * 2, 0.5 * 2, 2.0, 2.0, 4.0]
+    # Without episodes the steps are another reward's, and the outcome is at the end.
+    out, _ = Advantage(config)(batch)
+    assert out.token_advantages().tolist() == [0.75, 1.5, 3.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+def test_outcome_estimators_compare_whole_episodes(name: str):
+    plain = make_batch([3.0, 4.0], [3, 2], [0, 0])
+    turns = make_batch([3.0, 4.0], [3, 2], [0, 0], **TURNS)
+    config = AlgorithmConfig(adv_estimator=name)
+    expected, found = Advantage(config)(plain)[0], Advantage(config, of_turns=True)(turns)[0]
+    assert found.token_advantages().tolist() == expected.token_advantages().tolist()
+
+
+def test_a_kl_in_the_reward_is_taken_off_the_rewards_of_turns():
+    columns = WITH_KL | TURNS | {"step_ends_K": torch.tensor([0, 1, 0]), "values_T": torch.zeros(3)}
+    config = dataclasses.replace(kl_config(kl_coef=0.5), adv_estimator="gae", norm_adv_by_std_in_grpo=True)
+    config = dataclasses.replace(config, gamma=0.0, adv_options={"whiten": False})
+    found, _ = Advantage(config, of_turns=True)(make_batch([3.0, 4.0], [2, 1], [0, 0], **columns))
+    kl_T = WITH_KL["old_logprobs_T"] - WITH_KL["ref_logprobs_T"]
+    assert found.token_advantages().tolist() == pytest.approx((torch.tensor([1.0, 2.0, 4.0]) - 0.5 * kl_T).tolist())

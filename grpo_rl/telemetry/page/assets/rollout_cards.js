@@ -94,9 +94,11 @@ function response(rollout, scale) {
     box.style.background = rollout.advantage > 0 ? `rgb(34 160 90 / ${strength})` : `rgb(220 60 60 / ${strength})`;
     return box;
   }
-  if (way !== 'logprob' || !rollout.tokens) return longText(rollout.response ?? '');
+  if (way !== 'logprob' || !rollout.tokens) return rollout.episode ? conversation(rollout.episode) : longText(rollout.response ?? '');
+  const sampled = sampledTokens(rollout);
   const box = el('pre', { className: 'tokens' });
   const fill = (count) => rollout.tokens.slice(0, count).map((text, at) => {
+    if (sampled && !sampled[at]) return el('span', { className: 'context', title: 'context: not sampled, not trained' }, text);
     const surprise = -(rollout.logprobs[at] ?? 0);
     const strength = Math.min(1, surprise / 4);
     return el('span', { title: `log-prob ${number(rollout.logprobs[at], 3)}, probability ${number(Math.exp(rollout.logprobs[at]), 3)}`, style: { background: `rgb(234 120 20 / ${(0.75 * strength).toFixed(3)})` } }, text);
@@ -104,6 +106,23 @@ function response(rollout, scale) {
   put(box, [fill(3000)]);
   if (rollout.tokens.length > 3000) box.append(el('button', { type: 'button', onclick: () => refill(box, fill(rollout.tokens.length)) }, `… ${number(rollout.tokens.length - 3000)} more tokens`));
   return box;
+}
+
+// ---- episodes of several turns ----------------------------------------------------------------------------------------
+
+// For each token of the response whether it was sampled; null where all were.
+function sampledTokens(rollout) {
+  if (!rollout.episode) return null;
+  const sampled = new Uint8Array(rollout.tokens.length);
+  for (const [start, length] of rollout.episode.spans) sampled.fill(1, start, start + length);
+  return sampled;
+}
+
+// Turn by turn; those of the assistant, whose tokens are trained, have a mark at their side.
+function conversation(episode) {
+  const label = (message) => (message.role !== 'assistant' ? message.name ? `${message.role}: ${message.name}` : message.role : [`assistant, ${number(message.tokens)} tokens`, ...(message.reward === undefined || message.reward === null ? [] : [`reward ${number(message.reward)}`])].join(', '));
+  const turns = episode.messages.map((message) => el('div', { className: message.role === 'assistant' ? 'turn trained' : 'turn' }, el('span', { className: 'muted small' }, label(message)), longText(message.content ?? '')));
+  return el('div', { className: 'conversation' }, turns, episode.ended === 'done' ? null : el('p', { className: 'muted small' }, episode.ended === 'failed' ? 'the environment failed' : `ended by its limit on ${episode.ended}`));
 }
 
 // ---- two texts against each other -----------------------------------------------------------------------------------

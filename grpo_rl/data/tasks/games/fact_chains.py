@@ -1,0 +1,162 @@
+"""Questions over made-up facts that take several look-ups: the author of a book, the town of birth, the land of a town."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from grpo_rl.data.tasks.games.game_rows import refuse
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
+
+NAME = "fact_chains"
+WORLD_SEED = 0
+"""The facts are the same for every seed of the questions."""
+NUM_PEOPLE, NUM_TOWNS, NUM_LANDS = 120, 40, 12
+SYLLABLES = (
+    "ba",
+    "dor",
+    "el",
+    "fen",
+    "gar",
+    "hil",
+    "ka",
+    "lun",
+    "mar",
+    "nor",
+    "ol",
+    "pra",
+    "ris",
+    "sel",
+    "tor",
+    "ul",
+    "ven",
+    "wyn",
+    "yar",
+    "zim",
+)
+TRADES = ("baker", "carpenter", "doctor", "gardener", "glassblower", "judge", "miller", "painter", "sailor", "teacher")
+THINGS = ("bridge", "garden", "harbour", "lantern", "letter", "mirror", "mountain", "river", "road", "storm", "tower", "winter")
+QUALITIES = ("broken", "distant", "empty", "golden", "hidden", "last", "quiet", "red", "silver", "sleeping", "white", "wild")
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """A person of the made-up world: each name and each book is that of one person only."""
+
+    name: str
+    book: str
+    trade: str
+    town: str
+    teacher: str
+    """The name of the person that taught this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All facts."""
+
+    people: tuple[Person, ...]
+    lands: dict[str, str]
+    """The land that each town lies in."""
+
+    def texts(self) -> dict[str, str]:
+        """Return the facts as short texts by name, one for each person and each town: what a retrieval tool searches."""
+        found = {}
+        for person in self.people:
+            found[person.name] = (
+                f"{person.name}, a {person.trade}, was born in {person.town}. {person.name} wrote the book "
+                f'"{person.book}" and was taught by {person.teacher}.'
+            )
+        for town, land in self.lands.items():
+            found[town] = f"{town} is a town in {land}."
+        return found
+
+
+@lru_cache(maxsize=1)
+def world() -> World:
+    """Return the made-up world; the same on every machine."""
+    rng = random.Random(f"{NAME}:world:{WORLD_SEED}")
+    names = _names(rng, NUM_PEOPLE * 2 + NUM_TOWNS + NUM_LANDS)
+    lands = names[:NUM_LANDS]
+    towns = names[NUM_LANDS : NUM_LANDS + NUM_TOWNS]
+    words = names[NUM_LANDS + NUM_TOWNS :]
+    full = [f"{first} {last}" for first, last in zip(words[::2], words[1::2], strict=True)]
+    books = [f"The {quality.title()} {thing.title()}" for quality in QUALITIES for thing in THINGS]
+    rng.shuffle(books)
+    teachers = full[1:] + full[:1]
+    people = (
+        Person(name, book, rng.choice(TRADES), rng.choice(towns), teacher)
+        for name, book, teacher in zip(full, books, teachers, strict=False)
+    )
+    return World(tuple(people), {town: rng.choice(lands) for town in towns})
+
+
+def _names(rng: random.Random, number: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < number:
+        found["".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).title()] = None
+    return list(found)
+
+
+def fact_chains(
+    *,
+    num_rows: int = 1024,
+    hops: str = "2,3",
+    split: Literal["train", "val"] = "train",
+    seed: int = 0,
+) -> LazyRows:
+    """Rows of a question about the made-up world that takes one of the `hops` (from 1 to 4) look-ups in its texts.
+
+    The ground truth is a name; `extra_info.hops` are the look-ups. The splits share no question. Row i is drawn from (seed, i).
+    Raises ConfigError for options out of range.
+    """
+    refuse(
+        NAME,
+        (num_rows >= 1, f"num_rows={num_rows} must be at least 1"),
+        (
+            all(part in ("1", "2", "3", "4") for part in hops.split(",")),
+            f"hops={hops} must be from 1 to 4, or several such like 2,3",
+        ),
+        (split in ("train", "val"), f"split={split!r} must be train or val"),
+    )
+    counts = [int(part) for part in hops.split(",")]
+
+    def make(index: int) -> Row:
+        rng = random.Random(f"{NAME}:{seed}:{index}")
+        while True:
+            count = rng.choice(counts)
+            question, answer = _asked(rng, count)
+            if split_of_text(question) == split:
+                return {
+                    "data_source": NAME,
+                    "prompt": [{"role": "user", "content": f"{question} Answer with the name between <answer> and </answer>."}],
+                    "ability": "search",
+                    "reward_model": {"style": "rule", "ground_truth": answer},
+                    "extra_info": {"split": split, "index": index, "hops": count},
+                }
+
+    return LazyRows(num_rows, make)
+
+
+def _asked(rng: random.Random, hops: int) -> tuple[str, str]:
+    """Return a question of so many look-ups, and its answer."""
+    known = world()
+    by_name = {person.name: person for person in known.people}
+    person = rng.choice(known.people)
+    author = f'the author of "{person.book}"'
+    teacher = by_name[person.teacher]
+    if hops == 1:
+        return f"What is the name of {author}?", person.name
+    if hops == 2:
+        kind = rng.choice(("land of a person", "book of a teacher"))
+        if kind == "land of a person":
+            return f"In which land was {person.name} born?", known.lands[person.town]
+        return f"Which book did the teacher of {person.name} write?", teacher.book
+    if hops == 3:
+        return (
+            f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land.",
+            known.lands[teacher.town],
+        )
+    return f"In which land was the teacher of {author} born?", known.lands[teacher.town]

@@ -1,0 +1,127 @@
+"""The word game: a secret word over a few letters, and the rule by which a guess is answered, that of Wordle."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from grpo_rl.data.tasks.games.game_rows import Play, Wording, game_row, played, refuse
+from grpo_rl.data.tasks.made_rows import LazyRows, Row
+
+NAME = "word_game"
+IN_PLACE, ELSEWHERE, NOWHERE = "+", "o", "-"
+WORD = re.compile(r"[a-z]+")
+MOST_LETTERS, LONGEST_WORD = 26, 12
+
+
+class SecretWord(NamedTuple):
+    """A secret and the letters that it may consist of."""
+
+    secret: str
+    letters: str
+
+
+def word_game(
+    *,
+    num_rows: int = 8192,
+    letters: str = "abcde",
+    length: int = 3,
+    turns: int = 6,
+    wording: Wording = "words",
+    play: Play = "none",
+    sensible: float = 0.0,
+    seed: int = 0,
+) -> LazyRows:
+    """Rows of the game `word_game`, each with a word of `length` of the `letters`, any of them in every place.
+
+    `turns` are the guesses of a game of random play (`play=random`): each letter is any of the
+    letters, whatever was answered, but with the probability `sensible` one that the marks of its place leave. There are no
+    splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    """
+    refuse(
+        NAME,
+        (num_rows >= 1, f"num_rows={num_rows} must be at least 1"),
+        (
+            WORD.fullmatch(letters) is not None and len(set(letters)) == len(letters) >= 2,
+            f"letters={letters!r} must be two or more of a to z, each once",
+        ),
+        (1 <= length <= LONGEST_WORD, f"length={length} must be from 1 to {LONGEST_WORD}"),
+        (turns >= 1, f"turns={turns} must be at least 1"),
+        (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
+        (play in ("none", "random"), f"play={play!r} must be none or random"),
+        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
+    )
+
+    def make(index: int) -> Row:
+        rng = random.Random(f"{NAME}:{seed}:{index}")
+        word = SecretWord(_drawn(rng, letters, length), letters)
+        row = game_row(NAME, prompt_of(word, wording), word._asdict(), {"index": index, "wording": wording})
+        if play == "none":
+            return row
+        left = [letters] * length
+
+        def move() -> str:
+            return "".join(rng.choice(some if rng.random() < sensible else letters) for some in left)
+
+        def answer(text: str) -> str | None:
+            for place, (here, there) in enumerate(zip(text, word.secret, strict=True)):
+                left[place] = here if here == there else left[place].replace(here, "")
+            return answer_to(text, word, wording)
+
+        return played(row, move, answer, turns)
+
+    return LazyRows(num_rows, make)
+
+
+def _drawn(rng: random.Random, letters: str, length: int) -> str:
+    return "".join(rng.choice(letters) for _ in range(length))
+
+
+def prompt_of(word: SecretWord, wording: str) -> str:
+    """Return the question: letters and length, `abcde3` in short."""
+    length = len(word.secret)
+    if wording == "short":
+        return f"{word.letters}{length}"
+    return (
+        f"I have a word of {length} letters in mind; each is one of {' '.join(word.letters)}, and one may come several times. Guess "
+        f"it: write one word of {length} of these letters in each turn, last in your answer. I mark every letter: {IN_PLACE} in its "
+        f"place, {ELSEWHERE} elsewhere in the word, {NOWHERE} not there."
+    )
+
+
+def read_guess(text: str, word: SecretWord) -> str | None:
+    """Return the last word of the text, in small letters; None where it is not of the length and the letters of the game."""
+    found = WORD.findall(text.lower())
+    guess = found[-1] if found else ""
+    return guess if len(guess) == len(word.secret) and set(guess) <= set(word.letters) else None
+
+
+def marks(guess: str, secret: str) -> str:
+    """Return a mark for each letter of the guess. A letter of the secret is marked once: those in place come first, then from the left.
+
+    `marks("aab", "baa")` is `o+o`.
+    """
+    left = Counter(there for here, there in zip(guess, secret, strict=True) if here != there)
+    found = []
+    for here, there in zip(guess, secret, strict=True):
+        if here == there:
+            found.append(IN_PLACE)
+        elif left[here] > 0:
+            left[here] -= 1
+            found.append(ELSEWHERE)
+        else:
+            found.append(NOWHERE)
+    return "".join(found)
+
+
+def answer_to(guess: str | None, word: SecretWord, wording: str) -> str | None:
+    """Return the answer to a guess (None: a malformed one); None where it is the secret."""
+    if guess == word.secret:
+        return None
+    if guess is not None:
+        return marks(guess, word.secret)
+    if wording == "short":
+        return "?" * len(word.secret)
+    return f"Answer with a word of {len(word.secret)} letters, each one of {' '.join(word.letters)}."

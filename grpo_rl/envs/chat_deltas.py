@@ -1,0 +1,219 @@
+"""Token-exact conversations: what a chat template writes between two assistant turns, as tokens that follow those sampled.
+
+An assistant turn stays the tokens that were sampled; it is never rendered and tokenized again. What comes after it (the end of
+the turn, the observation, the beginning of the next turn) is what the template writes behind an assistant message, and is
+tokenized by itself. That is the template's own conversation only where the template does nothing but append, which is checked
+at the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.sources.source import BadRow
+from grpo_rl.envs.contract import Message
+from grpo_rl.errors import ConfigError, DataError
+
+_ANSWER = "Zq7answerXk"
+"""A text that stands for an assistant's turn, and that no template contains."""
+_THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_WHERE = "a conversation of several turns"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The context between two assistant turns."""
+
+    token_ids: np.ndarray
+    """int32 [tokens]"""
+    text: str
+
+
+class ChatDeltas:
+    """Renders what stands between assistant turns, with the chat template of `renderer`.
+
+    `stop_ids` are the tokens that end a turn.
+    """
+
+    def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
+        self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
+
+    # ---- what a driver asks ----------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message]) -> Delta:
+        """Return a whole prompt, with the beginning of the first assistant turn. Raises DataError where it cannot be rendered."""
+        text = self._rendered(list(messages))
+        return Delta(self._ids(text), text)
+
+    def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
+        """Return what follows an assistant turn: its end, the messages, and the beginning of the next turn.
+
+        With `ended` the turn's last token is one that ends it, and takes the place of the template's own. With `plain` the
+        prompt was a plain string, and so are the messages. Raises DataError for messages that the template refuses.
+        """
+        if plain:
+            text = "".join(str(message["content"]) for message in messages)
+            return Delta(self._ids(text), text)
+        text = self._tail(messages)
+        ids = self._ids(text)
+        if ended and len(ids) and int(ids[0]) in self._stop_ids:
+            ids = ids[1:]
+        return Delta(ids, text)
+
+    def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
+        """Return a turn as text, with its special tokens or without; never with the token that ends it."""
+        ids = token_ids.tolist()
+        if ids and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+    # ---- the check at the start --------------------------------------------------------------------------------
+
+    def check(self, roles: Sequence[str], tools: Sequence[str] = ()) -> list[str]:
+        """Return what is to be noted of the template, in sentences. Raises ConfigError for one that rewrites the conversation.
+
+        `roles` are those of the messages that come between turns. A template that leaves out the thoughts of earlier turns,
+        or empty ones, is used all the same: what was sampled stays in the context. Any other difference is refused.
+        """
+        notes: list[str] = []
+        for role in roles:
+            for thinks in (False, True):
+                try:
+                    expected, actual = self._both(role, thinks, tools[0] if tools else "look_up")
+                except (BadRow, DataError) as error:
+                    raise ConfigError(f"data.chat_template: {_refused(role, str(error))}") from None
+                if expected == actual:
+                    continue
+                if _without_thoughts(expected) != _without_thoughts(actual):
+                    raise ConfigError(f"data.chat_template: {_rewritten(expected, actual, role)}")
+                notes.append(
+                    "the chat template leaves thoughts of earlier turns out of a conversation; in training they stay in the "
+                    "context, as they were sampled"
+                )
+        return list(dict.fromkeys(notes))
+
+    def _both(self, role: str, thinks: bool, tool: str) -> tuple[str, str]:
+        """Return a conversation of three turns as this class puts it together, and as the template renders it at once."""
+        messages: list[Message] = [{"role": "user", "content": "What is it?"}]
+        expected = self._rendered(messages)
+        for number in range(3):
+            turn = f"turn {number}"
+            content = f"<think>\nthought {number}\n</think>\n\n{turn}" if thinks else turn
+            said: Message = {"role": "assistant", "content": content}
+            answer = self._sample(role, number, tool)
+            if role == "tool":
+                call = {"name": tool, "arguments": {"question": turn}}
+                said |= {"tool_calls": [{"id": f"call{number:05d}", "type": "function", "function": call}]}
+                if self._ignores_content(said, answer):
+                    said["content"] = ""
+            tail = self._tail([answer])
+            expected += self._own_text(messages, said, None if thinks else answer, tail, role) + tail
+            messages += [said, answer]
+        return expected, self._rendered(messages)
+
+    def _own_text(self, before: list[Message], said: Message, answer: Message | None, tail: str, role: str) -> str:
+        """Return what the template makes of an assistant message, which stands for the sampled turn, without its end.
+
+        It is the last message where `answer` is None: then the template writes its thoughts. Else it is the one that `answer`
+        follows, so that nothing is written beside it.
+        """
+        begun = self._rendered(before)
+        whole = self._rendered([*before, said], begins=False) if answer is None else self._rendered([*before, said, answer])
+        end = self._end() if answer is None else tail
+        if not whole.startswith(begun):
+            # The template writes something else where a turn begins than where it has been written, such as empty thoughts.
+            plain = _without_thoughts(begun)
+            if not _without_thoughts(whole).startswith(plain):
+                raise ConfigError(f"data.chat_template: {_rewritten(begun, whole, role)}")
+            begun, whole, end = plain, _without_thoughts(whole), _without_thoughts(end)
+        own = whole[len(begun) :]
+        return own[: own.rindex(end)] if end and end in own else own
+
+    def _ignores_content(self, said: Message, answer: Message) -> bool:
+        """Return whether the template leaves out the text of a turn that calls tools."""
+        content = {**said, "content": _ANSWER}
+        return _ANSWER not in self._rendered([{"role": "user", "content": "?"}, content, answer])
+
+    def _sample(self, role: str, number: int, tool: str) -> Message:
+        message: Message = {"role": role, "content": f"answer {number}"}
+        return message | ({"name": tool, "tool_call_id": f"call{number:05d}"} if role == "tool" else {})
+
+    # ---- rendering -------------------------------------------------------------------------------------------------
+
+    def _end(self) -> str:
+        """Return what the template writes at the end of an assistant turn."""
+        return self._rendered(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}], begins=False
+        ).partition(_ANSWER)[2]
+
+    def _tail(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes behind the content of an assistant turn that these messages follow."""
+        asked: Message = {"role": "user", "content": "?"}
+        said: Message = {"role": "assistant", "content": _ANSWER}
+        try:
+            text = self._rendered([asked, said, *messages])
+        except DataError:
+            # Some templates want a call before its answer.
+            called = [_call_of(message) for message in messages if message["role"] == "tool"]
+            if not called:
+                raise
+            text = self._rendered([asked, {**said, "tool_calls": called}, *messages])
+            if _ANSWER not in text:
+                return self._behind_calls(asked, called, messages)
+        head, mark, tail = text.rpartition(_ANSWER)
+        if not mark or _ANSWER in head:
+            raise DataError(f"{_WHERE}: the chat template does not write an assistant's turn once, as it is")
+        return tail
+
+    def _behind_calls(self, asked: Message, called: list[dict[str, Any]], messages: Sequence[Message]) -> str:
+        """Return the same where the template writes the calls in place of the turn's text: all from the turn's end on."""
+        before = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}], begins=False)
+        text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": called}, *messages])
+        end = self._end()
+        if not text.startswith(before) or not end or not before.endswith(end):
+            raise DataError(f"{_WHERE}: the chat template does not append a tool's answer to the turn that called it")
+        return text[len(before) - len(end) :]
+
+    def _rendered(self, messages: list[Message], *, begins: bool = True) -> str:
+        try:
+            return self._renderer.text(messages, _WHERE, add_generation_prompt=begins)
+        except BadRow as error:
+            raise DataError(str(error)) from None
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def _call_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": message.get("name", "tool"), "arguments": {}}
+    return {"id": message.get("tool_call_id", "call00000"), "type": "function", "function": function}
+
+
+def _without_thoughts(text: str) -> str:
+    return _THOUGHTS.sub("", text)
+
+
+def _refused(role: str, cause: str) -> str:
+    what = "answers of tools" if role == "tool" else f"messages of the role {role!r} behind an assistant's turn"
+    return f"the chat template cannot render {what}: {cause}; give another one as data.chat_template"
+
+
+def _rewritten(expected: str, actual: str, role: str) -> str:
+    place = next((n for n, (a, b) in enumerate(_pairs(expected, actual)) if a != b), min(len(expected), len(actual)))
+    start = max(0, place - 30)
+    what = "tools answer" if role == "tool" else f"the {role} writes again"
+    return (
+        f"the chat template does not only append where {what}: the conversation so far, {expected[start : place + 30]!r}, "
+        f"becomes {actual[start : place + 30]!r}. Then the tokens that are trained would not be those that were sampled. Give a "
+        "template that appends as data.chat_template"
+    )
+
+
+def _pairs(one: str, other: str) -> Iterator[tuple[str, str]]:
+    return zip(one, other, strict=False)

@@ -1,0 +1,124 @@
+"""Environments and tools by name, or from a user's own file: where their classes are, and how they are made and checked."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import load_function
+
+_GAMES, _ADAPTERS, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.adapters", "grpo_rl.envs.tools"
+ENVIRONMENTS: dict[str, str] = {
+    "number_guessing": f"{_GAMES}.number_guessing:NumberGuessing",
+    "word_game": f"{_GAMES}.word_game:WordGame",
+    "grid_world": f"{_GAMES}.grid_world:GridWorld",
+    "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
+    "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
+    "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
+    "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
+    "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
+}
+"""The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
+TOOLS: dict[str, str] = {
+    "calculator": f"{_TOOLS}.calculator:Calculator",
+    "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
+    "search": f"{_TOOLS}.retrieval:Search",
+    "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
+}
+"""The place of each tool by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An environment or a tool as the configuration names it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    schema: dict[str, Any] | None = None
+    """A tool's schema that takes the place of the class's own; None: the class's own."""
+
+
+def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
+    """Return the class that is registered as `name`, or named `file.py:Class`, `module:Class` or `package.module.Class`.
+
+    Raises ConfigError, with the known names, when there is none.
+    """
+    place = table.get(name)
+    if place is None and ":" in name:
+        place = name
+    if place is None and "." in name and not name.endswith(".py"):  # as verl writes a class
+        module, _, last = name.rpartition(".")
+        place = f"{module}:{last}"
+    if place is None:
+        near = difflib.get_close_matches(name, table, n=2, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        known = ", ".join(sorted(table)) or "none"
+        raise ConfigError(f"unknown {kind} {name!r}.{hint} Known: {known}; or your own as path/to/file.py:Class")
+    return load_function(place, kind)
+
+
+def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
+    """Return a new object of the class with its options. Raises ConfigError for options that it does not take."""
+    found = class_of(named.name, table, kind)
+    check_options(named, found, kind)
+    return found(**named.options)
+
+
+def check_options(named: Named, found: Any, kind: str) -> None:
+    """Raise ConfigError, with the options that there are, unless the class takes these ones."""
+    try:
+        signature = inspect.signature(found)
+        signature.bind(**named.options)
+    except TypeError as error:
+        known = ", ".join(name for name in signature.parameters) or "none"
+        raise ConfigError(f"{kind} {named.name!r}: {error}; its options are {known}") from None
+    except ValueError:
+        pass  # written in C, without a signature
+
+
+def schema_of(named: Named, tool: Any) -> dict[str, Any]:
+    """Return a tool's schema as {"name", "description", "parameters"}. Raises ConfigError for one without a name."""
+    schema = dict(named.schema or getattr(tool, "schema", None) or {})
+    schema = dict(schema.get("function", schema))  # verl and OpenAI put it under `function`
+    if not isinstance(schema.get("name"), str) or not schema["name"]:
+        raise ConfigError(f"tool {named.name!r}: its schema has no name; expected name, description and parameters")
+    return {"description": "", "parameters": {"type": "object", "properties": {}}} | schema
+
+
+def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
+    """Return the tools of a file in verl's form (`tools:` a list of class_name, config, tool_schema), then the `given` ones.
+
+    Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
+    """
+    found = [] if path is None else _of_file(Path(path).expanduser())
+    for name, options in given.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"tools.{name}={options!r}: expected its options by name, {{option: value}}, or {{}}")
+        found.append(Named(name, dict(options or {})))
+    return found
+
+
+def _of_file(path: Path) -> list[Named]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"tool_config_path={path}: {error}") from None
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
+        raise ConfigError(f"tool_config_path={path}: expected `tools:`, a list of entries with class_name, config, tool_schema")
+    # `type: native` says in verl that the tool is a class of its own, as every one is here.
+    return [
+        Named(
+            str(one["class_name"]),
+            {key: value for key, value in (one.get("config") or {}).items() if key != "type"},
+            one.get("tool_schema"),
+        )
+        for one in entries
+    ]

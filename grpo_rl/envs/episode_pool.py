@@ -1,0 +1,404 @@
+"""Episodes of several turns as a stream of rollouts: the driver above the rollout pool and the environment processes.
+
+Every turn is one request to the engines, whose prompt is the episode's context so far. While an episode waits for its
+environment, all others go on; engines and environments never wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_rl.envs.chat_deltas import ChatDeltas
+from grpo_rl.envs.playing import Playing
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
+from grpo_rl.episode import Ending
+from grpo_rl.errors import ClusterError, DataError
+from grpo_rl.protocols import RolloutPool
+from grpo_rl.rollout.requests import rollout_id, sample_seed, sampling_of, turn_sampling
+from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
+
+LOOK_S = 0.02
+"""Seconds for which turns are waited for before another look at the environments that are at work."""
+QUIET_S = 0.5
+"""The same for deadlines of episodes, where no environment is at work."""
+DRAIN_S = 0.001
+"""Seconds for which further turns are waited for that have ended with the first."""
+
+
+class TurnPool(RolloutPool, Protocol):
+    """The pool that single turns are asked of."""
+
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
+
+    def rest(self) -> None:
+        """Let the engines give their memory back, where they do that and nothing is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """The limits of an episode, beside the room for tokens that is asked for with it."""
+
+    max_model_len: int
+    max_turns: int | None = None
+    """Most assistant turns; None: no limit."""
+    timeout_s: float | None = None
+    """Longest time from the first turn; None: none."""
+    retries: int = 2
+    """Further attempts after a lost environment process."""
+    quiet_s: float = 3600.0
+    """Seconds without any turn or answer after which the run is given up."""
+
+
+class EpisodePool:
+    """`protocols.RolloutPool` whose rollouts are episodes. It is used from one thread, as the pool below it.
+
+    An episode's tokens are a single sequence: the prompt, then turns as they were sampled, with the context between them
+    (`chat_deltas.py`). The same prompt, seed and answers of the environment give the same episode.
+    """
+
+    def __init__(self, turns: TurnPool, environments: EnvironmentPool, deltas: ChatDeltas, rules: EpisodeRules) -> None:
+        self.turns, self.environments, self.deltas, self.rules = turns, environments, deltas, rules
+        self._playing: dict[str, Playing] = {}
+        """The episodes that have not ended, by id."""
+        self._rows: dict[str, Prompt] = {}
+        """The row's prompt of every episode that is wanted."""
+        self._of_name: dict[str, Playing] = {}
+        """The episodes by the name of their attempt, as environments call them."""
+        self._of_turn: dict[str, Playing] = {}
+        """The episodes whose turn is being sampled, by the turn's id in the pool below."""
+        self._ended: dict[str, Rollout] = {}
+        self._due: list[tuple[Prompt, Sampling, Playing]] = []
+        """Turns to ask for."""
+        self._shown: dict[tuple[str, str], Prompt] = {}
+        """Prompts with what environments add to them, so that equal ones are one object."""
+        self._last_news = time.monotonic()
+        self._wave = 0
+        """The number of calls of `forget` for episodes on their way."""
+
+    # ---- what it hands on ------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engines hold."""
+        return self.turns.version
+
+    def sync_weights(self, actor: Any) -> Metrics:
+        """Bring every replica to the current weights of `actor`. Episodes go on with them from their next token."""
+        return self.turns.sync_weights(actor)
+
+    def keep_weights(self) -> AbstractContextManager[None]:
+        """Return a context inside of which nothing is asked of the actor."""
+        return self.turns.keep_weights()
+
+    # ---- the stream -------------------------------------------------------------------------------------------
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
+        """Ask for n episodes per prompt; return their ids, by prompt and sample. `completed` hands them over.
+
+        `sampling.max_tokens` is the room for all that follows the prompt, context included.
+        """
+        asked = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
+        ids = [rollout_id(prompt, sample) for prompt, sample in asked]
+        if taken := [one for one in ids if one in self._rows]:
+            raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5])}")
+        if len(set(ids)) < len(ids):
+            raise ValueError("rollouts are being sampled already: a prompt comes twice")
+        self._last_news = time.monotonic()
+        for name, (prompt, sample) in zip(ids, asked, strict=True):
+            self._rows[name] = prompt
+            seed = sample_seed(sampling.seed, prompt.uid, sample) or 0
+            self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed, wave=self._wave))
+        return ids
+
+    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yield episodes as they end, until none that was asked for is missing (of `only`, where given), or for `wait_s`."""
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        while True:
+            found = [one for one in self._ended if only is None or one in only]
+            for one in found:
+                if one in self._ended:  # the caller may forget some between two of them
+                    del self._rows[one]
+                    yield self._ended.pop(one)
+            if found:
+                continue
+            missing = self._rows if only is None else [one for one in only if one in self._rows]
+            left_s = QUIET_S if deadline is None else min(QUIET_S, deadline - time.monotonic())
+            if not missing or left_s < 0:
+                return
+            self._go_on(left_s)
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Hand these episodes over no more; their turns and environments end."""
+        turns: list[str] = []
+        self._wave += any(one in self._playing for one in ids)
+        for one in ids:
+            self._rows.pop(one, None)
+            self._ended.pop(one, None)
+            playing = self._playing.pop(one, None)
+            if playing is not None:
+                turns += [turn for turn, owner in self._of_turn.items() if owner is playing]
+                self._end_environment(playing)
+        self._due = [due for due in self._due if due[2].id in self._playing]
+        for turn in turns:
+            del self._of_turn[turn]
+        self.turns.forget(turns)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
+    ) -> list[Rollout]:
+        """Return the episodes of `submit`, in its order; each is given to `on_finish` as it ends."""
+        ids = self.submit(prompts, n, sampling, greedy=greedy)
+        finished: dict[str, Rollout] = {}
+        try:
+            for rollout in self.completed(only=ids):
+                finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
+                if on_finish is not None:
+                    on_finish(rollout)
+        except BaseException:
+            self.forget(ids)
+            raise
+        if not self._rows:
+            self.turns.rest()
+        return [finished[one] for one in ids]
+
+    def close(self) -> None:
+        """End the environment processes."""
+        self.environments.close()
+
+    # ---- one round -----------------------------------------------------------------------------------------------
+
+    def _go_on(self, wait_s: float) -> None:
+        """Take in what turns and environments have ended, for up to `wait_s`, and ask for what follows."""
+        events = self.environments.events()
+        for event in events:
+            self._happened(event)
+        self._ask_due()
+        if events or self._ended:
+            wait_s = 0.0
+        num_turns = 0
+        if self._of_turn:
+            first = min(wait_s, LOOK_S) if self.environments.num_waiting else wait_s
+            num_turns = self._take_turns(max(first, DRAIN_S))
+            self._ask_due()
+        elif wait_s and self.environments.num_waiting:
+            for event in self.environments.events(wait_s):
+                events.append(event)
+                self._happened(event)
+            self._ask_due()
+        self._past_deadlines()
+        if events or num_turns:
+            self._last_news = time.monotonic()
+        elif time.monotonic() - self._last_news > self.rules.quiet_s:
+            raise ClusterError(
+                f"no turn and no answer of an environment for {self.rules.quiet_s:.0f} s; {len(self._of_turn)} turns are being "
+                f"sampled, {self.environments.num_waiting} environments are at work"
+            )
+
+    def _take_turns(self, wait_s: float) -> int:
+        """Take in the turns that have ended; wait for the first one. Return their number."""
+        number = 0
+        for wait in (wait_s, DRAIN_S):
+            for turn in self.turns.completed(wait):
+                self._turned(turn)
+                number += 1
+                if wait is wait_s:
+                    break
+            if not number:
+                break
+        return number
+
+    def _ask_due(self) -> None:
+        due, self._due = self._due, []
+        if due:
+            ids = self.turns.ask([(prompt, sampling, playing.name) for prompt, sampling, playing in due])
+            self._of_turn.update(zip(ids, (playing for _, _, playing in due), strict=True))
+
+    def _past_deadlines(self) -> None:
+        """End the episodes whose time is over."""
+        limit = self.rules.timeout_s
+        if limit is None:
+            return
+        now = time.monotonic()
+        for playing in [one for one in self._playing.values() if one.began is not None and now - one.began > limit]:
+            self._withdraw(playing)
+            self._finish(playing, "time")
+
+    # ---- an episode's course ---------------------------------------------------------------------------------------
+
+    def _begin(self, playing: Playing) -> None:
+        row = playing.prompt
+        self._playing[playing.id] = playing
+        self._of_name[playing.name] = playing
+        messages: Sequence[Mapping[str, Any]] = row.messages or ({"role": "user", "content": row.text},)
+        start = {
+            "uid": row.uid,
+            "data_source": row.data_source,
+            "messages": [dict(message) for message in messages],
+            "ground_truth": row.ground_truth,
+            "extra_info": row.extra_info,
+            "seed": playing.seed,
+        }
+        self.environments.begin(playing.name, start)
+
+    def _happened(self, event: Event) -> None:
+        """Go on with an episode after an answer of its environment, or without one."""
+        playing = self._of_name.get(event.episode)
+        if playing is None:
+            return
+        if event.what == "lost":
+            self._try_again(playing, event.cause)
+            return
+        playing.waits_s.append(event.seconds)
+        if event.what == "timeout":
+            if not playing.turns:
+                self._fail(playing, "environment_timeout", event.cause)
+            else:
+                playing.counts["environment_timeouts"] += 1
+                self._finish(playing, "time")
+        elif event.what == "failed" or event.answer is None:
+            self._fail(playing, "environment_error", event.cause)
+        else:
+            self._answered(playing, event.answer)
+
+    def _answered(self, playing: Playing, answer: Mapping[str, Any]) -> None:
+        messages = list(answer["messages"])
+        playing.info |= answer["info"]
+        playing.counts.update(answer["counts"])
+        try:
+            if not playing.turns:
+                if answer["done"]:
+                    self._fail(playing, "environment_error", "the environment was done before the first turn")
+                    return
+                self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
+            elif self._goes_on(playing, messages, answer):
+                delta = self.deltas.between(
+                    messages, ended=playing.finish_reason == "stop", plain=playing.prompt.messages is None
+                )
+                playing.messages += messages
+                playing.add_context(delta.token_ids)
+            else:
+                return
+        except DataError as error:
+            self._fail(playing, "environment_error", str(error))
+            return
+        self._next_turn(playing)
+
+    def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
+        """Note a turn's reward; return whether another turn follows. Where none does, the episode is finished."""
+        playing.rewarded(answer["reward"])
+        ended: Ending | None = None
+        if answer["done"]:
+            ended = "done"
+        elif playing.finish_reason != "stop":
+            ended = "tokens"
+        elif self.rules.max_turns is not None and len(playing.turns) >= self.rules.max_turns:
+            ended = "turns"
+        if ended is not None:
+            playing.messages += messages
+            self._finish(playing, ended)
+        elif not messages:
+            self._fail(playing, "environment_error", "an observation that does not end the episode has no message")
+            return False
+        return ended is None
+
+    def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
+        """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""
+        if not messages:
+            return
+        row = playing.prompt
+        key = (row.uid, repr(messages))
+        if key not in self._shown:
+            if row.messages is None and not replaces:
+                shown = self.deltas.between(messages, ended=False, plain=True)
+                text, whole = row.text + shown.text, None
+                ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
+            else:
+                whole = tuple(messages) if replaces else (*(row.messages or ()), *messages)
+                shown = self.deltas.prompt(whole)
+                text, ids = shown.text, shown.token_ids.tolist()
+            self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
+            if len(self._shown) > 4 * len(self._rows) + 16:
+                del self._shown[next(iter(self._shown))]
+        playing.prompt = self._shown[key]
+
+    def _next_turn(self, playing: Playing) -> None:
+        """Ask for the episode's next turn, where there is room for it."""
+        room = playing.room(self.rules.max_model_len)
+        if room < 1:
+            if playing.turns:
+                self._finish(playing, "tokens")
+            else:
+                limit = f"the engine's longest sequence of {self.rules.max_model_len} tokens"
+                self._fail(playing, "environment_error", f"the prompt with what the environment adds leaves no room in {limit}")
+            return
+        if playing.began is None:
+            playing.began = time.monotonic()
+        sampling = turn_sampling(playing.sampling, len(playing.turns), room)
+        prompt = Prompt(playing.turn_id, playing.context(), "", playing.prompt.data_source)
+        self._due.append((prompt, sampling, playing))
+
+    def _turned(self, turn: Rollout) -> None:
+        """Take in a turn that was sampled, and give it to the environment."""
+        playing = self._of_turn.pop(rollout_id(turn.prompt, turn.sample_index), None)
+        if playing is None or self._playing.get(playing.id) is not playing:
+            return
+        playing.add_turn(turn)
+        ids = playing.pieces[-1]
+        playing.said(self.deltas.turn_text(ids, special=False))
+        limit = self.rules.max_turns
+        self.environments.step(
+            playing.name,
+            {
+                "index": len(playing.turns) - 1,
+                "text": playing.texts[-1],
+                "raw_text": self.deltas.turn_text(ids, special=True),
+                "finish_reason": turn.finish_reason,
+                "token_ids": ids.tolist(),
+                "is_last": limit is not None and len(playing.turns) >= limit,
+            },
+        )
+
+    def _try_again(self, playing: Playing, cause: str) -> None:
+        """Begin an episode anew whose environment process was lost."""
+        self._withdraw(playing)
+        if playing.attempt >= self.rules.retries:
+            self._fail(playing, "environment_error", f"{cause} ({playing.attempt + 1} attempts)")
+            return
+        del self._of_name[playing.name]
+        self._begin(playing.again(self._rows[playing.id]))
+
+    def _withdraw(self, playing: Playing) -> None:
+        """Take back the turn that an episode has asked for."""
+        self._due = [due for due in self._due if due[2] is not playing]
+        asked = [turn for turn, owner in self._of_turn.items() if owner is playing]
+        for turn in asked:
+            del self._of_turn[turn]
+        if asked:
+            self.turns.forget(asked)
+
+    def _fail(self, playing: Playing, kind: str, cause: str) -> None:
+        self._finish(playing, "failed", (kind, cause))
+
+    def _finish(self, playing: Playing, ended: Ending, failure: tuple[str, str] | None = None) -> None:
+        row = self._rows[playing.id]
+        self._end_environment(playing)
+        self._playing.pop(playing.id, None)
+        self._ended[playing.id] = playing.rollout(ended, row, failure)
+
+    def _end_environment(self, playing: Playing) -> None:
+        if self._of_name.pop(playing.name, None) is not None:
+            self.environments.end(playing.name)

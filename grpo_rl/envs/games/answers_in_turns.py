@@ -1,0 +1,80 @@
+"""Arithmetic and countdown as games: a wrong answer comes back with what is wrong about it, and may be corrected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+from grpo_rl.envs.contract import Start
+from grpo_rl.envs.games.game import Answer, Game, Rewards
+from grpo_rl.rewards.rules.answers import last_pair
+from grpo_rl.rewards.rules.countdown_rule import NEAR, NoValue, evaluate
+
+MOST_DIGITS = 20
+
+
+class ArithmeticInTurns(Game):
+    """Rows of `task:arithmetic`. The answer is the turn, spaces around it aside; the feedback is whether the result is higher or lower.
+
+    Progress is the share of digits that stand in their place, counted from the right.
+    """
+
+    name = "arithmetic"
+
+    def __init__(self, *, turns: int = 4, partial: float = 0.0, rewards: Rewards = "end", short: bool = True) -> None:
+        super().__init__(turns=turns, partial=partial, rewards=rewards)
+        self._words = ("+", "-", "?") if short else ("higher", "lower", "Answer with one whole number, and nothing else.")
+
+    def begin(self, start: Start) -> None:
+        self._result = int(start.ground_truth)
+
+    async def move(self, text: str) -> Answer:
+        given, (higher, lower, malformed) = text.strip(), self._words
+        digits = given.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS):
+            return Answer(malformed, malformed=True)
+        value = int(given)
+        if value == self._result:
+            return Answer(solved=True)
+        pairs = zip(reversed(digits), reversed(str(abs(self._result))), strict=False)
+        alike = sum(one == other for one, other in pairs) if (value < 0) == (self._result < 0) else 0
+        longest = max(len(digits), len(str(abs(self._result))))
+        # 0037 has the digits of 37 and is another number than 3700 only by its value: all digits alike is no solution by itself.
+        progress = min(alike, longest - 1) / longest
+        return Answer(higher if value < self._result else lower, progress=progress)
+
+
+class CountdownInTurns(Game):
+    """Rows of `task:countdown`. The answer is the last expression between `<answer>` tags; the feedback is its value, or what it lacks.
+
+    Progress is 1 where an expression has the given numbers, each once, and only its value is wrong.
+    """
+
+    name = "countdown"
+
+    def __init__(self, *, turns: int = 4, partial: float = 0.1, rewards: Rewards = "end", short: bool = False) -> None:
+        super().__init__(turns=turns, partial=partial, rewards=rewards)
+        self._short = short
+
+    def begin(self, start: Start) -> None:
+        ground_truth = start.ground_truth
+        self._numbers = Counter(int(number) for number in ground_truth["numbers"])
+        self._target = Fraction(str(ground_truth["target"]))
+
+    async def move(self, text: str) -> Answer:
+        expression = last_pair(text)
+        if expression is None:
+            return Answer("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
+        try:
+            used, value = evaluate(expression.strip())
+        except NoValue:
+            said = (
+                "?" if self._short else "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
+            )
+            return Answer(said, malformed=True)
+        if Counter(used) != self._numbers:
+            wanted = " ".join(str(number) for number in sorted(self._numbers.elements()))
+            return Answer(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
+        if abs(value - self._target) < NEAR:
+            return Answer(solved=True)
+        return Answer(f"={value}" if self._short else f"That is {value}, not {self._target}.", progress=1.0)

@@ -1,0 +1,97 @@
+"""The common base of all games: turns that are counted, moves that cannot be read, and the reward of an episode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_rl.envs.contract import Message, Observation, Start, Turn
+from grpo_rl.errors import ConfigError
+
+Rewards = Literal["end", "turns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A game's answer to a move."""
+
+    text: str = ""
+    """The text that the policy reads; empty where the game is over."""
+    solved: bool = False
+    progress: float = 0.0
+    """The state of the game, or the quality of the move, from 0 to 1, where it is not solved."""
+    lost: bool = False
+    """True where the game is over without being solved, whatever turns are left."""
+    malformed: bool = False
+    """True where the move could not be read: it costs its turn."""
+
+
+class Game(ABC):
+    """A game of one player: a turn is a move, and an episode ends when it is solved or its turns are used up.
+
+    An episode is worth 1 where it is solved, and `partial` times the mean progress of its turns where it is not. `rewards=end` gives
+    that to the last turn; `rewards=turns` gives each turn its share of `partial` and the solving one the rest, which has the same sum.
+    """
+
+    name: str
+    """The `data_source` of the rows that the game is played from."""
+
+    def __init__(self, *, turns: int, partial: float, rewards: Rewards = "end") -> None:
+        problems = []
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+            problems.append(f"turns={turns!r} must be a whole number of at least 1")
+        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 <= partial < 1:
+            problems.append(f"partial={partial!r} must be from 0 to less than 1, which a solved game is worth")
+        if rewards not in ("end", "turns"):
+            problems.append(f"rewards={rewards!r} must be end or turns")
+        if problems:
+            raise ConfigError([f"environment {self.name}: {problem}" for problem in problems])
+        self._turns, self._partial, self._rewards = turns, float(partial), rewards
+        self._num_turns = self._num_malformed = 0
+        self._worth = 0.0
+        self._over = False
+
+    async def reset(self, start: Start) -> Observation:
+        """Read the row. Its prompt is the whole question. Raises ValueError where it is no row of this game."""
+        try:
+            self.begin(start)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"environment {self.name}: row {start.uid} (data_source {start.data_source!r}) has no ground truth of this game, but "
+                f"{str(start.ground_truth)[:100]!r}: {type(error).__name__}: {error}"
+            ) from error
+        return Observation()
+
+    async def step(self, turn: Turn) -> Observation:
+        """Return the answer to a move. Raises RuntimeError after the end of the game."""
+        if self._over:
+            raise RuntimeError(f"environment {self.name}: turn {turn.index} came after the end of the game")
+        answer = await self.move(turn.text)
+        self._num_turns += 1
+        self._num_malformed += answer.malformed
+        worth = 1.0 if answer.solved else self._worth + self._partial * answer.progress / self._turns
+        gained, self._worth = worth - self._worth, worth
+        self._over = answer.solved or answer.lost or self._num_turns >= self._turns
+        reward = gained if self._rewards == "turns" else worth if self._over else None
+        return Observation(
+            messages=() if self._over else self.messages(answer.text),
+            reward=reward,
+            done=self._over,
+            info={"solved": float(answer.solved), "turns": float(self._num_turns), "malformed": float(self._num_malformed)},
+        )
+
+    async def close(self) -> None:  # noqa: B027 - a protocol's method that has nothing to do
+        """Release nothing: a game is an object of its own."""
+
+    def messages(self, text: str) -> tuple[Message, ...]:
+        """Return the answer as chat messages."""
+        return ({"role": "user", "content": text},)
+
+    @abstractmethod
+    def begin(self, start: Start) -> None:
+        """Take the row; any error means that it is no row of this game."""
+
+    @abstractmethod
+    async def move(self, text: str) -> Answer:
+        """Return the answer to a move, whatever its text is."""

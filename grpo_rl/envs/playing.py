@@ -1,0 +1,162 @@
+"""One episode on its way: the tokens so far, those that were sampled and those that came between, and the rollout they make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.envs.contract import Message
+from grpo_rl.episode import Ending, Episode, PlayedTurn
+from grpo_rl.tokens import Stretch, TokenBlock, encode_text
+from grpo_rl.types import FinishReason, Prompt, Rollout, Sampling, Support, Versions, extended
+
+
+@dataclass(slots=True, eq=False)
+class Playing:
+    """An episode that was asked for and has not ended."""
+
+    id: str
+    prompt: Prompt
+    """The row's prompt; with what the environment adds to it, once it has answered `reset`."""
+    sample: int
+    sampling: Sampling
+    """The way in which its first turn is sampled; `max_tokens` is the room for all turns and what comes between."""
+    seed: int = 0
+    """The environment's seed."""
+    attempt: int = 0
+    wave: int = 0
+    """The number of times that episodes were forgotten before this one was asked for: engines may still answer requests of those."""
+    began: float | None = None
+    """The moment, by time.monotonic, at which the first turn was asked for."""
+    pieces: list[np.ndarray] = field(default_factory=list)
+    """The response so far: turns and context in their order."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    supports: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Counts and ids of the tokens that each token of the response was sampled from, where the sampling returns them."""
+    length: int = 0
+    versions: Versions = ()
+    turns: list[PlayedTurn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    waits_s: list[float] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
+    """The way in which the last turn ended."""
+
+    @property
+    def name(self) -> str:
+        """The name of this attempt, for the environment processes."""
+        return f"{self.id}#{self.attempt}" if self.wave == 0 else f"{self.id}#{self.wave}.{self.attempt}"
+
+    @property
+    def turn_id(self) -> str:
+        """The uid of the prompt with which the next turn is asked for."""
+        return f"{self.name}/turn-{len(self.turns)}"
+
+    def again(self, row_prompt: Prompt) -> Playing:
+        """Return a new attempt at the same episode, with the same seed."""
+        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
+        retried.counts["retries"] = self.attempt + 1
+        return retried
+
+    def room(self, max_model_len: int) -> int:
+        """Return for how many further tokens there is room."""
+        return min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length
+
+    def context(self) -> np.ndarray:
+        """Return all tokens so far, the prompt's first: what the next turn is sampled behind."""
+        return np.concatenate([self.prompt.token_ids, *self.pieces]).astype(np.int32, copy=False)
+
+    def add_turn(self, turn: Rollout) -> None:
+        """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling."""
+        ids = np.array(turn.response_ids, dtype=np.int32)
+        before = len(self.prompt.token_ids) + self.length
+        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=turn.cached_tokens, context_tokens=before))
+        self.pieces.append(ids)
+        self.logprobs.append(np.array(turn.rollout_logprobs, dtype=np.float32))
+        if self.sampling.returns_support:
+            counts, left = np.empty(0, np.int32), np.empty(0, np.int32)
+            if turn.support is not None:
+                counts, left = np.array(turn.support.counts, np.int32), np.array(turn.support.token_ids, np.int32)
+            self.supports.append((counts, left))
+        for version, number in turn.versions:
+            self.versions = extended(self.versions, version, number)
+        self.length += len(ids)
+        self.finish_reason = turn.finish_reason
+
+    def add_context(self, token_ids: np.ndarray) -> None:
+        """Append tokens that were not sampled: they have no log-prob, and nothing trains them."""
+        ids = token_ids.astype(np.int32, copy=False)
+        self.pieces.append(ids)
+        self.logprobs.append(np.zeros(len(ids), dtype=np.float32))
+        if self.sampling.returns_support:  # each could only be itself
+            self.supports.append((np.ones(len(ids), dtype=np.int32), ids))
+        self.length += len(ids)
+
+    def rewarded(self, reward: float | None) -> None:
+        """Note the reward of the last turn."""
+        if reward is not None:
+            self.turns[-1] = replace(self.turns[-1], reward=reward)
+
+    def said(self, text: str) -> None:
+        """Note the last turn's text in the conversation."""
+        self.texts.append(text)
+        self.messages.append({"role": "assistant", "content": text})
+
+    def rollout(self, ended: Ending, row_prompt: Prompt, failure: tuple[str, str] | None = None) -> Rollout:
+        """Return the whole episode as a rollout; `failure` is the kind and the cause where its environment failed.
+
+        What stands behind the last turn is left out: nothing follows from it. The tokens are a block of their own.
+        """
+        while self.pieces and self.turns and self.length > self.turns[-1].end:
+            self.length -= len(self.pieces.pop())
+            self.logprobs.pop()
+            if self.supports:
+                self.supports.pop()
+        text = encode_text("\n\n".join(self.texts))
+        block = TokenBlock(
+            token_ids=_joined(self.pieces, np.int32),
+            logprobs=_joined(self.logprobs, np.float32),
+            support_counts=_joined([counts for counts, _ in self.supports], np.int32),
+            support_ids=_joined([ids for _, ids in self.supports], np.int32),
+            text=np.frombuffer(text, dtype=np.uint8),
+        )
+        support = None
+        if self.supports:
+            counts = Stretch(block, "support_counts", 0, self.length)
+            support = Support(counts, Stretch(block, "support_ids", 0, len(block.support_ids)))
+        finite = bool(np.isfinite(block.logprobs).all())
+        kind, cause = failure if failure is not None else (None, None)
+        return Rollout(
+            prompt=self.prompt if len(self.turns) else row_prompt,
+            sample_index=self.sample,
+            response_ids=Stretch(block, "token_ids", 0, self.length),
+            rollout_logprobs=Stretch(block, "logprobs", 0, self.length, finite=finite),
+            finish_reason="length" if ended == "tokens" else "stop",
+            versions=self.versions,
+            support=support,
+            text_at=Stretch(block, "text", 0, len(text)),
+            episode=Episode(
+                turns=tuple(self.turns),
+                messages=tuple(self.messages),
+                ended=ended,
+                counts=_numbers(self.counts),
+                waits_s=tuple(self.waits_s),
+                info=dict(self.info),
+                failure=kind,
+                failure_cause=cause,
+            ),
+        )
+
+
+def _numbers(counts: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in counts.items()}
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

@@ -1,0 +1,329 @@
+"""The environment processes of a run: which episode is in which, deadlines, and what becomes of processes that are lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_rl.envs.runtime.environment_process import EnvironmentProcess
+from grpo_rl.envs.runtime.episode_host import Answer, HostSetup
+from grpo_rl.errors import ClusterError
+from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+
+START_S = 120.0
+"""Longest start of a process: it imports the user's files."""
+CANCEL_S = 1.0
+"""Seconds within which work that is cancelled ends, and a process notices that it is."""
+
+_FIELDS = {field.name for field in dataclasses.fields(Answer)}
+_ROLES = ("system", "user", "tool")
+
+What = Literal["answered", "failed", "timeout", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The outcome of a `begin` or a `step`: an answer, an error of the environment's, a deadline, or a lost process."""
+
+    episode: str
+    what: What
+    answer: Mapping[str, Any] | None = None
+    cause: str = ""
+    seconds: float = 0.0
+    """The time since it was asked."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A piece of work that an episode waits for, or that was cancelled."""
+
+    episode: str
+    process: EnvironmentProcess
+    began: float
+    op: str
+    heard: bool = False
+    """True once the process has noticed that it is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """The configuration of the pool."""
+
+    host: HostSetup
+    num_workers: int = 2
+    max_episodes: int = 512
+    step_timeout_s: float = 60.0
+    memory_limit: int | None = None
+    """Address space of a process in bytes; None: no limit."""
+
+
+class EnvironmentPool:
+    """Environments of many episodes in a few processes. It is used from one thread, and nothing but `events` waits.
+
+    At an answer's deadline its work is cancelled. Work that does not end then, because it computes or blocks, retires its
+    process, which gets no further episodes and ends with its last one. A process that notices nothing any more is killed, as
+    one that dies: its other episodes are lost, and may be begun again.
+    """
+
+    def __init__(self, setup: PoolSetup, log_folder: Path | None = None) -> None:
+        """Start the processes; they print to `log_folder`/environment-N.log."""
+        self.setup = setup
+        self._message = {"host": dataclasses.asdict(setup.host), "memory_limit": setup.memory_limit}
+        paths = [None if log_folder is None else log_folder / f"environment-{n}.log" for n in range(setup.num_workers)]
+        self._logs = [OutputLog(path) for path in paths]
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._serials = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        """The work whose answer is waited for, by serial number."""
+        self._serial_of: dict[str, int] = {}
+        """The work that each episode waits for, closing left out."""
+        self._cancelled: dict[int, _Asked] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._place: dict[str, EnvironmentProcess] = {}
+        self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
+        """Episodes for which there is no room yet."""
+        self._has_started = False
+        """True once all processes were ready: before, the first one would get all episodes."""
+        self._closed = False
+        self._processes = [self._start(number) for number in range(setup.num_workers)]
+        self._retired: list[EnvironmentProcess] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, for code that watches them."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that have not come yet, those of episodes without room included."""
+        return len(self._waiting) + len(self._serial_of)
+
+    def begin(self, episode: str, start: Mapping[str, Any]) -> None:
+        """Begin an episode; the answer is an event."""
+        self._waiting.append((episode, dict(start)))
+        self._admit()
+
+    def step(self, episode: str, turn: Mapping[str, Any]) -> None:
+        """Give a turn to an episode's environment; the answer is an event."""
+        self._ask(self._place[episode], episode, "step", dict(turn))
+
+    def end(self, episode: str) -> None:
+        """Close an episode, wherever it is; no event comes for it any more."""
+        self._waiting = deque(one for one in self._waiting if one[0] != episode)
+        process = self._place.pop(episode, None)
+        if process is None:
+            return
+        process.episodes.discard(episode)
+        if episode in self._serial_of:
+            self._cancel(self._serial_of[episode])
+        self._ask(process, episode, "close", None)
+        self._admit()
+
+    def events(self, wait_s: float = 0.0) -> list[Event]:
+        """Return what has happened, after waiting up to `wait_s` for the first event.
+
+        Raises ClusterError where processes cannot be started.
+        """
+        until = time.monotonic() + wait_s
+        found: list[Event] = []
+        while True:
+            found += self._past_deadlines()
+            left = 0.0 if found else max(0.0, until - time.monotonic())
+            if self._deadlines:
+                left = min(left, max(0.0, self._deadlines[0][0] - time.monotonic()))
+            try:
+                process, message = self._inbox.get(timeout=left) if left else self._inbox.get_nowait()
+            except queue.Empty:
+                if found or time.monotonic() >= until:
+                    return found
+                continue
+            found += self._ended(process) if message is None else self._read(process, message)
+
+    def close(self) -> None:
+        """Kill the processes; what is pending is given up."""
+        self._closed = True
+        for process in [*self._processes, *self._retired]:
+            process.kill()
+        for log in self._logs:
+            log.close()
+
+    # ---- messages ------------------------------------------------------------------------------------------
+
+    def _start(self, number: int) -> EnvironmentProcess:
+        process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox)
+        serial = next(self._serials)
+        self._asked[serial] = _Asked("", process, time.monotonic(), "close")
+        heapq.heappush(self._deadlines, (time.monotonic() + START_S, serial))
+        return process
+
+    def _admit(self) -> None:
+        """Give waiting episodes to the processes with the fewest."""
+        self._has_started = self._has_started or all(process.is_ready for process in self._processes)
+        if not self._has_started:
+            return
+        while self._waiting:
+            open_ones = [one for one in self._processes if one.is_ready and len(one.episodes) < self.setup.max_episodes]
+            if not open_ones:
+                return
+            process = min(open_ones, key=lambda one: len(one.episodes))
+            episode, start = self._waiting.popleft()
+            process.episodes.add(episode)
+            self._place[episode] = process
+            self._ask(process, episode, "reset", start)
+
+    def _ask(self, process: EnvironmentProcess, episode: str, op: str, values: dict[str, Any] | None) -> None:
+        serial, now = next(self._serials), time.monotonic()
+        self._asked[serial] = _Asked(episode, process, now, op)
+        if op != "close":
+            self._serial_of[episode] = serial
+        heapq.heappush(self._deadlines, (now + self.setup.step_timeout_s, serial))
+        process.send({"id": episode, "op": op, "serial": serial, "values": values})
+
+    def _cancel(self, serial: int) -> _Asked:
+        """Stop waiting for an answer and end the work on it."""
+        asked = self._taken(serial)
+        assert asked is not None
+        self._cancelled[serial] = asked
+        heapq.heappush(self._deadlines, (time.monotonic() + CANCEL_S, serial))
+        asked.process.send({"id": asked.episode, "op": "cancel", "serial": serial})
+        return asked
+
+    def _taken(self, serial: int) -> _Asked | None:
+        """Return a piece of work that is no longer waited for; None where it was not."""
+        asked = self._asked.pop(serial, None)
+        if asked is not None and self._serial_of.get(asked.episode) == serial:
+            del self._serial_of[asked.episode]
+        return asked
+
+    def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
+        if "ready" in message and not process.is_ready:
+            process.is_ready = True
+            for start in [s for s, asked in self._asked.items() if asked.process is process and asked.episode == ""]:
+                del self._asked[start]
+            self._admit()
+            return []
+        if "failed" in message and not process.is_ready:
+            process.kill()
+            raise ClusterError(f"the environment process cannot start: {message['failed']}")
+        serial = message.get("serial")
+        if not isinstance(serial, int):
+            process.kill()  # what runs in it has written to the channel
+            return []
+        if message.get("heard") is True:
+            if serial in self._cancelled:
+                self._cancelled[serial].heard = True
+            return []
+        self._cancelled.pop(serial, None)
+        if serial not in self._asked or self._asked[serial].process is not process:
+            return []
+        asked = self._taken(serial)
+        assert asked is not None
+        if asked.op == "close":
+            self._end_empty()
+            return []
+        return [self._event(asked, message)]
+
+    def _event(self, asked: _Asked, message: dict[str, Any]) -> Event:
+        seconds = time.monotonic() - asked.began
+        answer = message.get("answer")
+        if is_answer(answer):
+            return Event(asked.episode, "answered", answer, seconds=seconds)
+        return Event(asked.episode, "failed", cause=str(message.get("failed", "it answered something else")), seconds=seconds)
+
+    # ---- deadlines and losses --------------------------------------------------------------------------------
+
+    def _past_deadlines(self) -> list[Event]:
+        """Return the events of answers that are late, and end what does not react to being cancelled."""
+        found: list[Event] = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, serial = heapq.heappop(self._deadlines)
+            if (cancelled := self._cancelled.pop(serial, None)) is not None:
+                self._does_not_end(cancelled)
+            elif (late := self._asked.get(serial)) is None:
+                continue
+            elif late.episode == "":
+                late.process.kill()
+                raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
+            else:
+                self._cancel(serial)
+                if late.op != "close":
+                    cause = f"no answer within step_timeout_s={self.setup.step_timeout_s:g}"
+                    found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
+        return found
+
+    def _does_not_end(self, cancelled: _Asked) -> None:
+        process = cancelled.process
+        if not cancelled.heard:
+            process.kill()
+        elif not process.is_retired:
+            self._retire(process)
+
+    def _retire(self, process: EnvironmentProcess) -> None:
+        """Give a process no further episodes, and start another in its place."""
+        process.is_retired = True
+        if process in self._processes:
+            self._processes[self._processes.index(process)] = self._start(process.number)
+            self._retired.append(process)
+        self._end_empty()
+
+    def _end_empty(self) -> None:
+        """Kill the retired processes that have no episode left, and none to close."""
+        busy = {asked.process for asked in self._asked.values()}
+        for process in [one for one in self._retired if not one.episodes and one not in busy]:
+            self._retired.remove(process)
+            process.kill()
+
+    def _ended(self, process: EnvironmentProcess) -> list[Event]:
+        """Return that the episodes of a process that has ended are lost; another one takes its place."""
+        if self._closed:
+            return []
+        cause = process.obituary()
+        for table in (self._asked, self._cancelled):
+            for serial in [serial for serial, asked in table.items() if asked.process is process]:
+                if table is self._asked:
+                    self._taken(serial)
+                else:
+                    del table[serial]
+        lost = sorted(process.episodes)
+        process.episodes.clear()
+        for episode in lost:
+            self._place.pop(episode, None)
+        if process in self._retired:
+            self._retired.remove(process)
+        if process in self._processes:
+            if not process.is_ready:
+                raise ClusterError(f"an environment process cannot start: {cause}")
+            self._processes[self._processes.index(process)] = self._start(process.number)
+        return [Event(episode, "lost", cause=cause) for episode in lost]
+
+
+def is_answer(answer: Any) -> bool:
+    """Return whether a process's answer has the form of one: what runs there may have written it."""
+    if not isinstance(answer, dict) or answer.keys() != _FIELDS:
+        return False
+    messages, reward, info, counts = (answer[name] for name in ("messages", "reward", "info", "counts"))
+    return (
+        isinstance(messages, list)
+        and all(isinstance(one, dict) and isinstance(one.get("content"), str) and one.get("role") in _ROLES for one in messages)
+        and (reward is None or _is_number(reward))
+        and isinstance(answer["done"], bool)
+        and isinstance(answer["replaces_prompt"], bool)
+        and isinstance(info, dict)
+        and all(map(_is_number, info.values()))
+        and isinstance(counts, dict)
+        and all(map(_is_number, counts.values()))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

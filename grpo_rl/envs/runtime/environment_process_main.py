@@ -1,0 +1,158 @@
+"""An environment process: `python -m grpo_rl.envs.runtime.environment_process_main CHANNEL PARENT`, started by
+`environment_process.py` only.
+
+It loads no torch. Every episode has an event loop of its own, and each answer is worked out in a thread: an environment that
+blocks holds up itself and no other episode. What it prints goes to the log that its parent keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from typing import Any
+
+from grpo_rl.child_processes import die_with, outlive_stop_signals
+from grpo_rl.config.secrets import remember_environment
+from grpo_rl.envs.runtime.episode_host import Answer, EpisodeHost, HostSetup
+from grpo_rl.errors import raised_in
+from grpo_rl.rewards.runtime.messages import encode, frame, receive
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_CAUSE = 2000
+
+
+class Played:
+    """An episode in this process: its host, the loop that runs it, and what it is doing."""
+
+    def __init__(self, host: EpisodeHost) -> None:
+        self.host = host
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[Answer | None] | None = None
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run the work to its end in this thread."""
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(self._task)
+        finally:
+            self._task = None
+
+    def cancel(self) -> None:
+        """End what is going on, where it waits for something."""
+        task = self._task
+        if task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                self._loop.call_soon_threadsafe(task.cancel)
+
+    def close(self) -> None:
+        """Close the environment and the loop."""
+        try:
+            self.run(self.host.close())
+        finally:
+            self._loop.close()
+
+
+class Served:
+    """The episodes of this process, by the names that the parent gives them."""
+
+    def __init__(self, channel: socket.socket, setup: HostSetup) -> None:
+        self._channel, self._setup = channel, setup
+        self._sending = threading.Lock()
+        self._played: dict[str, Played] = {}
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Begin what a message asks for; the reply follows from another thread."""
+        name, what, serial = message["id"], message["op"], message["serial"]
+        if what == "cancel":
+            if name in self._played:
+                self._played[name].cancel()
+            self._send({"id": name, "serial": serial, "heard": True})
+            return
+        works = {"reset": self._reset, "step": self._step, "close": self._close}
+        arguments = (works[what], name, serial, message.get("values"))
+        threading.Thread(target=self._answer, args=arguments, daemon=True).start()
+
+    def _answer(self, work: Callable[[str, Any], Answer | None], name: str, serial: int, values: Any) -> None:
+        reply: dict[str, Any] = {"id": name, "serial": serial}
+        try:
+            answer = work(name, values)
+            reply["answer"] = None if answer is None else asdict(answer)
+        except asyncio.CancelledError:
+            reply["failed"] = "it was cancelled"
+        except BaseException as error:  # a user's code may raise anything, and even exit
+            reply["failed"] = f"{type(error).__name__}: {error}{raised_in(error)}"[:_LONGEST_CAUSE]
+        self._send(reply)
+
+    def _reset(self, name: str, values: Any) -> Answer | None:
+        played = self._played[name] = Played(EpisodeHost(self._setup))
+        answer: Answer = played.run(played.host.reset(values))
+        return answer
+
+    def _step(self, name: str, values: Any) -> Answer | None:
+        played = self._played[name]
+        answer: Answer = played.run(played.host.step(values))
+        return answer
+
+    def _close(self, name: str, values: Any) -> Answer | None:
+        played = self._played.pop(name, None)
+        if played is not None:
+            played.close()
+        return None
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        try:
+            message = encode(reply)
+        except (TypeError, ValueError) as error:
+            cause = f"the environment returned what cannot be sent: {error}"
+            message = encode({"id": reply["id"], "serial": reply["serial"], "failed": cause})
+        with self._sending:
+            self._channel.sendall(frame(message))
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the parent is gone; never returns."""
+    descriptor, parent = map(int, arguments)
+    remember_environment()
+    die_with(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here, so that whatever ends this finds them
+    channel = socket.socket(fileno=descriptor)
+    setup = receive(channel)
+    if setup is None:
+        os._exit(1)
+    _limit(setup["memory_limit"])
+    os.register_at_fork(after_in_child=channel.close)
+    outlive_stop_signals()
+    try:
+        host = HostSetup.read(setup["host"])
+        EpisodeHost(host)  # imports the user's files, and shows now what would fail in every episode
+    except BaseException as error:  # a user's file may even exit: the parent needs the cause
+        channel.sendall(frame(encode({"failed": f"{type(error).__name__}: {error}"[:_LONGEST_CAUSE]})))
+        os._exit(1)
+    served = Served(channel, host)
+    channel.sendall(frame(encode({"ready": True})))
+    while (message := receive(channel)) is not None:
+        served.handle(message)
+    os._exit(0)
+
+
+def _limit(memory: int | None) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
+    # The stack of a thread is address space too, 8 MiB each by default.
+    threading.stack_size(2**20)
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

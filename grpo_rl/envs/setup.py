@@ -1,0 +1,124 @@
+"""The settings of a run's episodes: from the configuration to what environment processes, prompts and the driver are made with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.config.derived import plays_episodes
+from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.envs.chat_deltas import ChatDeltas
+from grpo_rl.envs.environments import Named, tools_of
+from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, TurnPool
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
+from grpo_rl.envs.runtime.episode_host import HostSetup, with_schemas
+from grpo_rl.envs.tool_formats import FORMATS
+from grpo_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSetup:
+    """Everything that the episodes of a run are played with."""
+
+    config: Config
+    host: HostSetup
+    schemas: tuple[dict[str, Any], ...]
+    """The tools as the chat template shows them."""
+
+    @staticmethod
+    def of(config: Config) -> EpisodeSetup | None:
+        """Return the setup of this configuration; None where it has no episodes.
+
+        Raises ConfigError, with all problems, for names that are unknown and options that do not fit.
+        """
+        if not plays_episodes(config):
+            return None
+        own = config.actor_rollout_ref.rollout.multi_turn
+        problems: list[str] = []
+        host: HostSetup | None = None
+        schemas: list[dict[str, Any]] = []
+        try:
+            host, schemas = with_schemas(_host(own))
+        except ConfigError as error:
+            problems += error.problems
+        if own.tools or own.tool_config_path is not None:
+            try:
+                FORMATS.get(own.format)
+            except ConfigError as error:
+                problems += error.problems
+        if problems or host is None:
+            raise ConfigError([f"actor_rollout_ref.rollout.multi_turn: {problem}" for problem in problems])
+        return EpisodeSetup(config, host, tuple(schemas))
+
+    @property
+    def data(self) -> DataConfig:
+        """The settings of the data, with the tools that every prompt shows."""
+        data = self.config.data
+        if not self.schemas:
+            return data
+        kwargs = {"tools": list(self.schemas), **data.apply_chat_template_kwargs}
+        return dataclasses.replace(data, apply_chat_template_kwargs=kwargs)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the messages that may come between assistant turns."""
+        return (*(("tool",) if self.schemas else ()), *(("user",) if self.host.environment is not None else ()))
+
+    def deltas(self, tokenizer: Any, stop_ids: frozenset[int]) -> ChatDeltas:
+        """Return what renders the context between turns."""
+        return ChatDeltas(Renderer(self.data, tokenizer), tokenizer, stop_ids)
+
+    def check(self, tokenizer: Any) -> list[str]:
+        """Return what is to be noted of the chat template. Raises ConfigError for one that episodes cannot be played with.
+
+        Without a template the prompts have to be plain strings, and so has what comes between turns.
+        """
+        renderer = Renderer(self.data, tokenizer)
+        if not renderer.has_template:
+            return []
+        names = [schema["function"]["name"] for schema in self.schemas]
+        return self.deltas(tokenizer, frozenset()).check(self.roles, names)
+
+    def environments(self, log_folder: Path | None) -> EnvironmentPool:
+        """Start the environment processes."""
+        own = self.config.actor_rollout_ref.rollout.multi_turn.environment
+        limit = None if own.memory_limit_gb is None else int(own.memory_limit_gb * 2**30)
+        setup = PoolSetup(self.host, own.num_workers, own.max_episodes, own.step_timeout_s, limit)
+        return EnvironmentPool(setup, log_folder)
+
+    def pool(
+        self, turns: TurnPool, environments: EnvironmentPool, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
+    ) -> EpisodePool:
+        """Return the pool whose rollouts are episodes, above one of single turns."""
+        own = self.config.actor_rollout_ref.rollout.multi_turn
+        rules = EpisodeRules(
+            max_model_len=max_model_len,
+            max_turns=max_turns(own),
+            timeout_s=own.episode_timeout_s,
+            retries=own.environment.retries,
+            quiet_s=self.config.trainer.step_timeout_s,
+        )
+        return EpisodePool(turns, environments, self.deltas(tokenizer, stop_ids), rules)
+
+
+def max_turns(own: MultiTurnConfig) -> int | None:
+    """Return the most assistant turns of an episode: by their own limit, or one more than the answers that may come."""
+    limits = [own.max_assistant_turns, None if own.max_user_turns is None else own.max_user_turns + 1]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _host(own: MultiTurnConfig) -> HostSetup:
+    environment = own.environment
+    named = None if environment.name is None else Named(environment.name, dict(environment.options))
+    return HostSetup(
+        environment=named,
+        tools=tuple(tools_of(own.tool_config_path, own.tools)),
+        format=own.format,
+        tool_timeout_s=environment.tool_timeout_s,
+        max_parallel_calls=own.max_parallel_calls,
+        max_tool_response_length=own.max_tool_response_length,
+        truncate_side=own.tool_response_truncate_side,
+    )

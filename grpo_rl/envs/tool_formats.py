@@ -1,0 +1,186 @@
+"""The ways in which models write tool calls, and the parsers that read them from an assistant turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.envs.contract import ToolCall
+from grpo_rl.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The tool calls of a turn, and what was wrong with those that could not be read."""
+
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+
+
+Parser = Callable[[str], Sequence[Mapping[str, Any]]]
+"""(turn, special tokens included) -> calls as {"name": ..., "arguments": {...}}; ValueError says what cannot be read."""
+
+FORMATS: Registry[Callable[[str], Iterator[Any]]] = Registry("tool-call format")
+"""A format yields each call that a turn contains: the parsed value, or the ValueError that says what is wrong with it."""
+
+_THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_MISTRAL = "[TOOL_CALLS]"
+_LLAMA = "<|python_tag|>"
+_LLAMA_END = re.compile(r"(<\|eo[tm]_id\|>|<\|end_of_text\|>)\s*\Z")
+_MISTRAL_END = re.compile(r"</s>\s*\Z")
+
+
+def parse(name: str, text: str) -> Parsed:
+    """Return the calls in a turn, whose text has its special tokens; what is written inside of thoughts is no call.
+
+    `name` is a registered format, or a user's own parser as `file.py:function`.
+    """
+    text = _THOUGHTS.sub("", text)
+    if name in FORMATS:
+        return _collected(FORMATS.get(name)(text))
+    parser: Parser = FORMATS.get(name)  # type: ignore[assignment]
+    try:
+        return _collected(iter(parser(text)))
+    except ValueError as error:
+        return Parsed(malformed=(str(error) or "the tool call cannot be read",))
+
+
+def _collected(found: Iterator[Any]) -> Parsed:
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    for value in found:
+        try:
+            calls.append(_call(value, len(calls)))
+        except ValueError as error:
+            malformed.append(str(error))
+    return Parsed(tuple(calls), tuple(malformed))
+
+
+def _call(value: Any, number: int) -> ToolCall:
+    """Return one parsed value as a call. Raises ValueError for another shape."""
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a tool call is a JSON object with name and arguments, not {_short(value)}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the tool call {_short(value)} has no name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI's form: JSON inside of JSON
+        arguments = _json(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {name} are {_short(arguments)}, not a JSON object")
+    return ToolCall(name, dict(arguments), f"call{number:05d}")  # Mistral's templates want nine letters and digits
+
+
+@FORMATS.register("hermes")
+def hermes(text: str) -> Iterator[Any]:
+    """Yield the calls between <tool_call> and </tool_call>, as Hermes and Qwen models write them."""
+    for body, end in _HERMES.findall(text):
+        if not end:
+            yield ValueError("a <tool_call> is not closed by </tool_call>")
+        else:
+            yield _json_or_error(body)
+
+
+@FORMATS.register("llama3_json")
+def llama3_json(text: str) -> Iterator[Any]:
+    """Yield the calls of a turn that is nothing but JSON objects, separated by `;`, as Llama 3 models write them."""
+    text = _LLAMA_END.sub("", text.strip()).strip()
+    tagged = text.startswith(_LLAMA)
+    text = text.removeprefix(_LLAMA).strip()
+    if not tagged and not text.startswith("{"):
+        return
+    decoder, place = json.JSONDecoder(), 0
+    while place < len(text):
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            yield ValueError(f"the tool call is no JSON: {_cause(error)}")
+            return
+        yield value
+        place += len(text[place:]) - len(text[place:].lstrip("; \n\t"))
+
+
+@FORMATS.register("mistral")
+def mistral(text: str) -> Iterator[Any]:
+    """Yield the calls behind [TOOL_CALLS], as Mistral models write them: a JSON list, or name and arguments of each."""
+    _, mark, rest = _MISTRAL_END.sub("", text).partition(_MISTRAL)
+    if not mark:
+        return
+    if not rest.lstrip().startswith(("[{", "[ {", "[]", "{")):  # newer models: [TOOL_CALLS]name[ARGS]{...}
+        for one in rest.split(_MISTRAL):
+            name, args, body = one.partition("[ARGS]")
+            if not args:
+                name, brace, body = one.partition("{")
+                body = brace + body
+            arguments = _json_or_error(body)
+            yield arguments if isinstance(arguments, ValueError) else {"name": name.strip(), "arguments": arguments}
+        return
+    value = _json_or_error(rest)
+    yield from value if isinstance(value, list) else [value]
+
+
+def _json(text: str) -> Any:
+    """Return the JSON value. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the tool call is no JSON: {_cause(error)}") from None
+
+
+def _json_or_error(text: str) -> Any:
+    try:
+        return _json(text)
+    except ValueError as error:
+        return error
+
+
+def _cause(error: Exception) -> str:
+    return "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a call's arguments by the tool's JSON schema; None where nothing is.
+
+    Required names and the types of the first level are looked at; what lies deeper is the tool's.
+    """
+    parameters = schema.get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    missing = [name for name in parameters.get("required") or () if name not in arguments]
+    if missing:
+        return f"{schema['name']} needs {', '.join(missing)}"
+    if parameters.get("additionalProperties") is False and (unknown := [name for name in arguments if name not in properties]):
+        return f"{schema['name']} has no argument {', '.join(unknown)}; it takes {', '.join(properties) or 'none'}"
+    for name, value in arguments.items():
+        wanted = properties.get(name, {}).get("type") if isinstance(properties.get(name), Mapping) else None
+        kinds = [wanted] if isinstance(wanted, str) else list(wanted or ())
+        if kinds and not any(_is_of(value, kind) for kind in kinds):
+            return f"the argument {name} of {schema['name']} is {_short(value)}, not of type {' or '.join(kinds)}"
+    return None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean" or kind not in _TYPES
+    return kind not in _TYPES or isinstance(value, _TYPES[kind])

@@ -1,0 +1,165 @@
+"""A Python interpreter as a tool: variables stay from call to call of an episode, in a sandbox that the code cannot leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Sandbox
+
+LOOP = """
+import ast, contextlib, io, os, sys, traceback
+
+def read(size):
+    parts = []
+    while size:
+        part = os.read(0, min(size, 1 << 16))
+        if not part:
+            os._exit(0)
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+def write(data):
+    while data:
+        data = data[os.write(0, data):]
+
+def run(code, names):
+    tree = ast.parse(code, "<cell>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<cell>", "exec"), names)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+names = {"__name__": "__main__"}
+longest = int.from_bytes(read(4), "little")
+while True:
+    code = read(int.from_bytes(read(4), "little")).decode()
+    said, failed = io.StringIO(), b"0"
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            run(code, names)
+        except BaseException as error:
+            failed = b"1"
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == "<cell>":
+                    said.write(f"line {frame.lineno}, in {frame.name}\\n")
+            said.write("".join(traceback.format_exception_only(error)))
+    text = said.getvalue()
+    if len(text) > longest:
+        text = text[: longest // 2] + "\\n[...]\\n" + text[-(longest // 2):]
+    data = text.encode(errors="replace")
+    write(failed + len(data).to_bytes(4, "little") + data)
+"""
+"""The program in the sandbox. It takes a cell (length, text) from its line and answers (failed or not, length, what was printed)."""
+BYTES_OF_A_CHARACTER = 4
+LONGEST_CODE = 1 << 20
+
+
+class Ended(Exception):
+    """An error: the interpreter is gone, by its own doing or by a limit. Its text says how."""
+
+
+class PythonInterpreter:
+    """The tool `python`: runs a cell and returns what it printed, with the value of its last expression as a notebook shows it.
+
+    `time_s` is the wall time of one call, `total_s` bounds CPU and wall time of an episode, `memory_mb` the address space. A call that
+    exceeds a limit ends the interpreter; the next one begins a fresh one. There is no network, no file but in a small /tmp, and no
+    package beside the standard library (docs/sandbox.md). Processes are started with the first call of an episode.
+    """
+
+    schema: Mapping[str, Any] = {
+        "name": "python",
+        "description": "Run Python code. Variables stay for later calls. Returns what is printed, and the value of the last line.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the code to run"}},
+            "required": ["code"],
+        },
+    }
+
+    def __init__(
+        self, *, time_s: float = 5.0, total_s: float = 120.0, memory_mb: int = 512, max_characters: int = 2000
+    ) -> None:
+        if isinstance(max_characters, bool) or not isinstance(max_characters, int) or max_characters < 2:
+            raise ConfigError(f"tool python: max_characters={max_characters!r} must be a whole number of at least 2")
+        try:
+            self._limits = Limits(time_s=total_s, memory_mb=memory_mb, output_kb=64)
+            Limits(time_s=time_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"tool python: time_s={time_s!r}, total_s={total_s!r}, memory_mb={memory_mb!r}: {error}"
+            ) from error
+        self._time_s, self._max_characters = float(time_s), max_characters
+        self._sandbox: Sandbox | None = None
+        self._line: socket.socket | None = None
+
+    async def begin(self, start: Start) -> None:
+        """Make no process yet: many episodes never call."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        code = arguments.get("code")
+        if not isinstance(code, str) or len(code) > LONGEST_CODE:
+            return ToolResult(f"code must be a string of at most {LONGEST_CODE} characters", failed=True)
+        if self._sandbox is None:
+            # Starting takes about 0.03 s of waiting on another process, which other episodes shall not wait for.
+            self._sandbox, self._line = await asyncio.to_thread(self._started)
+        try:
+            failed, text = await asyncio.wait_for(self._run(code), self._time_s)
+            return ToolResult(text, failed=failed)
+        except TimeoutError:
+            reason = f"the code ran longer than {self._time_s:g} s"
+        except (Ended, OSError) as error:
+            reason = str(error)
+        await self.close()
+        return ToolResult(f"The interpreter was ended: {reason}. Its variables are gone.", failed=True)
+
+    async def close(self) -> None:
+        """End the interpreter and everything that runs in its sandbox. May be called twice."""
+        sandbox, line, self._sandbox, self._line = self._sandbox, self._line, None, None
+        if line is not None:
+            line.close()
+        if sandbox is not None:
+            await asyncio.to_thread(sandbox.close)
+
+    def _started(self) -> tuple[Sandbox, socket.socket]:
+        """Return a sandbox whose program waits for cells, and the line to it. Raises SandboxUnavailable where there can be none."""
+        ours, theirs = socket.socketpair()
+        try:
+            sandbox = Sandbox(LOOP, self._limits, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        sandbox.begin(Case(), self._limits.time_s)
+        ours.setblocking(False)
+        ours.send(self._max_characters.to_bytes(4, "little"))
+        return sandbox, ours
+
+    async def _run(self, code: str) -> tuple[bool, str]:
+        """Return whether a cell failed, and what it printed. What comes is hostile: it is bounded, and nothing but text."""
+        assert self._line is not None
+        data = code.encode(errors="replace")
+        await asyncio.get_running_loop().sock_sendall(self._line, len(data).to_bytes(4, "little") + data)
+        failed = await self._receive(1)
+        size = int.from_bytes(await self._receive(4), "little")
+        if size > (self._max_characters + 16) * BYTES_OF_A_CHARACTER:
+            raise Ended("it broke the protocol of its answers")
+        text = (await self._receive(size)).decode(errors="replace")
+        return failed != b"0", text[: self._max_characters + 16]
+
+    async def _receive(self, size: int) -> bytes:
+        assert self._line is not None
+        parts = []
+        while size:
+            part = await asyncio.get_running_loop().sock_recv(self._line, size)
+            if not part:
+                raise Ended("it left, or exceeded a limit of memory, time or output")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

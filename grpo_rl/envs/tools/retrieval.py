@@ -1,0 +1,107 @@
+"""Search in a folder of texts as a tool, ranked by BM25 (Robertson and Zaragoza, 2009), by the library bm25s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.data.tasks.games.fact_chains import world
+from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.errors import ConfigError
+
+FACTS = "builtin:fact_chains"
+SUFFIXES = (".txt", ".md")
+LARGEST_FILE = 16 << 20
+
+
+class Index:
+    """The passages of a folder, and the words that they have."""
+
+    def __init__(self, passages: Mapping[str, str]) -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise ConfigError("tool search: the library bm25s is not installed; pip install 'grpo_rl[envs]'") from error
+        self.names, self.texts = list(passages), list(passages.values())
+        self._bm25s = bm25s
+        self._scores = bm25s.BM25(method="lucene", backend="numpy")
+        self._scores.index(self._words(self.texts), show_progress=False)
+
+    def best(self, query: str, number: int) -> list[tuple[str, str]]:
+        """Return up to `number` passages as (name, text), best first; none where no word of the query is in any."""
+        found, scores = self._scores.retrieve(
+            self._words([query]), k=min(number, len(self.texts)), show_progress=False, backend_selection="numpy"
+        )
+        return [(self.names[int(n)], self.texts[int(n)]) for n, score in zip(found[0], scores[0], strict=True) if score > 0]
+
+    def _words(self, texts: list[str]) -> Any:
+        return self._bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)
+
+
+@lru_cache(maxsize=4)
+def index_of(folder: str) -> Index:
+    """Return the index of a folder, which is read once in each process. Raises ConfigError where it has no texts."""
+    return Index(world().texts() if folder == FACTS else passages_of(Path(folder)))
+
+
+def passages_of(folder: Path) -> dict[str, str]:
+    """Return the paragraphs of all .txt and .md files below the folder, by file and number, in the order of their names.
+
+    Raises ConfigError where the folder is not there, has no text, or has a file that is no UTF-8 text or larger than 16 MiB.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"tool search: folder={folder} is no folder")
+    found: dict[str, str] = {}
+    for file in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if file.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"tool search: {file} is larger than {LARGEST_FILE >> 20} MiB; split it")
+        try:
+            paragraphs = [part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"tool search: {file} is no UTF-8 text: {error}") from error
+        for number, paragraph in enumerate(paragraphs):
+            found[name if len(paragraphs) == 1 else f"{name}#{number + 1}"] = paragraph
+    if not found:
+        raise ConfigError(f"tool search: folder={folder} has no {' or '.join(SUFFIXES)} file with text in it")
+    return found
+
+
+class Search:
+    """The tool `search`: the `top_k` best passages of a `folder` for a query, `max_characters` of each.
+
+    A passage is a paragraph of a .txt or .md file. `builtin:fact_chains` stands for the texts that answer the task fact_chains.
+    """
+
+    schema: Mapping[str, Any] = {
+        "name": "search",
+        "description": "Search texts for words. Returns the passages that fit best.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "the words to look for"}},
+            "required": ["query"],
+        },
+    }
+
+    def __init__(self, *, folder: str = FACTS, top_k: int = 3, max_characters: int = 500) -> None:
+        for name, value in (("top_k", top_k), ("max_characters", max_characters)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"tool search: {name}={value!r} must be a whole number of at least 1")
+        self._index, self._top_k, self._max_characters = index_of(folder), top_k, max_characters
+
+    async def begin(self, start: Start) -> None:
+        """Make no state: calls do not depend on each other."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        query = arguments.get("query")
+        if not isinstance(query, str) or not query.strip():
+            return ToolResult("query must be a string of words to look for", failed=True)
+        found = self._index.best(query, self._top_k)
+        if not found:
+            return ToolResult("No passage has any of these words.")
+        return ToolResult("\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in found))
+
+    async def close(self) -> None:
+        """Release nothing: the index is shared by all episodes of the process."""

@@ -1,0 +1,254 @@
+"""Tools that come with it: the calculator, the Python interpreter in its sandbox, and search."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
+from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.tools.calculator import Calculator
+from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
+from grpo_rl.envs.tools.retrieval import Search, index_of, passages_of
+from grpo_rl.errors import ConfigError
+
+START = Start(uid="row", data_source="test", messages=())
+
+
+def called(tool: Any, *calls: dict[str, Any]) -> list[ToolResult]:
+    """The results of the calls of one episode."""
+
+    async def episode() -> list[ToolResult]:
+        await tool.begin(START)
+        try:
+            return [await tool.call(arguments) for arguments in calls]
+        finally:
+            await tool.close()
+
+    return asyncio.run(episode())
+
+
+# ---- calculator ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(12 + 7) * 3", "57"),
+        ("1/3", "0.333333333333"),
+        ("2**64", "18446744073709551616"),
+        ("1.5*2", "3"),
+        ("-7 / 2", "-3.5"),
+        ("2**-1", "0.5"),
+    ],
+)
+def test_the_calculator_is_exact(expression: str, value: str) -> None:
+    assert called(Calculator(), {"expression": expression}) == [ToolResult(value)]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1/0",
+        "0**-1",
+        "9**9**9",
+        "10**64*10**64",
+        "(-8)**0.5",
+        "__import__('os').system('ls')",
+        "1,2",
+        "a",
+        "(" * 500,
+        "9" * 500,
+        "1 if 1 else 2",
+        "0x10",
+    ],
+)
+def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:
+    [result] = called(Calculator(), {"expression": expression})
+    assert result.failed and result.text.startswith("not an expression: ")
+
+
+def test_the_calculator_wants_its_argument() -> None:
+    assert all(result.failed for result in called(Calculator(), {}, {"expression": 3}))
+
+
+# ---- the Python interpreter ----------------------------------------------------------------------------------
+
+
+def cells(*codes: str, **options: Any) -> list[ToolResult]:
+    return called(PythonInterpreter(**options), *({"code": code} for code in codes))
+
+
+def test_variables_stay_from_call_to_call() -> None:
+    results = cells("x = 3", "def double(n):\n    return 2 * n", "print('so'); double(x)", "x")
+    assert [(result.text, result.failed) for result in results] == [
+        ("", False),
+        ("", False),
+        ("so\n6\n", False),
+        ("3\n", False),
+    ]
+
+
+def test_an_error_comes_back_and_the_variables_stay() -> None:
+    results = cells("x = 3", "x += 1\n1 / 0", "(", "import sys; sys.exit(0)", "x")
+    assert [result.failed for result in results] == [False, True, True, True, False]
+    assert results[1].text == "line 2, in <module>\nZeroDivisionError: division by zero\n"
+    assert "SyntaxError" in results[2].text and str(Path(__file__).anchor) + "root" not in results[2].text
+    assert results[4].text == "4\n"
+
+
+def test_episodes_do_not_share_variables() -> None:
+    assert cells("x = 1")[0].failed is False
+    [result] = cells("x")
+    assert result.failed and "NameError" in result.text
+
+
+def test_a_call_that_runs_too_long_ends_the_interpreter_and_the_next_one_begins_anew() -> None:
+    began = time.monotonic()
+    results = cells("x = 1", "while True: pass", "x", "40 + 2", time_s=0.5)
+    assert time.monotonic() - began < 20
+    assert results[1] == ToolResult(
+        "The interpreter was ended: the code ran longer than 0.5 s. Its variables are gone.", failed=True
+    )
+    assert "NameError" in results[2].text and results[3].text == "42\n"
+
+
+HOSTILE = {
+    "reads the files of the machine": "open('/etc/passwd').read()",
+    "looks at other processes": "import os; os.listdir('/proc')",
+    "opens a connection": "import socket; socket.create_connection(('127.0.0.1', 80), timeout=1)",
+    "starts a program": "import subprocess; subprocess.run(['/bin/true'])",
+    "forks": "import os; os.fork()",
+    "takes all memory": "b = bytearray(1 << 30)",
+    "writes a large file": "open('/tmp/a', 'wb').write(bytes(64 << 20))",
+    "writes outside of /tmp": "open('/a', 'w')",
+    "leaves": "import os; os._exit(0)",
+    "kills itself": "import os; os.kill(os.getpid(), 9)",
+    "kills everything": "import os; os.kill(-1, 9)",
+    "closes its line": "import os; os.close(0)",
+    "answers in a wrong form": "import os; os.write(0, b'1' + b'\\xff' * 400)",
+    "floods the standard output": "import os\nwhile True: os.write(1, b'x' * 65536)",
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_code_fails_and_the_interpreter_is_there_for_the_next_call(code: str) -> None:
+    results = cells(code, "40 + 2", time_s=3.0)
+    assert results[0].failed, results[0].text
+    assert results[1] == ToolResult("42\n")
+
+
+def test_code_sees_nothing_of_this_process() -> None:
+    [result] = cells("import os, sys; print(sorted(os.environ), os.getcwd(), sorted(os.listdir('/')))")
+    assert not result.failed
+    environment, _, folders = result.text.partition(" /tmp ")
+    assert re.fullmatch(r"\[('LC_CTYPE')?\]", environment)
+    assert "home" not in folders and "proc" not in folders and "etc" not in folders
+
+
+def test_long_output_is_cut_in_the_middle() -> None:
+    [result] = cells("print('a' * 5000 + 'b' * 5000)", max_characters=100)
+    assert result.text == "a" * 50 + "\n[...]\n" + "b" * 49 + "\n"
+
+
+def test_two_episodes_run_side_by_side() -> None:
+    async def both() -> float:
+        tools = [PythonInterpreter(time_s=30.0) for _ in range(3)]
+        await asyncio.gather(*(tool.call({"code": "import time"}) for tool in tools))
+        began = time.monotonic()
+        await asyncio.gather(*(tool.call({"code": "time.sleep(1)"}) for tool in tools))
+        waited = time.monotonic() - began
+        await asyncio.gather(*(tool.close() for tool in tools))
+        return waited
+
+    assert asyncio.run(both()) < 2.5
+
+
+def test_the_interpreter_refuses_wrong_limits() -> None:
+    for options in ({"time_s": 0}, {"memory_mb": -1}, {"max_characters": 1}):
+        with pytest.raises(ConfigError, match="tool python"):
+            PythonInterpreter(**options)  # type: ignore[arg-type]
+
+
+# ---- search --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "rivers").mkdir()
+    (tmp_path / "rivers" / "danube.md").write_text("The Danube rises in the Black Forest.\n\nIt ends in the Black Sea.\n")
+    (tmp_path / "rivers" / "rhine.txt").write_text("The Rhine rises in the Alps.")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    yield tmp_path
+    index_of.cache_clear()
+
+
+def test_search_finds_the_passage_that_has_the_words(folder: Path) -> None:
+    tool = Search(folder=str(folder), top_k=1)
+    results = called(
+        tool, {"query": "Where does the Rhine rise? Alps"}, {"query": "black sea"}, {"query": "volcano"}, {"query": " "}, {}
+    )
+    assert results[0].text == "[rivers/rhine.txt] The Rhine rises in the Alps."
+    assert results[1].text == "[rivers/danube.md#2] It ends in the Black Sea."
+    assert results[2] == ToolResult("No passage has any of these words.")
+    assert results[3].failed and results[4].failed
+
+
+def test_passages_are_paragraphs_and_cut_to_their_longest(folder: Path) -> None:
+    assert list(passages_of(folder)) == ["rivers/danube.md#1", "rivers/danube.md#2", "rivers/rhine.txt"]
+    [result] = called(Search(folder=str(folder), top_k=5, max_characters=9), {"query": "Rhine"})
+    assert result.text == "[rivers/rhine.txt] The Rhine"
+
+
+def test_a_scripted_reader_answers_questions_of_several_hops() -> None:
+    """Look up, read the name that leads on, look that up: the search finds every fact that a chain needs."""
+
+    async def answer(tool: Search, name: str) -> str:
+        text = (await tool.call({"query": name})).text
+        return next(line for line in text.split("\n\n") if line.startswith(f"[{name}]"))
+
+    async def read(question: str, hops: int) -> str | None:
+        tool = Search()
+        if hops == 4:
+            book = re.search(r'"(.+)"', question)
+            assert book is not None
+            found = (await tool.call({"query": book[1]})).text
+            name = next(line for line in found.split("\n\n") if f'"{book[1]}"' in line).split("]")[0][1:]
+        else:
+            person = re.search(r"teacher of (.+?) (?:born|write)", question) or re.search(r"was (.+?) born", question)
+            assert person is not None
+            name = person[1]
+        facts = await answer(tool, name)
+        if "teacher" in question:
+            facts = await answer(tool, re.search(r"taught by (.+)\.", facts)[1])  # type: ignore[index]
+        if "book" in question and hops == 2:
+            return re.search(r'book "(.+)"', facts)[1]  # type: ignore[index]
+        town = re.search(r"born in (\w+)\.", facts)[1]  # type: ignore[index]
+        return re.search(r"is a town in (\w+)", await answer(tool, town))[1]  # type: ignore[index]
+
+    rows = list(fact_chains(num_rows=40, hops="2,3,4"))
+    right = [
+        asyncio.run(read(row["prompt"][0]["content"], row["extra_info"]["hops"])) == row["reward_model"]["ground_truth"]
+        for row in rows
+    ]
+    assert all(right)
+    assert len(index_of("builtin:fact_chains").texts) == len(world().people) + len(world().lands)
+
+
+def test_search_refuses_folders_without_texts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        Search(folder=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"has no \.txt or \.md file"):
+        Search(folder=str(tmp_path))
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="no UTF-8 text"):
+        Search(folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="top_k=0"):
+        Search(top_k=0)

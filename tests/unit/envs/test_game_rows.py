@@ -1,0 +1,189 @@
+"""Rows of the games: the same by seed, in verl's format, with games of random play to begin from."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+from game_players import play, reached, says, start_of
+
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
+from grpo_rl.data.tasks.games.grid_maps import Grid, grid_world
+from grpo_rl.data.tasks.games.secret_numbers import number_guessing
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.training_rows.conversations import Tokenizing, conversation
+from grpo_rl.envs.environments import Named
+from grpo_rl.envs.games.grid_world import GridWorld
+from grpo_rl.envs.games.number_guessing import NumberGuessing
+from grpo_rl.envs.games.word_game import WordGame
+from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
+from grpo_rl.errors import ConfigError
+from grpo_rl.models.builtin import build_tokenizer
+
+TASKS = ("number_guessing", "word_game", "grid_world", "fact_chains", "episodes")
+PLAYED = (
+    (
+        "task:number_guessing?low=0&high=99&turns=10&answers=range&sensible=0.3&wording=short&play=random",
+        NumberGuessing(turns=10),
+    ),
+    ("task:word_game?letters=abc&length=2&turns=6&sensible=0.3&wording=short&play=random", WordGame(turns=6)),
+    ("task:grid_world?size=4&turns=20&wording=short&play=random", GridWorld(turns=20)),
+    ("task:number_guessing?turns=3&play=random", NumberGuessing(turns=3)),
+)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_row_depends_on_seed_and_index_alone(task: str) -> None:
+    rows = task_rows(f"task:{task}?num_rows=20")
+    assert list(rows) == list(task_rows(f"task:{task}?num_rows=30"))[:20]
+    if task != "episodes":
+        assert list(rows) != list(task_rows(f"task:{task}?num_rows=20&seed=1"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_have_verls_columns(task: str) -> None:
+    row = task_rows(f"task:{task}?num_rows=1")[0]
+    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert row["prompt"][-1]["role"] == "user" and row["prompt"][-1]["content"]
+    assert "ground_truth" in row["reward_model"]
+
+
+@pytest.mark.parametrize(("spec", "environment"), PLAYED)
+def test_random_play_is_what_the_environment_answers(spec: str, environment: Any) -> None:
+    lengths = Counter()
+    for row in list(task_rows(spec))[:40]:
+        messages = row["messages"][1:]
+        assert row["messages"][0] == row["prompt"][0]
+        assert [message["role"] for message in messages] == ["assistant", "user"] * (len(messages) // 2) + ["assistant"]
+        moves = [message["content"] for message in messages[::2]]
+        fresh = type(environment)(turns=environment._turns)
+        episode = play(fresh, row, says(*moves))
+        assert episode.answers == [message["content"] for message in messages[1::2]]
+        assert episode.solved or len(moves) == environment._turns
+        lengths[episode.solved] += 1
+    assert lengths[False] > 0
+
+
+def solved_games(spec: str) -> float:
+    """The share of games of random play that end with the right move."""
+    rows = task_rows(f"task:{spec}&play=random&wording=short&num_rows=300")
+    found = 0
+    for row in rows:
+        truth, last = row["reward_model"]["ground_truth"], row["messages"][-1]["content"]
+        found += last == truth["secret"] if isinstance(truth["secret"], str) else int(last) == truth["secret"]
+    return found / len(rows)
+
+
+def test_random_play_is_blind_unless_it_is_asked_to_be_sensible() -> None:
+    # 1 - (99/100)^10 = 0.096 and 1 - (124/125)^6 = 0.047; guesses within the range find 87 % in ten turns (drawn 4,000 times),
+    # and letters that are never tried twice find every word of five letters in five turns.
+    numbers, words = "number_guessing?low=0&high=99&turns=10", "word_game?letters=abcde&length=3&turns=6"
+    assert solved_games(numbers) == pytest.approx(0.096, abs=0.05)
+    assert solved_games(f"{numbers}&sensible=1") == pytest.approx(0.87, abs=0.06)
+    assert solved_games(words) == pytest.approx(0.047, abs=0.04)
+    assert solved_games(f"{words}&sensible=1") == 1.0
+
+
+def test_the_embedded_models_tokenizer_finds_every_move_of_random_play() -> None:
+    tokenizer = build_tokenizer(128)
+    for spec, _ in PLAYED[:3]:
+        row = task_rows(spec)[0]
+        config = DataConfig()
+        found = Tokenizing(config, tokenizer)(conversation(row, "row 0", config), "row 0")
+        trained = tokenizer.decode(found.token_ids[found.positions])
+        moves = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert trained == "".join(f"{move}<|end|>" for move in moves)
+        assert tokenizer.unk_token_id not in found.token_ids
+
+
+def test_every_number_is_about_as_often_the_secret() -> None:
+    counts = Counter(row["reward_model"]["ground_truth"]["secret"] for row in number_guessing(num_rows=4000, low=0, high=9))
+    assert set(counts) == set(range(10)) and min(counts.values()) > 300
+
+
+def test_maps_are_solvable_and_the_splits_share_none() -> None:
+    found = {}
+    for split in ("train", "val"):
+        rows = grid_world(num_rows=60, size=4, walls=0.3, fewest_steps=3, split=split)
+        found[split] = {
+            (tuple(row["reward_model"]["ground_truth"]["lines"]), tuple(row["reward_model"]["ground_truth"]["start"]))
+            for row in rows
+        }
+        for row in rows:
+            truth = row["reward_model"]["ground_truth"]
+            grid = Grid(tuple(truth["lines"]), tuple(truth["start"]))
+            way = grid.shortest()
+            assert way is not None and len(way) >= 3
+            assert grid.solved(reached(row, way)) and not grid.solved(reached(row, way[:-1]))
+    assert not found["train"] & found["val"]
+
+
+def test_facts_answer_their_questions() -> None:
+    known = world()
+    by_name = {person.name: person for person in known.people}
+    assert len(by_name) == len(known.people) == len({person.book for person in known.people})
+    assert all(
+        person.teacher in by_name and person.teacher != person.name and person.town in known.lands for person in known.people
+    )
+    texts = known.texts()
+    answers = [row["reward_model"]["ground_truth"] for row in fact_chains(num_rows=50, hops="2,3,4")]
+    assert all(any(answer in text for text in texts.values()) for answer in answers)
+    train, val = ({row["prompt"][0]["content"] for row in fact_chains(num_rows=200, split=split)} for split in ("train", "val"))
+    assert not train & val
+
+
+def test_demonstrations_of_the_calculator_are_what_an_episode_with_it_is() -> None:
+    """Each conversation is played again, by the parser, the tool and the environment of a run."""
+    rows = task_rows("task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=1&calculator_calls=0.5&num_rows=60")
+    setup = HostSetup(Named("arithmetic", {"turns": 1}), (Named("calculator"),))
+    rewards = {True: [], False: []}
+    for row in rows:
+        turns = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        answers = [message["content"] for message in row["messages"][1:] if message["role"] != "assistant"]
+        played, rewarded = asyncio.run(again(setup, row, turns))
+        assert played == answers
+        rewards[len(turns) == 2].append(rewarded)
+    assert set(rewards[True]) == {1.0} and 15 < len(rewards[True]) < 45
+    # Without the calculator every carry is forgotten: only the sums without one, and the products, are right.
+    assert 0.2 < sum(rewards[False]) / len(rewards[False]) < 0.9
+
+
+async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tuple[list[str], float | None]:
+    """The answers to these turns, and the last one's reward."""
+    host = EpisodeHost(setup)
+    start = start_of(row)
+    await host.reset({field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
+    answers: list[str] = []
+    for index, text in enumerate(turns):
+        values = {"index": index, "text": text, "raw_text": text, "finish_reason": "stop", "token_ids": [], "is_last": False}
+        answer = await host.step(values)
+        answers += [message["content"] for message in answer.messages]
+    await host.close()
+    assert answer.done
+    return answers, answer.reward
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("number_guessing?low=5&high=5", ["low=5 and high=5"]),
+        ("number_guessing?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
+        ("number_guessing?sensible=2", ["sensible=2"]),
+        ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
+        ("number_guessing?wording=long", ["must be one of words, short"]),
+        ("word_game?letters=aab", ["letters='aab'"]),
+        ("word_game?letters=AB&length=0", ["letters='AB'", "length=0"]),
+        ("grid_world?size=2&walls=0.9", ["size=2", "walls=0.9"]),
+        ("grid_world?size=3&fewest_steps=30", ["none has a way of 30 steps"]),
+        ("fact_chains?hops=5", ["hops=5"]),
+        ("episodes?prompt=", ["prompt"]),
+    ],
+)
+def test_wrong_options_are_refused(spec: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        task_rows(f"task:{spec}")
+    assert all(word in str(refused.value) for word in words), str(refused.value)

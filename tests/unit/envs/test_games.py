@@ -1,0 +1,296 @@
+"""Games as environments: known transcripts, rewards, hostile moves, and what scripted players reach."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+import pytest
+from game_players import (
+    eliminating,
+    halving,
+    play,
+    random_number,
+    random_walk,
+    random_word,
+    says,
+    shortest_way,
+    start_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rl.data.tasks.arithmetic import arithmetic
+from grpo_rl.data.tasks.countdown import countdown
+from grpo_rl.data.tasks.games.grid_maps import grid_world
+from grpo_rl.data.tasks.games.secret_numbers import number_guessing
+from grpo_rl.data.tasks.games.secret_words import marks, word_game
+from grpo_rl.envs.contract import Turn
+from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns
+from grpo_rl.envs.games.game import Game
+from grpo_rl.envs.games.grid_world import GridWorld
+from grpo_rl.envs.games.number_guessing import NumberGuessing
+from grpo_rl.envs.games.word_game import WordGame
+from grpo_rl.errors import ConfigError
+
+NUM_EPISODES = 60
+
+
+def number_row(secret: int, low: int = 1, high: int = 100, wording: str = "words") -> dict[str, Any]:
+    row = number_guessing(num_rows=1, low=low, high=high, wording=wording)[0]
+    return {**row, "reward_model": {"ground_truth": {"secret": secret, "low": low, "high": high}}}
+
+
+def word_row(secret: str, letters: str = "abcde", wording: str = "short") -> dict[str, Any]:
+    row = word_game(num_rows=1, letters=letters, length=len(secret), wording=wording)[0]
+    return {**row, "reward_model": {"ground_truth": {"secret": secret, "letters": letters}}}
+
+
+# ---- number guessing -----------------------------------------------------------------------------------------
+
+
+def test_a_number_is_guessed_by_higher_and_lower() -> None:
+    episode = play(NumberGuessing(), number_row(37), says("50", "My guess: 25.", "37"))
+    assert episode.answers == ["lower", "higher"]
+    assert episode.rewards == [None, None, 1.0]
+    assert episode.info == {"solved": 1.0, "turns": 3.0, "malformed": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("wording", "answers"),
+    [
+        ("short", ["001-049", "001-049", "026-049"]),
+        (
+            "words",
+            ["lower: from 1 to 49", "Answer with a whole number from 1 to 100. It is from 1 to 49.", "higher: from 26 to 49"],
+        ),
+    ],
+)
+def test_the_range_that_is_left_is_said_where_it_is_asked_for(wording: str, answers: list[str]) -> None:
+    row = number_row(37, wording=wording)
+    row = {**row, "extra_info": row["extra_info"] | {"answers": "range"}}
+    assert play(NumberGuessing(), row, says("50", "none", "25", "37")).answers == answers
+
+
+def test_a_guess_that_is_ruled_out_loses_a_strict_game() -> None:
+    episode = play(NumberGuessing(strict=True, turns=8), number_row(37), says("50", "none", "25", "25"))
+    assert episode.answers == ["lower", "Answer with a whole number from 1 to 100.", "higher"]
+    assert episode.rewards[:3] == [None, None, None] and 0 < episode.total < 0.5 and not episode.solved
+    assert episode.info["turns"] == 4
+    assert play(NumberGuessing(strict=True), number_row(37), says("50", "25", "37")).total == 1
+    assert play(NumberGuessing(), number_row(37), says("50", "60", "37")).total == 1
+
+
+def test_a_number_that_is_not_found_is_worth_what_was_ruled_out() -> None:
+    # 8 numbers: after "higher" than 4 there are 5 to 8, a third of the logarithm less; after "lower" than 7 there are 5 and 6.
+    episode = play(NumberGuessing(turns=2, partial=0.5), number_row(5, 1, 8, "short"), says("4", "7"))
+    assert episode.answers == ["+"]
+    assert episode.rewards == [None, pytest.approx(0.5 * (1 / 3 + 2 / 3) / 2)]
+
+
+def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
+    for moves in (["4", "7", "6"], ["4", "7", "5"], ["9", "4", "4"]):
+        row = number_row(5, 1, 8)
+        by_turns = play(NumberGuessing(turns=3, rewards="turns"), row, says(*moves))
+        at_the_end = play(NumberGuessing(turns=3, rewards="end"), row, says(*moves))
+        assert all(reward is not None for reward in by_turns.rewards)
+        assert by_turns.total == pytest.approx(at_the_end.total, abs=1e-12)
+        assert at_the_end.rewards[:-1] == [None] * (len(moves) - 1)
+
+
+def test_halving_finds_every_number_and_random_guesses_mostly_do_not() -> None:
+    rows = number_guessing(num_rows=NUM_EPISODES, low=1, high=60)
+    best = [play(NumberGuessing(turns=10), row, halving(1, 60)).solved for row in rows]
+    assert all(best)
+    rng = random.Random(1)
+    blind = [play(NumberGuessing(turns=10), row, random_number(1, 60, rng)).solved for row in rows]
+    # 1 - (59/60)^10 = 0.155
+    assert sum(blind) / NUM_EPISODES < 0.35
+
+
+# ---- the word game -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "expected"),
+    [
+        ("abc", "abc", "+++"),
+        ("abc", "bca", "ooo"),
+        ("abc", "ade", "+--"),
+        ("aab", "baa", "o+o"),
+        ("aaa", "abc", "+--"),
+        ("baa", "acc", "-o-"),
+        ("aba", "bab", "oo-"),
+        ("ccd", "cce", "++-"),
+    ],
+)
+def test_letters_are_marked_as_in_wordle(guess: str, secret: str, expected: str) -> None:
+    assert marks(guess, secret) == expected
+
+
+def test_a_word_is_guessed_by_its_marks() -> None:
+    episode = play(WordGame(), word_row("cab"), says("abc", "is it cba", "cab"))
+    assert episode.answers == ["ooo", "+oo"]
+    assert episode.rewards == [None, None, 1.0]
+
+
+def test_a_word_that_is_not_found_is_worth_the_letters_in_place() -> None:
+    episode = play(WordGame(turns=3, partial=0.6), word_row("cab"), says("cae", "ddd", "eee"))
+    # Two of three letters in place, then none twice.
+    assert episode.rewards == [None, None, pytest.approx(0.6 * 2 / 3 / 3)]
+
+
+def test_elimination_finds_every_word_and_random_guesses_mostly_do_not() -> None:
+    rows = word_game(num_rows=NUM_EPISODES, letters="abcde", length=3, wording="short")
+    assert all(play(WordGame(turns=7), row, eliminating("abcde", 3)).solved for row in rows)
+    rng = random.Random(1)
+    # 1 - (124/125)^6 = 0.047
+    assert sum(play(WordGame(turns=6), row, random_word("abcde", 3, rng)).solved for row in rows) / NUM_EPISODES < 0.2
+
+
+# ---- the grid world ------------------------------------------------------------------------------------------
+
+MAP = {"lines": ["..G", ".#.", ".K."], "start": [0, 0]}
+
+
+def grid_row(wording: str = "short") -> dict[str, Any]:
+    row = grid_world(num_rows=1, wording=wording)[0]
+    return {**row, "reward_model": {"ground_truth": MAP}}
+
+
+def test_the_goal_opens_with_the_key_only() -> None:
+    episode = play(GridWorld(), grid_row(), says("e", "e", "w", "south", "go s", "east", "e", "north", "n"))
+    assert episode.answers == [
+        "01#G#.-",  # the goal in the east
+        "01#G#.-",  # is locked
+        "00#..#-",
+        "10.#.#-",
+        "20.K##-",
+        "21#.#.k",  # the key
+        "22.##.k",
+        "12G#.#k",
+    ]
+    assert episode.rewards == [None] * 8 + [1.0]
+
+
+def test_the_whole_map_is_shown_in_words() -> None:
+    episode = play(GridWorld(turns=2), grid_row("words"), says("I go south", "west"))
+    assert episode.answers == ["..G\n@#.\n.K."]
+    assert episode.rewards == [None, 0.0]
+
+
+def test_progress_on_the_way_counts_where_it_is_asked_for() -> None:
+    # The shortest way has six steps, s s e (the key) e n n, of which one is done after the first turn, two after the second, one after the third.
+    episode = play(GridWorld(turns=3, partial=0.6), grid_row(), says("s", "s", "n"))
+    assert episode.rewards == [None, None, pytest.approx(0.6 * (1 + 2 + 1) / 6 / 3)]
+
+
+def test_the_shortest_way_leads_to_every_goal_and_a_random_walk_mostly_does_not() -> None:
+    rows = grid_world(num_rows=NUM_EPISODES, size=6)
+    assert all(play(GridWorld(turns=40), row, shortest_way(row)).solved for row in rows)
+    rng = random.Random(1)
+    assert sum(play(GridWorld(turns=40), row, random_walk(rng)).solved for row in rows) / NUM_EPISODES < 0.3
+
+
+# ---- arithmetic and countdown --------------------------------------------------------------------------------
+
+
+def test_a_sum_may_be_corrected() -> None:
+    row = {**arithmetic(num_rows=1)[0], "reward_model": {"ground_truth": "445"}}
+    episode = play(ArithmeticInTurns(turns=5), row, says("435", "450", "four", " 445 "))
+    assert episode.answers == ["+", "-", "?"]
+    assert episode.rewards == [None, None, None, 1.0]
+    assert episode.info["malformed"] == 1
+
+
+def test_digits_in_their_place_are_the_progress_of_a_sum() -> None:
+    row = {**arithmetic(num_rows=1)[0], "reward_model": {"ground_truth": "445"}}
+    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("435")).total == pytest.approx(0.3 * 2 / 3)
+    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("-435")).total == 0
+    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("0")).total == 0
+    negative = {**row, "reward_model": {"ground_truth": "-445"}}
+    assert play(ArithmeticInTurns(turns=2, short=False), negative, says("445", "-445")).answers == ["lower"]
+
+
+def test_countdown_says_what_an_expression_lacks() -> None:
+    row = {**countdown(num_rows=1)[0], "reward_model": {"ground_truth": {"target": 14, "numbers": [2, 3, 8]}}}
+    episode = play(
+        CountdownInTurns(turns=6, partial=0.1),
+        row,
+        says(
+            "8 + 6",
+            "<answer>8 + 6</answer>",
+            "<answer>8 +</answer>",
+            "<answer>8 * 3 - 2</answer>",
+            "<answer>8 + 2 * 3</answer>",
+        ),
+    )
+    assert episode.answers == [
+        "There is no expression between <answer> and </answer>.",
+        "The numbers to use, each exactly once, are 2 3 8.",
+        "That is no expression of whole numbers, + - * / and brackets, or it divides by zero.",
+        "That is 22, not 14.",
+    ]
+    assert episode.rewards == [None, None, None, None, 1.0]
+    failed = play(CountdownInTurns(turns=1, partial=0.1, short=True), row, says("<answer>8 * 3 - 2</answer>"))
+    assert failed.total == pytest.approx(0.1)
+
+
+def test_demonstrations_solve_countdown_in_one_turn() -> None:
+    rows = countdown(num_rows=20)
+    assert all(play(CountdownInTurns(), row, says(row["extra_info"]["demonstration"])).rewards == [1.0] for row in rows)
+
+
+# ---- all games -----------------------------------------------------------------------------------------------
+
+GAMES: list[tuple[type[Game], dict[str, Any]]] = [
+    (NumberGuessing, number_row(37)),
+    (WordGame, word_row("cab")),
+    (WordGame, word_row("cab", wording="words")),
+    (GridWorld, grid_row()),
+    (ArithmeticInTurns, arithmetic(num_rows=1)[0]),
+    (CountdownInTurns, countdown(num_rows=1)[0]),
+]
+
+
+@pytest.mark.parametrize("move", ["", "\x00", "9" * 10_000, "\U0001f600", "<answer></answer>", "ab"])
+@pytest.mark.parametrize(("game", "row"), GAMES)
+def test_a_malformed_move_is_answered_counted_and_costs_its_turn(game: type[Game], row: dict[str, Any], move: str) -> None:
+    episode = play(game(turns=3), row, says(move, move, move))
+    assert len(episode.rewards) == 3 and len(episode.answers) == 2 and all(episode.answers)
+    assert episode.total == 0
+    assert episode.info == {"solved": 0.0, "turns": 3.0, "malformed": 3.0}
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves=st.lists(st.text(max_size=40), min_size=4, max_size=4), which=st.integers(0, len(GAMES) - 1))
+def test_whatever_is_written_the_rewards_are_numbers_from_0_to_1(moves: list[str], which: int) -> None:
+    game, row = GAMES[which]
+    episode = play(game(turns=4, rewards="turns"), row, says(*moves))
+    assert all(reward is not None and math.isfinite(reward) and reward >= 0 for reward in episode.rewards)
+    assert 0 <= episode.total <= 1
+
+
+@pytest.mark.parametrize(("game", "row"), GAMES)
+def test_a_row_of_another_game_is_refused_with_its_name(game: type[Game], row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"environment {game.name}: row .* has no ground truth of this game"):
+        asyncio.run(game().reset(start_of({**row, "reward_model": {"ground_truth": {"other": 1}}})))
+
+
+def test_a_move_after_the_end_is_an_error() -> None:
+    async def too_many() -> None:
+        game = NumberGuessing(turns=1)
+        await game.reset(start_of(number_row(3)))
+        assert (await game.step(Turn(0, "2"))).done
+        await game.step(Turn(1, "3"))
+
+    with pytest.raises(RuntimeError, match="turn 1 came after the end"):
+        asyncio.run(too_many())
+
+
+def test_wrong_options_are_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        NumberGuessing(turns=0, partial=1.0, rewards="both")  # type: ignore[arg-type]
+    assert all(part in str(refused.value) for part in ("turns=0", "partial=1.0", "rewards='both'", "number_guessing"))
