@@ -85,11 +85,14 @@ class Case:
 
 
 class Scalars(TorchDispatchMode):
-    """Gives a number where the code reads one out of a tensor that has none."""
+    """Gives a number where the code reads one out of a tensor that has none, and a size where one depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+            # As many counts as it says are wanted at least: of experts, all of them.
+            return args[0].new_empty(args[2] if len(args) > 2 else (kwargs or {})["minlength"], dtype=torch.long)
         return func(*args, **(kwargs or {}))
 
 
