@@ -142,7 +142,7 @@ def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
 def _by_cost(plan: Plan) -> list[dict[str, Any]]:
     """Return combinations of changes to what the ranks hold, the nearest first."""
     options = [list(option) for option in _options(plan)]
-    combined = []
+    combined: list[tuple[float, int, dict[str, Any]]] = []
     for choice in itertools.product(*options):
         changes: dict[str, Any] = {}
         for _, part in choice:
