@@ -79,8 +79,12 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
             has_head=False,
             moments=8 * learns,
         )
-    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": parts.actor.fsdp_config, "reference": parts.ref.fsdp_config}
-    fsdp = sharded.get(name, critic.fsdp)
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
+        "actor": parts.actor.fsdp_config,
+        "reference": parts.ref.fsdp_config,
+        "critic": critic.fsdp,
+    }
+    fsdp = sharded[name]
     rule = {"actor": plan.passes.update, "reference": plan.passes.reference, "critic": plan.passes.critic}[name]
     model = critic.model if name == "critic" else parts.model
     adapters = adapter_params(parts.model, size) if name == "actor" else 0
