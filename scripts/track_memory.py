@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from grpo_rl.config.schema.tree import OptimConfig
-from grpo_rl.models import attention, fsdp, linear, load
+from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
+from grpo_rl.models import attention, fsdp, linear, load, lora
 from grpo_rl.models.forward import PolicyModel, Sequences
 from grpo_rl.models.optim import make_optimizer
 from grpo_rl.models.sequence_parallel import SequenceGroup
@@ -67,6 +67,8 @@ class Case:
     """Gradients of an earlier micro-batch lie on the device."""
     per_group: int = 1
     """Rollouts that share one prompt's states."""
+    lora_rank: int = 0
+    """The rank of adapters, which alone are trained; 0 where all parameters are."""
     together: int = 1
     """Ranks that compute the micro-batch together, a slice of its tokens each."""
 
@@ -83,11 +85,14 @@ class Case:
 
 
 class Scalars(TorchDispatchMode):
-    """Gives a number where the code reads one out of a tensor that has none."""
+    """Gives a number where the code reads one out of a tensor that has none, and a size where one depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+            # As many counts as it says are wanted at least: of experts, all of them.
+            return args[0].new_empty(args[2] if len(args) > 2 else (kwargs or {})["minlength"], dtype=torch.long)
         return func(*args, **(kwargs or {}))
 
 
@@ -181,9 +186,12 @@ def build(case: Case, settings: dict[str, Any], *, trains: bool) -> PolicyModel:
     lm = load.load_lm("", config, on_meta=True)
     if trains and case.checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.lora_rank:
+        lora.add_adapters(lm, ModelConfig(path="", lora_rank=case.lora_rank))
     policy = PolicyModel(lm, temperature=1.0, chunk_tokens=case.chunk, precision=case.precision)  # type: ignore[arg-type]
     policy.train(case.role == "actor")
-    policy.requires_grad_(trains)
+    if not case.lora_rank:
+        policy.requires_grad_(trains)
     return policy
 
 
@@ -249,7 +257,7 @@ def watch(policy: PolicyModel, tracker: Tracker) -> None:
 
 def give_state(case: Case, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer its moments, and the parameters gradients of an earlier micro-batch, as the case says."""
-    for parameter in policy.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, policy.parameters()):
         if case.moments:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
@@ -285,7 +293,7 @@ def evaluate(policy: PolicyModel, sequences: Sequences, tracker: Tracker) -> Non
     tracker.peaks["rest"] = tracker.now
 
 
-def track_scaled(case: Case, traced: tuple[int, int] = (3, 5)) -> dict[str, int]:
+def track_scaled(case: Case, traced: tuple[int, int] = (3, 4)) -> dict[str, int]:
     """Return the peaks of the whole model from those of two with fewer layers: each region's bytes are linear in the layers."""
     few, more = (track(case, layers) for layers in traced)
     wanted = int(case.settings["num_hidden_layers"])

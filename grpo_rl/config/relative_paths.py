@@ -21,6 +21,7 @@ FILES = (
     "data.cache_dir",
     "reward.custom_reward_function.path",
     "trainer.resume_from_path",
+    f"{_A}.rollout.multi_turn.tool_config_path",
 )
 """Keys whose values are paths, whatever they look like."""
 PERHAPS = (
@@ -40,12 +41,18 @@ FUNCTIONS = (
     f"{_A}.actor.loss_agg_mode",
     f"{_A}.actor.kl_loss_type",
     f"{_A}.rollout.name",
+    f"{_A}.rollout.multi_turn.environment.name",
+    f"{_A}.rollout.multi_turn.format",
     "data.custom_cls.path",
     "reward.functions",
     "reward.batched",
     "reward.judge.parser",
 )
 """Keys whose values may name a function as `file.py:function`, with a factor where rewards are summed."""
+
+
+BY_NAME = ("reward.function_kwargs", f"{_A}.rollout.multi_turn.tools")
+"""Keys with options by name, whose names may be `file.py:function`."""
 
 
 def from_folder(tree: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
@@ -55,7 +62,7 @@ def from_folder(tree: Mapping[str, Any], folder: Path, prefix: str = "") -> dict
     moved: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key == "reward.function_kwargs" and isinstance(value, Mapping):
+        if key in BY_NAME and isinstance(value, Mapping):
             moved[name] = {_function(str(function), folder): options for function, options in value.items()}
         elif isinstance(value, Mapping):
             moved[name] = from_folder(value, folder, f"{key}.")

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -207,7 +206,7 @@ def _completion(asked: _Asked, turn: Turn) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": 0,
         "model": asked.model,
         "choices": [choice],
         "usage": usage,

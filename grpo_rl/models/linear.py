@@ -59,7 +59,7 @@ def use_fast_norms(model: nn.Module) -> None:
     Of transformers' norms those do that call their epsilon `variance_epsilon`. Gemma's, which scale by 1 + weight, do not.
     """
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not isinstance(module, _OneNorm):
             module.__class__ = _fast_norm(kind)
 
@@ -79,7 +79,7 @@ class _OneNorm(nn.Module):
 
 
 @functools.cache
-def _fast_norm(kind: type[nn.Module]) -> type[nn.Module]:
+def _fast_norm(kind: Any) -> Any:
     return type(kind.__name__, (_OneNorm, kind), {})
 
 

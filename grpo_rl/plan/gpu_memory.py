@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.plan.memory import GIB, adapter_params, frozen_bytes, gib, head_bytes, needs_of_passes, sharded_over
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.memory import GIB, gib, load_of, size_of_role
+from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.plan.rank_memory import at_rest, peak
 
 CONTEXT = int(0.6 * GIB)
 """Assumed: what CUDA and its libraries take in each process, before any tensor."""
@@ -38,10 +38,12 @@ class GpuPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resident:
+class Resident:
     """A set of ranks on the GPU: the bytes that it keeps between phases, and those at its peak."""
 
+    role: RoleName
     phase: str
+    """The phase of the step that is its largest."""
     rest: int
     peak: int
 
@@ -50,8 +52,8 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
     """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
     if plan.machine.device != "cuda" or plan.role("actor") is None:
         return ()
-    residents = [one for name in ("actor", "reference", "critic", "reward_model") if (one := _resident(plan, size, name))]
-    at_rest = sum(one.rest for one in residents)
+    residents = residents_of(plan, size)
+    resting = sum(one.rest for one in residents)
     phases = []
     asleep = 0.0
     if plan.engine is not None and plan.colocated:
@@ -61,19 +63,19 @@ def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
         if cache is None:
             awake = plan.engine.gpu_memory_utilization
             share = 0.0 if plan.engine.sleep_mode else awake
-            phases.append(GpuPhase("sampling", at_rest, awake))
+            phases.append(GpuPhase("sampling", resting, awake))
         else:
             # A cache of a fixed size: nothing of the engine's is a share of the GPU.
             engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
             asleep = asleep or engine
-            phases.append(GpuPhase("sampling", at_rest + engine))
+            phases.append(GpuPhase("sampling", resting + engine))
         bucket = 2 * plan.engine.bucket_bytes + _largest(size) * (4 + plan.engine_width)
-        sync = at_rest + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
+        sync = resting + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
         phases.append(GpuPhase("weight transfer", sync, share))
     else:
         share = 0.0
     for one in residents:
-        phases.append(GpuPhase(one.phase, int(at_rest - one.rest + one.peak + asleep), share))
+        phases.append(GpuPhase(one.phase, int(resting - one.rest + one.peak + asleep), share))
     return tuple(phases)
 
 
@@ -98,56 +100,36 @@ def _advice(plan: Plan, phase: GpuPhase) -> str:
     return f"more GPUs, {actor}.fsdp_config.param_offload and optimizer_offload, or lower ppo_max_token_len_per_gpu"
 
 
-def _resident(plan: Plan, size: ModelSize, name: RoleName) -> _Resident | None:
+def residents_of(plan: Plan, size: ModelSize) -> list[Resident]:
+    """Return the sets of ranks that share a GPU of the actor's pool."""
+    names: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
+    return [one for name in names if (one := _resident(plan, size, name)) is not None]
+
+
+def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
     """Return what the ranks of a role take on one GPU of the actor's pool; None where there are none."""
-    role = plan.role(name)
-    if role is None or role.pool != "actor":
+    role, own = plan.role(name), size_of_role(plan, size, name)
+    if role is None or own is None or role.pool != "actor":
         return None
-    config = plan.config
-    actor, ref, critic, scorer = (
-        config.actor_rollout_ref.actor.fsdp_config,
-        config.actor_rollout_ref.ref.fsdp_config,
-        config.critic.fsdp,
-        config.reward.reward_model,
-    )
-    trains = name in ("actor", "critic") or (plan.trains_reward_model and name == "reward_model")
-    own = {"critic": plan.critic_model, "reward_model": scorer.model_path}.get(name)
-    size = (model_size(own) or size) if own else size
-    offloads = {
+    load = load_of(plan, own, name)
+    weights_away, moments_away = offloads(plan, name)
+    rest = at_rest(own, load, weights=not weights_away, moments=not moments_away)
+    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
+    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
+    return Resident(name, phase, int(rest * SLACK) + process, int(peak(own, load) * SLACK) + process)
+
+
+def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:
+    """Return whether a role's weights, and its optimizer's moments, lie in host memory between phases."""
+    parts, critic, scorer = plan.config.actor_rollout_ref, plan.config.critic.fsdp, plan.config.reward.reward_model
+    actor, ref = parts.actor.fsdp_config, parts.ref.fsdp_config
+    return {
         "actor": (actor.param_offload, actor.optimizer_offload),
         "reference": (ref.param_offload, True),
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
+        "rollout": (False, False),
     }[name]
-    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {"actor": actor, "reference": ref, "critic": critic}
-    fsdp = sharded.get(name)
-    over = role.num_workers if fsdp is None else sharded_over(fsdp, role.num_workers)
-    # Of weights under adapters there are no gradients and no moments.
-    adapters = adapter_params(config.actor_rollout_ref.model, size) if name == "actor" else 0
-    trained = ((adapters or size.num_params) if trains else 0) // over
-    weights = frozen_bytes(plan, size) // over + 4 * trained if adapters else 4 * (size.num_params // over)
-    if fsdp is not None and fsdp.offload_policy:
-        trained = weights = 0  # in host memory, all the time
-    kept = (0 if offloads[0] else weights) + (0 if offloads[1] else 8 * trained)
-    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    tensors = weights + 12 * trained + needs_of_passes(plan, size, name)
-    tensors += _gathered(plan, size, name, trains=trains and not adapters)
-    if name in ("actor", "reference"):
-        tensors += head_bytes(plan, size, gradient=trains)
-    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
-    return _Resident(phase, int(kept * SLACK) + process, int(tensors * SLACK) + process)
-
-
-def _gathered(plan: Plan, size: ModelSize, name: RoleName, *, trains: bool) -> int:
-    """Return the bytes of parameters that FSDP has whole at a time: the root's, in float32, and two layers' in bfloat16.
-
-    A pass with gradients has those of the root and of a layer, too, in float32. With one rank all layers stay gathered.
-    """
-    embeddings = size.vocab * size.hidden * (1 if size.tied or name in ("critic", "reward_model") else 2)
-    layer = (size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)) // size.layers
-    role = plan.role(name)
-    whole = size.layers if role is not None and role.num_workers == 1 else 2
-    return embeddings * 4 + whole * layer * 2 + ((embeddings + layer) * 4 if trains else 0)
 
 
 def _largest(size: ModelSize) -> int:

@@ -2,47 +2,117 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
-from grpo_rl.config.schema.critic import CriticModelConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
+from grpo_rl.plan.rank_memory import Load, peak, resident
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
-_TRAINING_BYTES = 16
-"""Bytes per parameter: float32 weight, gradient, and AdamW's two moments."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
-    """Return what each role that starts needs on one device."""
-    config, machine = plan.config, plan.machine
-    actor_width = _width(config.actor_rollout_ref.actor.fsdp_config.dtype, machine)
-    roles = []
-    if actor := plan.role("actor"):
-        activations = needs_of_passes(plan, size, "actor") + head_bytes(plan, size, gradient=True)
-        fsdp = config.actor_rollout_ref.actor.fsdp_config
-        adapters = adapter_params(config.actor_rollout_ref.model, size)
-        base = frozen_bytes(plan, size) if adapters else 0
-        roles.append(_trained("actor", adapters or size.num_params, fsdp, actor.num_workers, activations, base))
-    if reference := plan.role("reference"):
-        own = config.actor_rollout_ref.ref.fsdp_config
-        weights = size.num_params * 4 // sharded_over(own, reference.num_workers)
-        # Without a backward pass only the layer that is being computed holds activations.
-        passing = _layer_activations(size, _tokens(config, plan.passes.reference), actor_width)
-        passing += head_bytes(plan, size, gradient=False)
-        where = " in host memory" if own.offload_policy else ""
-        parts = f"weights {gib(weights)}{where} + activations {gib(passing)}"
-        roles.append(RoleMemory("reference", passing + (0 if own.offload_policy else weights), parts))
-    if critic := plan.role("critic"):
-        roles.append(_critic(plan, critic.num_workers, size))
-    if scorers := plan.role("reward_model"):
-        roles += _reward_model(plan, scorers.num_workers)
+    """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
+    names: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
+    roles = [_need(plan, name, own) for name in names if (own := size_of_role(plan, size, name)) is not None]
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:
+    """Return the sizes of a role's model, the policy's where it has none of its own; None where it does not start or has none."""
+    if plan.role(name) is None:
+        return None
+    if name == "reward_model":
+        return model_size(plan.config.reward.reward_model.model_path or "")
+    return (plan.critic_model and model_size(plan.critic_model)) or size if name == "critic" else size
+
+
+def trains(plan: Plan, name: RoleName) -> bool:
+    """Return whether a role takes optimizer steps."""
+    return name in ("actor", "critic") or (plan.trains_reward_model and name == "reward_model")
+
+
+def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
+    """Return the need of one role that runs model passes, by the regions of its largest pass."""
+    load = load_of(plan, size, name)
+    shards = dataclasses.replace(load, in_host_memory=False, ref_head=False)
+    state, passing = resident(size, shards), peak(size, load) - resident(size, load)
+    where = " in host memory" if load.in_host_memory else ""
+    scores = name == "reward_model" and plan.config.reward.reward_model.param_offload and not trains(plan, name)
+    where = " while it scores" if scores else where
+    what = "weights, gradients, AdamW" if load.trains else "weights"
+    if load.adapters:
+        base = load.frozen // load.ranks
+        what, state = f"base weights {gib(base)} + adapters with gradients and AdamW", state - base
+    parts = f"{what} {gib(state)}{where} + activations {gib(passing)}"
+    return RoleMemory(name.replace("_", " "), peak(size, load), parts)
+
+
+def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
+    """Return the largest micro-batch of one rank of a role, and what lies on its device beside it.
+
+    Of a micro-batch of the longest rollouts the responses' part runs through the head, and each response to a shared prompt has a
+    copy of its keys.
+    """
+    config, objective = plan.config, plan.objective
+    parts, own, critic = config.actor_rollout_ref, config.reward.reward_model, config.critic
+    role = plan.role(name)
+    ranks = 1 if role is None else role.num_workers
+    learns = trains(plan, name)
+    if name == "reward_model":
+        width, train = _width(own.dtype, plan.machine), own.train
+        tokens = own.max_token_len_per_gpu
+        return Load(
+            ranks,
+            tokens,
+            0,
+            width,
+            learns,
+            checkpointing=train.enable_gradient_checkpointing,
+            has_head=False,
+            moments=8 * learns,
+        )
+    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
+        "actor": parts.actor.fsdp_config,
+        "reference": parts.ref.fsdp_config,
+        "critic": critic.fsdp,
+    }
+    fsdp = sharded[name]
+    rule = {"actor": plan.passes.update, "reference": plan.passes.reference, "critic": plan.passes.critic}[name]
+    model = critic.model if name == "critic" else parts.model
+    adapters = adapter_params(parts.model, size) if name == "actor" else 0
+    tokens = _tokens(config, rule)
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    together = parts.rollout.n if rule.shares_prompts else 1
+    groups = tokens / (prompt + together * response)
+    # Of [chunk, vocabulary], counted by running the head (tests/unit/test_plan_gpu_memory.py): logits and log-probs; with a
+    # gradient one more; two more for the entropy, and for the exact KL.
+    logits = 2 if not learns else 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
+    return Load(
+        ranks=sharded_over(fsdp, ranks),
+        tokens=tokens,
+        trained=min(tokens, int(groups * together * response)),
+        width=_width(fsdp.dtype, plan.machine),
+        trains=learns,
+        checkpointing=model.enable_gradient_checkpointing,
+        chunk=parts.model.lm_head_chunk_tokens,
+        logits=logits,
+        has_head=name != "critic",
+        moments=8 * learns,
+        in_host_memory=fsdp.offload_policy,
+        offloads_inputs=model.enable_activation_offload,
+        shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
+        ref_head=name == "actor" and objective.needs_full_kl,
+        adapters=adapters,
+        frozen=frozen_bytes(plan, size) if adapters else 0,
+    )
 
 
 def adapter_params(model: ModelConfig, size: ModelSize) -> int:
@@ -62,57 +132,6 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
     return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
-def head_bytes(plan: Plan, size: ModelSize, *, gradient: bool) -> int:
-    """Return the bytes of the LM head's tensors over the vocabulary, of one chunk of trained tokens, in float32.
-
-    Counted by running the head (`tests/unit/test_plan_gpu_memory.py`): logits and log-probs; with a gradient one more; two more
-    for the entropy, and for the exact KL.
-    """
-    tensors = 2
-    if gradient:
-        objective = plan.objective
-        tensors = 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
-    rule = plan.passes.update if gradient else plan.passes.reference
-    tokens = min(plan.config.actor_rollout_ref.model.lm_head_chunk_tokens, _tokens(plan.config, rule))
-    return tokens * size.vocab * 4 * tensors
-
-
-def needs_of_passes(plan: Plan, size: ModelSize, name: RoleName) -> int:
-    """Return the bytes of the activations of a role's largest pass, without the LM head's."""
-    config, machine = plan.config, plan.machine
-    if name == "reference":
-        width = _width(config.actor_rollout_ref.ref.fsdp_config.dtype, machine)
-        return _layer_activations(size, _tokens(config, plan.passes.reference), width)
-    if name == "reward_model":
-        own = config.reward.reward_model
-        one_layer = _layer_activations(size, own.max_token_len_per_gpu, _width(own.dtype, machine))
-        kept = size.layers * own.max_token_len_per_gpu * size.hidden * _width(own.dtype, machine)
-        return one_layer + kept if plan.trains_reward_model else one_layer
-    if name == "critic":
-        critic = config.critic
-        width = _width(critic.fsdp.dtype, machine)
-        return _activations(config, size, plan.passes.critic, width, critic.model)
-    actor = config.actor_rollout_ref
-    width = _width(actor.actor.fsdp_config.dtype, machine)
-    return _activations(config, size, plan.passes.update, width, actor.model)
-
-
-def _critic(plan: Plan, ranks: int, size: ModelSize) -> RoleMemory:
-    """The actor's need without the LM head's logits, for its own model's sizes where it has one."""
-    size = size if plan.critic_model is None else model_size(plan.critic_model) or size
-    return _trained("critic", size.num_params, plan.config.critic.fsdp, ranks, needs_of_passes(plan, size, "critic"))
-
-
-def _trained(name: str, trained: int, fsdp: FsdpConfig, ranks: int, activations: int, frozen: int = 0) -> RoleMemory:
-    """Return the need of a role with `trained` parameters and `frozen` bytes under them, whose state may lie in host memory."""
-    over = sharded_over(fsdp, ranks)
-    state = trained * _TRAINING_BYTES // over
-    where = " in host memory" if fsdp.offload_policy else ""
-    what = f"base weights {gib(frozen // over)} + adapters with gradients and AdamW" if frozen else "weights, gradients, AdamW"
-    parts = f"{what} {gib(state)}{where} + activations {gib(activations)}"
-    return RoleMemory(name, activations + (0 if fsdp.offload_policy else state + frozen // over), parts)
-
-
 def frozen_bytes(plan: Plan, size: ModelSize) -> int:
     """Return the bytes of a model under adapters: float32, but for blocks that files have in bfloat16 and that compute in it."""
     settings = policy_settings(plan.config) or {}
@@ -127,25 +146,6 @@ def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:
     return fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
 
 
-def _reward_model(plan: Plan, ranks: int) -> list[RoleMemory]:
-    """The need of the scoring model, which has sizes of its own; none where its folder does not say them."""
-    own = plan.config.reward.reward_model
-    size = model_size(own.model_path or "")
-    if size is None:
-        return []
-    width = _width(own.dtype, plan.machine)
-    one_layer = _layer_activations(size, own.max_token_len_per_gpu, width)
-    if plan.trains_reward_model:
-        state = size.num_params * _TRAINING_BYTES // ranks
-        kept = size.layers * own.max_token_len_per_gpu * size.hidden * width
-        activations = kept + one_layer if own.train.enable_gradient_checkpointing else size.layers * one_layer
-        parts = f"weights, gradients, AdamW {gib(state)} + activations {gib(activations)}"
-        return [RoleMemory("reward model", state + activations, parts)]
-    weights = size.num_params * 4 // ranks
-    parts = f"weights {gib(weights)}{' while it scores' if own.param_offload else ''} + activations {gib(one_layer)}"
-    return [RoleMemory("reward model", weights + one_layer, parts)]
-
-
 def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory:
     width = _WIDTHS[engine.dtype]
     weights = size.num_params * width // engine.tensor_parallel_size
@@ -155,24 +155,6 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
         return RoleMemory("rollout", weights, f"{share} weights {gib(weights)}; cache {per_token / 1024:.3g} KiB per token")
     cache = int(min(engine.kv_cache_gib * GIB, engine.max_num_seqs * engine.max_model_len * per_token))
     return RoleMemory("rollout", weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
-
-
-def _activations(
-    config: Config, size: ModelSize, rule: MicroBatchRule, width: int, model: ModelConfig | CriticModelConfig
-) -> int:
-    tokens = _tokens(config, rule)
-    one_layer = _layer_activations(size, tokens, width)
-    if not model.enable_gradient_checkpointing:
-        return size.layers * one_layer
-    # Of inputs that wait in host memory two are on the device: the present layer's, and one that is on its way.
-    kept = 2 if model.enable_activation_offload else size.layers
-    return kept * tokens * size.hidden * width + one_layer
-
-
-def _layer_activations(size: ModelSize, tokens: int, width: int) -> int:
-    """Bytes that one decoder layer keeps for its backward pass: about 8 hidden-sized tensors, attention's, and the MLP's."""
-    attention = (2 * size.heads + 2 * size.kv_heads) * size.head_dim
-    return tokens * width * (8 * size.hidden + attention + size.mlp_numbers)
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:

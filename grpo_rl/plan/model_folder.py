@@ -65,17 +65,6 @@ class ModelSize:
         idle = max(0, self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_intermediate * self.layers
         return self.num_params - idle - (0 if self.tied else self.vocab * self.hidden)
 
-    @property
-    def mlp_numbers(self) -> int:
-        """The numbers per token that a layer's MLP keeps for its backward pass.
-
-        Gate, up, their product and the activation; of each expert that a token takes also its copy of the token and what it
-        gives back, and the router's logits and probabilities.
-        """
-        if not self.experts:
-            return 4 * self.intermediate
-        return self.experts_per_token * (4 * self.expert_intermediate + 2 * self.hidden) + 2 * self.experts
-
     def kv_bytes_per_token(self, width: int) -> int:
         """Return the bytes of keys and values of one token in all layers, `width` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width

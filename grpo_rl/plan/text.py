@@ -28,6 +28,8 @@ from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effe
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
 from grpo_rl.plan.memory import adapter_params, gib
+from grpo_rl.plan.named_machine import machine_page
+from grpo_rl.plan.named_machine.fit import fit_of
 from grpo_rl.plan.paradigm import components
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
@@ -42,6 +44,7 @@ Rows = Iterator[tuple[str, str]]
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
+    instead = machine_page.instead_of(plan)
     sections = {
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
@@ -49,6 +52,10 @@ def describe(composed: Composed, plan: Plan) -> str:
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
         "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
+        f"fit on {plan.machine.name or 'this machine'}": machine_page.fit(plan, instead),
+        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": machine_page.time(
+            instead.plan if instead else plan
+        ),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
     }
     lines = []
@@ -61,6 +68,8 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     """Wrap one entry; without a label it is an item of a list."""
+    if label == machine_page.TABLE:
+        return [f"  {text}".rstrip()]
     start = f"  {label + ' ':<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
         text,
@@ -418,7 +427,7 @@ def _memory(plan: Plan) -> Rows:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
-    if plan.model is not None:
+    if plan.model is not None and fit_of(plan, plan.model) is None:
         yield from gpu_memory.lines(plan, plan.model)
 
 

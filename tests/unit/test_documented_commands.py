@@ -104,6 +104,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(2048)))
     (tmp_path / "my.yaml").write_text("defaults: [/recipe/arithmetic/grpo, _self_]\n")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, code in examples().items():
         (tmp_path / name).write_text(code)
     scorer = tmp_path / "scorer"

@@ -18,8 +18,9 @@ from grpo_rl.config.derived import Machine, max_num_seqs
 from grpo_rl.models.forward import _chunked_head
 from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import GIB, adapter_params, head_bytes, memory_by_role
+from grpo_rl.plan.memory import GIB, adapter_params, load_of, memory_by_role
 from grpo_rl.plan.model_folder import model_size
+from grpo_rl.plan.rank_memory import resident
 from grpo_rl.plan.text import describe
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -60,7 +61,7 @@ def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path)
     assert adapted.model is not None
     # By peft's own count for Qwen2.5-7B at rank 32, all linear layers: 80,740,352.
     assert adapter_params(model, adapted.model) == 80_740_352
-    states = [next(need.num_bytes for need in plan.memory if need.role == "actor") for plan in (whole, adapted)]
+    states = [resident(size, load_of(plan, size, "actor")) for plan in (whole, adapted) if (size := plan.model)]
     params = adapted.model.num_params
     assert states[0] - states[1] == (params * 16) // 8 - (params * 4 + 80_740_352 * 16) // 8
     before, after = phases_of(whole), phases_of(adapted)
@@ -70,7 +71,8 @@ def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path)
         assert before[name].num_bytes - after[name].num_bytes > params * 11 / 8, name
     half = plan_of(tmp_path, "7b", "actor_rollout_ref.model.lora_rank=32", dtype="bfloat16")
     blocks = params - 2 * 152064 * 3584  # embedding and head stay in float32
-    saved = states[1] - next(need.num_bytes for need in half.memory if need.role == "actor")
+    assert half.model is not None
+    saved = states[1] - resident(half.model, load_of(half, half.model, "actor"))
     assert saved == pytest.approx(2 * blocks / 8, abs=8)
     page = " ".join(adapted.render().split())
     assert "the base model under the adapters" in page and "LoRA adapters of rank 32 at all-linear (80.7 M parameters)" in page
@@ -118,11 +120,12 @@ def test_a_cache_of_a_fixed_size_is_no_share_of_the_gpu(tmp_path) -> None:
 
 
 def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:
-    small = dataclasses.replace(GPUS, gpu_memory=24 * GIB)
+    small = dataclasses.replace(GPUS, gpu_memory=48 * GIB)
     page = " ".join(plan_of(tmp_path, "14b", machine=small).render().split())
-    assert "these have 24.0 GiB" in page and "optimizer_offload" in page and "not run" in page
+    assert "fits no:" in page and "of 48.0 GiB" in page and "offload_policy=true" in page and "not run" in page
     page = " ".join(plan_of(tmp_path, "14b", machine=dataclasses.replace(GPUS, gpu_memory=500 * GIB)).render().split())
-    assert "needs a GPU of" in page and "these have" not in page
+    assert "fits yes: " in page and "offload_policy" not in page
+    assert "needs a GPU of" in plan_of(tmp_path, "14b").render()
     assert "needs a GPU" not in plan_of(tmp_path, "7b", machine=Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
 
 
@@ -165,7 +168,8 @@ def test_the_heads_logits_take_what_the_plan_says(tmp_path, objective, precision
     plan = plan_of(tmp_path, "7b", *words)
     assert plan.model is not None
     vocab = 2048
-    told = head_bytes(plan, dataclasses.replace(plan.model, vocab=vocab), gradient=True)
+    load = load_of(plan, plan.model, "actor")
+    told = load.logits * load.chunk * vocab * 4
     hidden_TD, head_VD = torch.randn(256, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
     entropy, full = plan.objective.needs_entropy, plan.objective.needs_full_kl
     with Peak(64 * vocab * 2) as peak:

@@ -216,7 +216,10 @@ class ReplicaPool:
         as `submit` does.
         """
         wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
-        self._add(wanted, [Request(rollout_id(prompt, 0), prompt.token_ids, *rest) for prompt, *rest in turns])
+        requests = [
+            Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
+        ]
+        self._add(wanted, requests)
         return list(wanted)
 
     def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request]) -> None:

@@ -45,7 +45,9 @@ def _model(config: Config) -> Iterator[str]:
     if not model.path:
         yield f"{key} is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not model.path.startswith("builtin:"):
-        problem = model_folder(model.path, needs_tokenizer=model.tokenizer_path is None)
+        problem = model_folder(
+            model.path, needs_tokenizer=model.tokenizer_path is None, elsewhere=config.trainer.machine is not None
+        )
         if problem:
             yield f"{key}={model.path}: {problem}"
     yield from _critic_model(config)
@@ -64,13 +66,16 @@ def _critic_model(config: Config) -> Iterator[str]:
     if path.startswith("builtin:"):
         yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
         return
-    problem = model_folder(path, needs_tokenizer=False)
+    problem = model_folder(path, needs_tokenizer=False, elsewhere=config.trainer.machine is not None)
     if problem:
         yield f"critic.model.path={path}: {problem}"
 
 
-def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
-    """Return why the folder cannot hold a model; None where it can, or where only asking a hub would show it."""
+def model_folder(path: str, *, needs_tokenizer: bool, elsewhere: bool = False) -> str | None:
+    """Return why the folder cannot hold a model; None where it can, or where only asking a hub would show it.
+
+    Where the run is `elsewhere` only its config.json is read.
+    """
     folder = Path(path).expanduser()
     if not folder.exists():
         if _HUB_NAME.fullmatch(path):
@@ -78,6 +83,8 @@ def model_folder(path: str, *, needs_tokenizer: bool) -> str | None:
         return "there is no such folder, and a name on the hub looks like organisation/name"
     if not (folder / "config.json").is_file():
         return "no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
+    if elsewhere:
+        return None
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         return "no weights there (*.safetensors)"
     if needs_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -41,7 +41,11 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
         yield f"{_MODEL}.enable=true: needs {_MODEL}.model_path, a folder with a sequence-classification model of one label"
     elif trained and model.model_path.startswith("builtin:"):
         pass  # its name is looked up by the plan
-    elif problem := model_folder(model.model_path, needs_tokenizer=alone and model.tokenizer_path is None):
+    elif problem := model_folder(
+        model.model_path,
+        needs_tokenizer=alone and model.tokenizer_path is None,
+        elsewhere=config.trainer.machine is not None,
+    ):
         problem = problem.replace("actor_rollout_ref.model.tokenizer_path", f"{_MODEL}.tokenizer_path")
         yield f"{_MODEL}.model_path={model.model_path}: {problem}"
     if model.tokenizer_path is not None and not Path(model.tokenizer_path).expanduser().is_dir():

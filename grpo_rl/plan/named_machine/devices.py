@@ -148,7 +148,7 @@ def refused(config: Config, machine: Machine) -> Iterator[str]:
 def _without_bfloat16(config: Config, found: NamedMachine) -> Iterator[str]:
     """Yield each model that would compute in bfloat16, which tensor cores have from compute capability 8.0 on."""
     parts, critic = config.actor_rollout_ref, config.critic
-    dtypes = {"actor_rollout_ref.actor.fsdp_config.dtype": parts.actor.fsdp_config.dtype}
+    dtypes: dict[str, str] = {"actor_rollout_ref.actor.fsdp_config.dtype": parts.actor.fsdp_config.dtype}
     dtypes["actor_rollout_ref.rollout.dtype"] = parts.rollout.dtype
     if derived.has_kl_in_loss(config) or derived.has_kl_in_reward(config):
         dtypes["actor_rollout_ref.ref.fsdp_config.dtype"] = parts.ref.fsdp_config.dtype

@@ -344,6 +344,9 @@ def test_relative_paths_of_a_recipe_file_start_at_its_folder(tmp_path: Path, mon
         "reward.functions": ["auto", "0.2*rewards.py:mine", "my_package.module:other"],
         "reward.batched": ["rewards.py:mine"],
         "reward.function_kwargs": {"rewards.py:mine": {"path": "left.alone"}},
+        f"{R}.multi_turn.environment.name": "game.py:Game",
+        f"{R}.multi_turn.tool_config_path": "tools.yaml",
+        f"{R}.multi_turn.tools": {"calculator": {}, "tools.py:Mine": {"path": "left.alone"}},
         "reward.judge.parser": "json:score",
         "trainer.default_local_dir": "runs",
     }
@@ -362,6 +365,9 @@ def test_relative_paths_of_a_recipe_file_start_at_its_folder(tmp_path: Path, mon
     assert config.reward.functions == ["auto", f"0.2*{folder}/rewards.py:mine", "my_package.module:other"]
     assert config.reward.batched == [f"{folder}/rewards.py:mine"]
     assert config.reward.function_kwargs == {f"{folder}/rewards.py:mine": {"path": "left.alone"}}
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    assert (turns.environment.name, turns.tool_config_path) == (f"{folder}/game.py:Game", f"{folder}/tools.yaml")
+    assert turns.tools == {"calculator": {}, f"{folder}/tools.py:Mine": {"path": "left.alone"}}
     assert config.reward.judge.parser == "json:score"
     assert config.trainer.default_local_dir == "runs"
     typed = compose([word, "data.train_files=train.parquet", "reward.functions=[rewards.py:mine]"])

@@ -19,7 +19,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.collate import collate, with_tokens
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.environments import Named
+from grpo_rl.envs.environments import ENVIRONMENTS, Named
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
 from grpo_rl.envs.runtime.episode_host import HostSetup
@@ -72,7 +72,7 @@ def make(
     def build(
         name: str, *, rules: dict[str, Any] | None = None, workers: int = 1, step_timeout_s: float = 20.0, **options: Any
     ):  # type: ignore[no-untyped-def]
-        host = HostSetup(Named(name if ":" in name else f"{HERE}:{name}", options))
+        host = HostSetup(Named(name if name in ENVIRONMENTS else f"{HERE}:{name}", options))
         environments = EnvironmentPool(PoolSetup(host, workers, step_timeout_s=step_timeout_s))
         pools.append(environments)
         turns = EngineTurns(HfEngine(spec))
@@ -287,7 +287,7 @@ def ask(url, start):
 
 def test_an_agent_behind_the_endpoint_is_an_episode_token_for_token(make, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
-    pool, turns = make("grpo_rl.envs.chat_endpoint:ChatEndpoint", agent=f"{tmp_path / 'agent.py'}:ask")
+    pool, turns = make("endpoint", agent=f"{tmp_path / 'agent.py'}:ask")
     rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
     assert {r.episode.ended for r in rollouts} <= {"done", "tokens"} and any(len(r.spans) == 3 for r in rollouts)
     for rollout in rollouts:

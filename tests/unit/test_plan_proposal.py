@@ -1,0 +1,156 @@
+"""What a plan proposes for a machine that is too small fits when it is planned again, and how long a step is said to take."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.named_machine.fit import Fit, fit_of
+from grpo_rl.plan.named_machine.proposal import propose
+from grpo_rl.plan.named_machine.step_time import StepTime, step_time
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+BASE = ["recipe=gsm8k/qwen2.5-7b", "trainer.dry_run=true"]
+PPO = ["algorithm.adv_estimator=gae", f"{A}.use_kl_loss=false"]
+TOO_SMALL = {
+    "7B on consumer GPUs": [f"{M}.path=Qwen/Qwen2.5-7B", "machine=8xRTX4090-24GB"],
+    "7B on four GPUs": [f"{M}.path=Qwen/Qwen2.5-7B", "machine=4xA100-40GB"],
+    "7B with a critic": [f"{M}.path=Qwen/Qwen2.5-7B", "machine=8xL40S-48GB", *PPO],
+    "7B, nothing recomputed": [f"{M}.path=Qwen/Qwen3-8B", "machine=8xH100-80GB", f"{M}.enable_gradient_checkpointing=false"],
+    "14B, an engine that stays": [f"{M}.path=Qwen/Qwen2.5-14B", "machine=8xH100-80GB", f"{R}.free_cache_engine=false"],
+    "14B by rollouts": [
+        f"{M}.path=Qwen/Qwen2.5-14B",
+        "machine=8xA100-40GB",
+        f"{A}.ppo_micro_batch_size_per_gpu=32",
+        f"~{A}.ppo_max_token_len_per_gpu",
+    ],
+    "32B": [f"{M}.path=Qwen/Qwen2.5-32B", "machine=8xH100-80GB"],
+    "32B over two machines": [f"{M}.path=Qwen/Qwen2.5-32B", "machine=2x8xA100-40GB"],
+    "72B, which needs more machines": [f"{M}.path=Qwen/Qwen2.5-72B-Instruct", "machine=8xH100-80GB"],
+    "a mixture": [f"{M}.path=Qwen/Qwen3-30B-A3B", "machine=8xH100-80GB"],
+    "little host memory": [f"{M}.path=Qwen/Qwen2.5-32B", "machine=8xH100-80GB", "trainer.machine_host_gib=300"],
+}
+
+
+def planned(*words: str) -> Plan:
+    return make_plan(compose([*BASE, *words]))
+
+
+def judged(plan: Plan) -> Fit:
+    assert plan.model is not None
+    fit = fit_of(plan, plan.model)
+    assert fit is not None
+    return fit
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_what_is_proposed_fits_when_it_is_planned_again(name) -> None:
+    plan = planned(*TOO_SMALL[name])
+    assert plan.model is not None and not judged(plan).fits
+    found = propose(plan, plan.model)
+    assert found is not None and found.changes
+    words = found.words()
+    given = [
+        word
+        for word in TOO_SMALL[name]
+        if not any(word.startswith("machine=") for _ in words if words[0].startswith("machine="))
+    ]
+    again = planned(*given, *words)
+    assert judged(again).fits
+    page = plan.render()
+    assert "does not fit" in page and all(f"\n  {word}\n" in page for word in words)
+    assert "fits         yes" in again.render()
+
+
+def test_a_run_that_fits_is_left_alone() -> None:
+    page = planned("machine=8xH100-80GB").render()
+    assert "fits         yes" in page and "instead" not in page and "not run" in page
+
+
+def test_the_proposal_changes_as_little_as_it_can() -> None:
+    plan = planned("machine=8xH100-80GB", f"{A}.ppo_max_token_len_per_gpu=131072")
+    assert plan.model is not None
+    found = propose(plan, plan.model)
+    assert found is not None and set(found.changes) == {f"{A}.ppo_max_token_len_per_gpu"}
+    # Twice as many tokens would not have fitted.
+    tokens = 2 * found.changes[f"{A}.ppo_max_token_len_per_gpu"]
+    assert not judged(planned("machine=8xH100-80GB", f"{A}.ppo_max_token_len_per_gpu={tokens}")).fits
+
+
+def test_nothing_is_proposed_where_nothing_fits() -> None:
+    page = planned(f"{M}.path=Qwen/Qwen2.5-72B", "machine=1xT4-16GB", *[
+        f"{key}=float32" for key in (f"{A}.fsdp_config.dtype", f"{R}.dtype", "actor_rollout_ref.ref.fsdp_config.dtype")
+    ]).render()  # fmt: skip
+    assert "no configuration was found that fits" in page
+
+
+def test_host_memory_counts_what_is_kept_off_the_gpus() -> None:
+    offload = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_offload=true"]
+    plain, away = (planned("machine=8xH100-80GB", *words) for words in ([], offload))
+    there = [next(need.needed for need in judged(plan).needs if need.what.startswith("host")) for plan in (plain, away)]
+    # All eight ranks are on the one machine: the whole model's weights and moments.
+    assert there[1] - there[0] == pytest.approx(7_615_616_512 * 12, rel=1e-6)
+    small = planned("machine=8xH100-80GB", "trainer.machine_host_gib=16")
+    assert not judged(small).fits and "host memory of a machine" in small.render()
+
+
+def test_the_engine_needs_room_for_its_weights_and_one_sequence_in_its_share() -> None:
+    fit = judged(planned("machine=8xH100-80GB", f"{R}.gpu_memory_utilization=0.15"))
+    assert [need.what for need in fit.needs if need.needed > need.there] == ["engine, in its share"]
+    more, fewer = (judged(planned("machine=8xH100-80GB", f"{R}.gpu_memory_utilization={share}")) for share in (0.7, 0.5))
+    # 0.2 of 79.1 GiB at 56 KiB a token: 2 x 28 layers x 4 heads x 128 numbers of two bytes.
+    assert more.cache_tokens - fewer.cache_tokens == pytest.approx(0.2 * 79.1 * 2**30 / (2 * 28 * 4 * 128 * 2), rel=1e-3)
+
+
+def test_a_folders_own_sizes_are_read_and_it_needs_no_weights(tmp_path) -> None:
+    settings = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 4}
+    settings |= {"num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 1000, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    plan = planned(f"{M}.path={tmp_path}", "machine=8xH100-80GB")
+    assert plan.model is not None and plan.model.layers == 4 and judged(plan).fits
+
+
+# ---- time ----------------------------------------------------------------------------------------------
+
+
+def timed(*words: str) -> StepTime:
+    plan = planned(*words)
+    assert plan.model is not None
+    found = step_time(plan, plan.model)
+    assert found is not None
+    return found
+
+
+def test_the_update_takes_its_flops_at_a_third_of_the_peak() -> None:
+    found = timed("machine=8xH100-80GB", f"{A}.use_prefix_grouper=false")
+    # 8,192 rollouts of 256 + 512 tokens; 6 FLOPs a parameter without the embedding, attention over 768 tokens besides.
+    flops = 8192 * 768 * 3 * (2 * (7_615_616_512 - 152064 * 3584) + 2 * 28 * 28 * 128 * 768)
+    assert found.phases["update"] == pytest.approx(flops / 8 / (989e12 * 0.33), rel=0.03)
+    assert found.tokens == 8192 * 768
+
+
+def test_the_estimate_moves_as_machines_and_work_do() -> None:
+    base = timed("machine=8xH100-80GB").phases
+    slow = timed("machine=8xA100-80GB").phases
+    assert slow["update"] / base["update"] == pytest.approx(989 / 312, rel=0.1)
+    assert slow["sampling"] > base["sampling"] and slow["reference"] > base["reference"]
+    assert timed("machine=2x8xH100-80GB").phases["update"] < 0.6 * base["update"]
+    assert timed("machine=8xH100-80GB", f"{A}.ppo_epochs=2").phases["update"] == pytest.approx(2 * base["update"], rel=0.05)
+    offload = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_offload=true"]
+    assert timed("machine=8xH100-80GB", *offload).phases["switch and offload"] > base["switch and offload"]
+    assert "reference" not in timed("machine=8xH100-80GB", f"{A}.use_kl_loss=false").phases
+
+
+def test_a_mixture_decodes_and_trains_by_the_experts_that_it_takes() -> None:
+    words = ["machine=4x8xH100-80GB", f"{A}.fsdp_config.offload_policy=true", f"{R}.tensor_model_parallel_size=4"]
+    moe, dense = (timed(f"{M}.path={path}", *words) for path in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-32B"))
+    assert moe.phases["update"] < 0.5 * dense.phases["update"] and moe.phases["sampling"] < dense.phases["sampling"]
+
+
+def test_the_page_says_that_times_are_estimates_and_on_what_they_stand() -> None:
+    page = " ".join(planned("machine=8xH100-80GB").render().split())
+    assert "estimated and not measured" in page and "33% in training (torchtitan)" in page and "NVIDIA H100 data sheet" in page

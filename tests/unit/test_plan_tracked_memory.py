@@ -1,0 +1,96 @@
+"""The plan's memory beside that of the real model code, tracked on tensors without storage: within 15 % at the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.plan.decisions import RoleName, decide
+from grpo_rl.plan.machine import probe_machine
+from grpo_rl.plan.memory import load_of
+from grpo_rl.plan.model_folder import ModelSize, model_size, with_shared_prompts
+from grpo_rl.plan.named_machine.known_models import known_settings
+from grpo_rl.plan.rank_memory import Load, peak, regions, resident
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import track_memory
+from track_memory import Case
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+PROMPT, N = 256, 4
+QWEN = "Qwen/Qwen2.5-"
+# Model, machine, tokens of a response, of a micro-batch in sequences, role, further words.
+CASES: dict[str, tuple[str, str, int, int, RoleName, list[str]]] = {
+    "7B on 1": (f"{QWEN}7B", "1xH200-141GB", 1792, 2, "actor", []),
+    "7B on 8": (f"{QWEN}7B", "8xH100-80GB", 1792, 8, "actor", []),
+    "7B on 8, one long response": (f"{QWEN}7B", "8xH100-80GB", 16128, 1, "actor", []),
+    "7B on 8, shared prompts": (f"{QWEN}7B", "8xH100-80GB", 768, 8, "actor", [f"{A}.use_prefix_grouper=true"]),
+    "7B on 8, nothing recomputed": (f"{QWEN}7B", "8xH100-80GB", 1792, 2, "actor", [f"{M}.enable_gradient_checkpointing=false"]),
+    "14B on 16": (f"{QWEN}14B", "2x8xH100-80GB", 3840, 2, "actor", []),
+    "32B on 64": (f"{QWEN}32B", "8x8xH100-80GB", 7936, 1, "actor", []),
+    "MoE on 16": ("Qwen/Qwen3-30B-A3B", "2x8xH100-80GB", 1792, 4, "actor", []),
+    "7B on 8, adapters": (f"{QWEN}7B", "8xH100-80GB", 1792, 4, "actor", [f"{M}.lora_rank=32", f"{A}.entropy_coeff=0.01"]),
+    "0.5B on 1": (f"{QWEN}0.5B", "1xRTX4090-24GB", 768, 8, "actor", []),
+    "reference 32B on 8": (f"{QWEN}32B", "8xH100-80GB", 7936, 4, "reference", []),
+    "reference MoE on 8": ("Qwen/Qwen3-30B-A3B", "8xH100-80GB", 1792, 8, "reference", []),
+}
+
+
+def planned(name: str) -> tuple[ModelSize, Load, Case]:
+    """Return a model's sizes, the load that the plan finds for a rank, and the same as a case for the tracker."""
+    model, machine, response, rollouts, role, more = CASES[name]
+    shared = "use_prefix_grouper" in " ".join(more)
+    tokens = rollouts // N * (PROMPT + N * response) if shared else rollouts * (PROMPT + response)
+    words = [f"{M}.path={model}", f"machine={machine}", "trainer.dry_run=true", "data.train_files=task:arithmetic"]
+    words += [f"data.max_prompt_length={PROMPT}", f"data.max_response_length={response}", f"{R}.n={N}"]
+    words += [f"{A}.ppo_max_token_len_per_gpu={tokens}", *([] if shared else [f"{A}.use_prefix_grouper=false"]), *more]
+    config = compose(words).config
+    size = model_size(model)
+    assert size is not None
+    load = load_of(decide(with_shared_prompts(config, None), probe_machine(config)), size, role)
+    settings: dict[str, Any] = known_settings(model) or {}
+    case = Case(
+        settings, load.ranks, rollouts, PROMPT, response, role=role, checkpointing=load.checkpointing, chunk=load.chunk,
+        entropy=load.logits > 3, per_group=N if shared else 1, lora_rank=config.actor_rollout_ref.model.lora_rank,
+    )  # fmt: skip
+    assert (case.tokens, case.trained) == (load.tokens, load.trained)
+    return size, load, case
+
+
+@cache
+def tracked(name: str) -> dict[str, int]:
+    return track_memory.track_scaled(planned(name)[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planned_peak_is_within_15_percent_of_the_tracked_one(name) -> None:
+    size, load, _ = planned(name)
+    assert peak(size, load) == pytest.approx(max(tracked(name).values()), rel=0.15)
+
+
+def test_regions_of_an_update_are_each_near_the_tracked_ones() -> None:
+    size, load, _ = planned("7B on 8")
+    for region, estimated in regions(size, load).items():
+        assert estimated == pytest.approx(tracked("7B on 8")[region], rel=0.1), region
+    # Between passes the shards and moments stay, and nothing else.
+    rest = resident(size, load) - 4 * size.num_params // load.ranks
+    assert rest == pytest.approx(tracked("7B on 8")["rest"], rel=0.001)
+
+
+def test_few_layers_scaled_give_the_bytes_of_the_whole_model() -> None:
+    _, _, case = planned("0.5B on 1")
+    assert track_memory.track(case) == pytest.approx(tracked("0.5B on 1"), rel=1e-3)
+
+
+def test_a_term_that_is_left_out_is_seen() -> None:
+    size, load, _ = planned("7B on 8")
+    wrong = [dataclasses.replace(load, moments=0), dataclasses.replace(load, tokens=load.tokens // 4)]
+    wrong += [dataclasses.replace(load, width=4), dataclasses.replace(load, ranks=16)]
+    for other in wrong:
+        assert peak(size, other) != pytest.approx(max(tracked("7B on 8").values()), rel=0.15), other
