@@ -93,9 +93,13 @@ def test_an_engine_that_spans_nodes_has_all_their_devices_and_shares_them_with_t
         )
         assert len(raylets({"engine": engine})) == 2, "the loss of either node is noticed"
         # vLLM's own processes ask Ray for the bundles' GPUs, which no process of ours has taken.
-        probe = ray.remote(_gpu).options(num_gpus=1, num_cpus=0)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        refs = [probe.options(scheduling_strategy=strategy(engine.placement_group, b)).remote() for b in engine.bundles]
+        refs = [
+            ray.remote(_gpu)
+            .options(num_gpus=1, num_cpus=0, scheduling_strategy=strategy(engine.placement_group, bundle))
+            .remote()
+            for bundle in engine.bundles
+        ]
         assert sorted(ray.get(refs, timeout=START_S)) == ["0", "1", "5", "7"]
     finally:
         pool.release()
