@@ -8,6 +8,7 @@ import pytest
 from ranks_ground import Scene, make_batch
 from recovery_ground import is_alive
 
+from grpo_rl.cluster.recovery import supervised_sets
 from grpo_rl.errors import ClusterError
 
 # The goal is 30 s; beside other work the processes, which Ray has niced, take several times as long to start.
@@ -79,7 +80,14 @@ def test_a_group_whose_restarts_are_switched_off_says_what_failed(actor_ranks):
     actor_ranks.role.update(make_batch(0))
 
 
-def test_a_rank_gets_its_share_of_a_batch_once_and_a_process_that_takes_its_place_gets_it_again(actor_ranks):
+@pytest.mark.parametrize("most_again", [1, 8])
+def test_a_rank_gets_its_share_of_a_batch_once_and_a_process_that_takes_its_place_gets_it_again(
+    actor_ranks, monkeypatch, most_again
+):
+    # Updates this short are copied after by their number: after each, or not before the third.
+    monkeypatch.setattr(supervised_sets, "MOST_AGAIN", most_again)
+    monkeypatch.setattr(supervised_sets, "COPY_SHARE", 1e-9)
+    monkeypatch.setattr(supervised_sets, "LONGEST_AGAIN_S", 1e9)
     scene = actor_ranks
     scene.begin()
     call, fetches = scene.worker_set.call, []
@@ -90,8 +98,9 @@ def test_a_rank_gets_its_share_of_a_batch_once_and_a_process_that_takes_its_plac
             scene.arm("actor.update.mid_backward:kill9", 1)
         scene.role.update(batch)
         fetches.append(call("num_fetches"))
-    # Log-probs and update of a step need one fetch. The ranks that were made anew have only seen the second update.
-    assert fetches == [[fetches[0][0]] * 2, [1, 1], [2, 2]]
+    # Log-probs and update of a step need one fetch. The ranks that were made anew have seen the updates since the copy.
+    made_again = 1 if most_again == 8 else 0
+    assert fetches == [[fetches[0][0]] * 2, [1 + made_again] * 2, [2 + made_again] * 2]
     lost = scene.digest()
     scene.begin()
     for number in range(3):
