@@ -60,4 +60,4 @@ def test_memory_that_runs_out_on_one_rank_halves_the_micro_batches_and_the_gradi
     )
     assert "asked for 2.50 GiB, " in failed and "of the machine's memory are free; turn down " in failed
     assert "ppo_micro_batch_size_per_gpu" in failed and "or set trainer.on_out_of_memory=split" in failed
-    assert back.endswith(f"{role}.update with micro-batches of 1 rollouts is made again")
+    assert back.endswith(f"{role}.update with micro-batches of 1 rollouts per rank is made again")
