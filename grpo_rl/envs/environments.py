@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import ConfigError
@@ -19,6 +18,7 @@ ENVIRONMENTS: dict[str, str] = {
     "grid_world": f"{_GAMES}.grid_world:GridWorld",
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
+    "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
     "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
     "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
     "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
@@ -29,6 +29,7 @@ TOOLS: dict[str, str] = {
     "calculator": f"{_TOOLS}.calculator:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
+    "check_answer": f"{_TOOLS}.check_answer:CheckAnswer",
     "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
 }
 """The place of each tool by its name."""
@@ -89,37 +90,3 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
     if not isinstance(schema.get("name"), str) or not schema["name"]:
         raise ConfigError(f"tool {named.name!r}: its schema has no name; expected name, description and parameters")
     return {"description": "", "parameters": {"type": "object", "properties": {}}} | schema
-
-
-def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
-    """Return the tools of a file in verl's form (`tools:` a list of class_name, config, tool_schema), then the `given` ones.
-
-    Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
-    """
-    found = [] if path is None else _of_file(Path(path).expanduser())
-    for name, options in given.items():
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"tools.{name}={options!r}: expected its options by name, {{option: value}}, or {{}}")
-        found.append(Named(name, dict(options or {})))
-    return found
-
-
-def _of_file(path: Path) -> list[Named]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"tool_config_path={path}: {error}") from None
-    entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
-        raise ConfigError(f"tool_config_path={path}: expected `tools:`, a list of entries with class_name, config, tool_schema")
-    # `type: native` says in verl that the tool is a class of its own, as every one is here.
-    return [
-        Named(
-            str(one["class_name"]),
-            {key: value for key, value in (one.get("config") or {}).items() if key != "type"},
-            one.get("tool_schema"),
-        )
-        for one in entries
-    ]
