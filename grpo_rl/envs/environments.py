@@ -22,7 +22,7 @@ ENVIRONMENTS: dict[str, str] = {
     "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
     "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
     "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
-    "endpoint": "grpo_rl.envs.chat_endpoint:ChatEndpoint",
+    "endpoint": "grpo_rl.envs.endpoint.chat_endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
 TOOLS: dict[str, str] = {

@@ -69,6 +69,13 @@ def parse(name: str, text: str) -> Parsed:
         return Parsed(malformed=(str(error) or "the tool call cannot be read",))
 
 
+def spoken(name: str, text: str, raw_text: str) -> str:
+    """Return what a turn with calls says beside them; `raw_text` has its special tokens. Nothing for a user's own format."""
+    if name in ("hermes", "qwen", "qwen25"):
+        return _HERMES.sub("", text).strip()
+    return raw_text.partition(_MISTRAL)[0].strip() if name == "mistral" else ""
+
+
 def _collected(found: Iterator[Any]) -> Parsed:
     calls: list[ToolCall] = []
     malformed: list[str] = []

@@ -203,7 +203,7 @@ def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(m
 
 
 def test_an_answer_that_the_environments_own_code_has_written_is_checked() -> None:
-    good = {"messages": [{"role": "user", "content": "x"}], "reward": 1.0, "done": False, "info": {"a": 1}, "counts": {}, "replaces_prompt": False}  # fmt: skip
+    good = {"messages": [{"role": "user", "content": "x"}], "reward": 1.0, "done": False, "info": {"a": 1}, "counts": {}, "replaces_prompt": False, "tools": []}  # fmt: skip
     assert is_answer(good) and is_answer(good | {"reward": None, "messages": []})
     bad = [None, [], {}, good | {"more": 1}, good | {"reward": "1"}, good | {"reward": float("inf")}, good | {"done": 1}]
     bad += [good | {"messages": [{"role": "assistant", "content": "x"}]}, good | {"messages": [{"role": "user", "content": 1}]}]
