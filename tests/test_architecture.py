@@ -435,6 +435,7 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "tracking", "sinks")} | {
         "telemetry/status.py",
         "telemetry/page/page_file.py",
+        "envs/endpoint/chat_format.py",
         "faults.py",
     }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}

@@ -83,7 +83,7 @@ class EpisodePool:
         self._shown: dict[tuple[str, str], Prompt] = {}
         """Prompts with what environments add to them, so that equal ones are one object."""
         self._of_tools: dict[str, ChatDeltas] = {}
-        """What renders conversations whose environments show tools of their own, by these."""
+        """The renderers of conversations whose environments show tools of their own, by these."""
         self._last_news = time.monotonic()
         self._wave = 0
         """The number of calls of `forget` for episodes on their way."""

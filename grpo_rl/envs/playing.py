@@ -47,7 +47,7 @@ class Playing:
     waits_s: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
     deltas: ChatDeltas | None = None
-    """What renders its context; None: what renders that of all, because its environment has shown no tools of its own."""
+    """The renderer of its context; None: the one of all, because its environment has shown no tools of its own."""
     finish_reason: FinishReason = "stop"
     """The way in which the last turn ended."""
 

@@ -44,7 +44,7 @@ INSTEAD: dict[str, str] = {
     "pythonic": _OWN_PARSER,
     "deepseekv3": _OWN_PARSER,
 }
-"""What to write in place of the names that verl and its engines have for other formats."""
+"""The replacements of the names that verl and its engines have for other formats."""
 
 
 def check_format(name: str) -> None:

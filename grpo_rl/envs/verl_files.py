@@ -26,7 +26,7 @@ CLASSES: dict[str, str] = {
     "MCPSearchTool": "mcp with config: {command: [...], tool: NAME}, one entry for each tool of a server",
     "Gsm8kInteraction": "gsm8k; its config may stay as it is",
 }
-"""What to write in place of a class of verl's, by the last part of its path."""
+"""The class names to write in place of verl's classes, by the last part of their paths."""
 _OWN_OF_VERL = ("verl.", "recipe.")
 RENAMED: dict[str, dict[str, str]] = {
     "python": {"default_timeout": "time_s", "memory_limit_mb": "memory_mb"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +39,6 @@ class VerifiersEnvironment:
     async def reset(self, start: Start) -> Observation:
         """Make the state of the episode, by `setup_state` where there is one."""
         self._prompt = [_Said(message) for message in start.messages]
-        now = time.time()
         self._state = {
             "prompt": self._prompt,
             "completion": [],
@@ -55,7 +53,7 @@ class VerifiersEnvironment:
             "final_env_response": None,
             "is_completed": False,
             "is_truncated": False,
-            "timing": SimpleNamespace(**{name: SimpleNamespace(start=now, end=now) for name in _TIMED}),
+            "timing": SimpleNamespace(**{name: SimpleNamespace(start=0.0, end=0.0) for name in _TIMED}),
             # Up to 0.1.7.
             "turn": 0,
             "responses": [],

@@ -44,7 +44,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a request asks for."""
+    """A request as it was read."""
 
     messages: tuple[Message, ...]
     model: str = "policy"

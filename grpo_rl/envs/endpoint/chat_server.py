@@ -31,7 +31,7 @@ class Asked:
 
 
 class ChatServer:
-    """`POST .../v1/chat/completions` and `GET .../v1/models` under a path that nobody can guess, on this machine alone.
+    """`POST .../v1/chat/completions` and `GET .../v1/models` under a secret path, on this machine alone.
 
     Requests with an answer to wait for come out of `requests`, in their order.
     """

@@ -43,6 +43,7 @@ def turn(text: str = "1", index: int = 0, *, is_last: bool = False, finish_reaso
         "index": index,
         "text": text,
         "raw_text": text,
+        "context_tokens": 1,
         "finish_reason": finish_reason,
         "token_ids": [1],
         "is_last": is_last,

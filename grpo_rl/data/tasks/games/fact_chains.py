@@ -109,7 +109,7 @@ class Chain:
     short: str
     """The question in few characters, for a small model."""
     look_ups: tuple[tuple[str, str], ...]
-    """What is searched for in each look-up, and the name of the text that has it."""
+    """The words of each look-up, and the name of the text that has its answer."""
     answer: str
     guesses: tuple[str, ...]
     """Answers of the same kind, from which a careless reader takes one."""
