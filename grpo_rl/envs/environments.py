@@ -35,6 +35,10 @@ TOOLS: dict[str, str] = {
 """The place of each tool by its name."""
 
 
+_OF_VERL = (("execute", "call", "schema, begin, call and close"), ("generate_response", "step", "reset, step and close"))
+"""Methods by which a class that was written for verl is recognized, the method in their place, and all that there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """An environment or a tool as the configuration names it."""
@@ -73,6 +77,11 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
 
 def check_options(named: Named, found: Any, kind: str) -> None:
     """Raise ConfigError, with the options that there are, unless the class takes these ones."""
+    for theirs, own, contract in _OF_VERL:
+        if hasattr(found, theirs) and not hasattr(found, own):
+            raise ConfigError(
+                f"{kind} {named.name!r}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)"
+            )
     try:
         signature = inspect.signature(found)
         signature.bind(**named.options)

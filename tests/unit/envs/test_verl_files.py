@@ -10,7 +10,7 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.envs.contract import Start, Turn
-from grpo_rl.envs.environments import TOOLS, made, schema_of
+from grpo_rl.envs.environments import TOOLS, Named, made, schema_of
 from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
 from grpo_rl.envs.runtime.episode_host import EpisodeHost
 from grpo_rl.envs.setup import EpisodeSetup
@@ -78,6 +78,19 @@ def test_classes_of_verls_are_answered_with_ours(tmp_path: Path, path: str) -> N
     (problem,) = raised.value.problems
     assert f"tools[0].class_name={path}" in problem and "write class_name: " in problem
     assert CLASSES.get(path.rpartition(".")[2], "file.py:Class") in problem
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "own"), [("execute", "tool", "begin, call"), ("generate_response", "environment", "reset, step")]
+)
+def test_a_class_that_was_written_for_verl_is_answered_with_the_contract(
+    tmp_path: Path, method: str, kind: str, own: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        f"class Mine:\n    def __init__(self, config, schema=None): ...\n    async def {method}(self): ...\n"
+    )
+    with pytest.raises(ConfigError, match=own):
+        made(Named(f"{tmp_path / 'theirs.py'}:Mine"), {}, kind)
 
 
 def test_all_problems_of_a_file_are_said_at_once(tmp_path: Path) -> None:
