@@ -144,9 +144,10 @@ _NUMBER_GUESSING = dataclasses.replace(
 _WORD_GAME = dataclasses.replace(
     _NUMBER_GUESSING,
     name="word_game",
+    version=2,
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=4096",
+        task="task:word_game?letters=abc&length=6&turns=8&answers=known&wording=short&play=random&sensible=0.3&num_rows=4096",
     ),
 )
 _GRID_WORLD = dataclasses.replace(

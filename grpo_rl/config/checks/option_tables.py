@@ -24,7 +24,10 @@ TASK_OPTIONS: dict[str, str] = {
         "sensible:float seed:int"
     ),
     "rated_sums": "num_rows:int digits:int errors:float split:train|val seed:int",
-    "word_game": ("num_rows:int letters:str length:int turns:int wording:words|short play:none|random sensible:float seed:int"),
+    "word_game": (
+        "num_rows:int letters:str length:int turns:int answers:marks|known wording:words|short "
+        "play:none|random sensible:float seed:int"
+    ),
 }
 REWARD_OPTIONS: dict[str, str] = {
     "arithmetic": "",
