@@ -161,7 +161,15 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
     await host.reset({field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
     answers: list[str] = []
     for index, text in enumerate(turns):
-        values = {"index": index, "text": text, "raw_text": text, "finish_reason": "stop", "token_ids": [], "is_last": False}
+        values = {
+            "index": index,
+            "text": text,
+            "raw_text": text,
+            "finish_reason": "stop",
+            "token_ids": [],
+            "context_tokens": 1,
+            "is_last": False,
+        }
         answer = await host.step(values)
         answers += [message["content"] for message in answer.messages]
     await host.close()
