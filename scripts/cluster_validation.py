@@ -358,6 +358,24 @@ class Bases:
             return beside_each_other(rates, base, kept), f"{source} and {share}{base.folder.name}", steps
         return rates, source, steps
 
+    def lines(self, reading_s: float) -> list[str]:
+        """Return what the runs show, in words: the rates of one side by itself, and how much the two slow each other."""
+        base = self.alone or self.beside
+        assert base is not None, "one of the two is there"
+        found = rates_of(base, base.steps, reading_s)
+        lines = [
+            f"rates of {base.folder.name}, {len(base.steps)} steps: decode step {1e3 * found.engine.overhead_s:.3f} ms + "
+            f"{1e6 * found.engine.sequence_s:.2f} us a request, training {found.trainer.fixed_s:.3f} s + "
+            f"{1e6 * found.trainer.token_s:.2f} us a token, weights {found.transfer_s:.3f} s, rest {found.controller_step_s:.3f} s"
+        ]
+        if self.alone is not None and self.beside is not None:
+            both = beside_each_other(found, self.beside, self.beside.steps)
+            lines.append(
+                f"in {self.beside.folder.name}, {len(self.beside.steps)} steps, engines took {both.engine_slowdown:.2f} times as "
+                f"long while the trainer worked, and the trainer {both.trainer_slowdown:.2f} times as long while engines did"
+            )
+        return lines
+
     def counts(self, run: MeasuredRun) -> bool:
         """Return whether the rates contain what this run does: of sides that work at the same time, how they slow each other."""
         return (self.beside if run.overlaps else self.alone) is not None
@@ -375,20 +393,12 @@ def validate(folders: Sequence[Path]) -> int:
         runs = [read_run(folder) for folder in folders]
         bases = Bases.of(runs)
         reading_s, source = bases.reading_s()
-        print(f"reading a token: {1e6 * reading_s:.2f} us ({source})")
+        print(f"reading a token: {1e6 * reading_s:.2f} us, {source}")
         predictions = [(run, *bases.rates(run, reading_s)) for run in runs if run is not bases.reading]
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for run, found, _, _ in predictions:
-        if run in (bases.alone, bases.beside):
-            print(
-                f"rates of {run.folder.name}, {len(run.steps)} steps: decode step "
-                f"{1e3 * found.engine.overhead_s:.3f} ms + {1e6 * found.engine.sequence_s:.2f} us a request, training "
-                f"{found.trainer.fixed_s:.3f} s + {1e6 * found.trainer.token_s:.2f} us a token, weights {found.transfer_s:.3f} s, "
-                f"rest {found.controller_step_s:.3f} s; beside the other side engines take {found.engine_slowdown:.2f} and the "
-                f"trainer {found.trainer_slowdown:.2f} times as long"
-            )
+    print("\n".join(bases.lines(reading_s)))
     print(f"\n| run | schedule | rates of | measured s per step | predicted | error | counts |\n{'|---' * 7}|")
     worst = 0.0
     for run, found, source, steps in predictions:

@@ -161,7 +161,7 @@ def test_rates_of_one_pair_of_runs_predict_another_pair_with_other_lengths(
     assert validation.validate(runs) == 0
     printed = capsys.readouterr().out
     assert "| short | sync | alone |" in printed and "| alone and every 2nd step of beside |" in printed
-    assert "a third of training" in printed and "and the trainer 1.25 times as long" in printed
+    assert "a third of training" in printed and "the trainer 1.25 times as long" in printed
 
 
 def test_what_reading_costs_is_found_in_a_run_of_long_prompts(
