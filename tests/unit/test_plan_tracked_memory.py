@@ -65,8 +65,13 @@ def planned(name: str) -> tuple[ModelSize, Load, Case]:
 
 
 @cache
+def few_layers(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    return track_memory.track_few(planned(name)[2])
+
+
 def tracked(name: str) -> dict[str, int]:
-    return track_memory.track_scaled(planned(name)[2])
+    """Return the peaks of the whole model."""
+    return track_memory.scaled(few_layers(name), int(planned(name)[2].settings["num_hidden_layers"]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,9 +89,10 @@ def test_regions_of_an_update_are_each_near_the_tracked_ones() -> None:
     assert rest == pytest.approx(tracked("7B on 8")["rest"], rel=0.001)
 
 
-def test_few_layers_scaled_give_the_bytes_of_the_whole_model() -> None:
-    _, _, case = planned("0.5B on 1")
-    assert track_memory.track(case) == pytest.approx(tracked("0.5B on 1"), rel=1e-3)
+def test_few_layers_scaled_give_the_bytes_of_a_deeper_model() -> None:
+    """As strict about a layer's bytes as 24 layers within 0.1 %, for a third of the time."""
+    name = "0.5B on 1"
+    assert track_memory.track(planned(name)[2], 8) == pytest.approx(track_memory.scaled(few_layers(name), 8), rel=5e-4)
 
 
 def test_a_term_that_is_left_out_is_seen() -> None:
