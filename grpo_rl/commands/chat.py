@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.commands.arguments import Arguments, counted, not_negative
 from grpo_rl.commands.generate import NO_DATA
-from grpo_rl.commands.sampling_plan import sampling_plan, settings_of_run
+from grpo_rl.commands.sampling_plan import EPISODES, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
@@ -98,17 +98,19 @@ def main(argv: Sequence[str]) -> int:
         folder = stack.enter_context(_folder())
         from grpo_rl.cluster.sampling import sampling_session, unscored
 
-        run_keys = {
-            key: value for key, value in settings_of_run(target.run, options.engine).items() if not key.startswith("reward.")
-        }
         model = model_folder(target, console)
-        keys = run_keys | _keys(options, ready_model(model, console), words)
+        keys = run_keys(target.run, options.engine) | _keys(options, ready_model(model, console), words)
         plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
         session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
         sampler = stack.enter_context(session.sampler(plan))
         session.phase("gen")
         _talk(sampler, options, target.label)
     return 0
+
+
+def run_keys(run: Path | None, engine: str | None) -> dict[str, Any]:
+    """Return the keys of a run that bear on a conversation: a person is there in place of rewards and environments."""
+    return {key: value for key, value in settings_of_run(run, engine).items() if not key.startswith(("reward.", EPISODES))}
 
 
 def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:

@@ -76,7 +76,11 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     model = model_folder(target, console)
     recipe = work / "logs" / "settings.yaml"
     planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
-    scores = options.scores == "yes" or (options.scores == "auto" and _has_ground_truth(data, planned.composed.config.data))
+    episodes = planned.composed.config.actor_rollout_ref.rollout.multi_turn.enable
+    if episodes:
+        _check_episodes(options)
+    scores = options.scores == "yes" or episodes
+    scores = scores or (options.scores == "auto" and _has_ground_truth(data, planned.composed.config.data))
     if options.keep != "all" and not scores:
         raise ConfigError(f"--keep {options.keep}: needs rewards, and nothing is scored here: the data have no ground truth")
     if scores:
@@ -97,6 +101,17 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     _summary(groups, rows, scores, options, console)
     console.info(f"written: {output} ({len(rows):,} rows)")
     stack.callback(shutil.rmtree, work, ignore_errors=True)
+
+
+def _check_episodes(options: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with episodes of several turns."""
+    if options.keep != "all":
+        raise ConfigError(
+            f"--keep {options.keep}: rows to learn from are single responses, and this run's are episodes of several turns; "
+            "--keep all writes them with their turns, as `episode`"
+        )
+    if options.scores == "no":
+        raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
 
 
 def _sample(

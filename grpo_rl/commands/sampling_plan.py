@@ -35,9 +35,13 @@ _ENGINE = (
     *("max_num_batched_tokens", "enable_prefix_caching", "cpu_threads", "hf.batched", "engine_kwargs"),
 )
 TAKEN = frozenset([*(f"data.{key}" for key in _DATA), *(f"{_R}.{key}" for key in _ENGINE), "trainer.device", "trainer.seed"])
-"""Keys of a run that bear on sampling; those of `reward.` are taken as well."""
+"""Keys of a run that bear on sampling; those of `reward.` and of episodes are taken as well."""
+EPISODES = f"{_R}.multi_turn."
+"""The beginning of the keys of episodes of several turns."""
 SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp32_lm_head"))
 """Keys of the engine that responses depend on; the others are about speed and memory."""
+_PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "max_episodes", "memory_limit_gb", "retries"))
+"""Keys of episodes that are about the processes of environments."""
 ALONE_MEMORY_SHARE = 0.85
 """GPU: share of the memory for an engine that has the device to itself."""
 
@@ -56,7 +60,7 @@ class SamplingPlan:
         Settings of speed and memory are none of them: an evaluation may go on with others.
         """
         tree = flat(self.composed.resolved)
-        matters = {key for key in tree if _is_taken(key) and (not key.startswith(f"{_R}.") or key in SAMPLED_WITH)}
+        matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
         kept = {key: value for key, value in tree.items() if key in matters and value != _default(key)}
         values = {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
         return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
@@ -108,7 +112,7 @@ def settings_of_run(run: Path | None, engine: str | None = None) -> dict[str, An
     kept = {key: value for key, value in tree.items() if _is_taken(key) and value != _default(key)}
     if engine in (None, tree.get(f"{_R}.name")):
         return kept
-    return {key: value for key, value in kept.items() if not key.startswith(f"{_R}.") or key == f"{_R}.seed"}
+    return {key: value for key, value in kept.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
 
 
 def data_of_run(run: Path) -> list[str]:
@@ -178,7 +182,11 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_taken(key: str) -> bool:
-    return key in TAKEN or key.startswith("reward.")
+    return key in TAKEN or key.startswith(("reward.", EPISODES))
+
+
+def _is_of_engine(key: str) -> bool:
+    return key.startswith(f"{_R}.") and not key.startswith(EPISODES)
 
 
 def _default(key: str) -> Any:

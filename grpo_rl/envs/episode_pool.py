@@ -21,7 +21,7 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
 from grpo_rl.episode import Ending
 from grpo_rl.errors import ClusterError, ConfigError, DataError
 from grpo_rl.protocols import RolloutPool
-from grpo_rl.rollout.requests import rollout_id, sample_seed, sampling_of, turn_sampling
+from grpo_rl.rollout.requests import all_of, rollout_id, sample_seed, sampling_of, turn_sampling
 from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
 
 LOOK_S = 0.02
@@ -167,18 +167,10 @@ class EpisodePool:
     ) -> list[Rollout]:
         """Return the episodes of `submit`, in its order; each is given to `on_finish` as it ends."""
         ids = self.submit(prompts, n, sampling, greedy=greedy)
-        finished: dict[str, Rollout] = {}
-        try:
-            for rollout in self.completed(only=ids):
-                finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
-                if on_finish is not None:
-                    on_finish(rollout)
-        except BaseException:
-            self.forget(ids)
-            raise
+        rollouts = all_of(self, ids, on_finish)
         if not self._rows:
             self.turns.rest()
-        return [finished[one] for one in ids]
+        return rollouts
 
     def close(self) -> None:
         """End the environment processes."""

@@ -1,11 +1,16 @@
-"""Names and seeds of requests: the same for a response wherever and whenever it is sampled."""
+"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and waiting for some by name."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from grpo_rl.types import GREEDY, Prompt, Sampling
+from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from grpo_rl.protocols import RolloutPool
 
 
 def rollout_id(prompt: Prompt, sample: int) -> str:
@@ -32,3 +37,20 @@ def turn_sampling(sampling: Sampling, turn: int, max_tokens: int) -> Sampling:
     """Return how one turn of an episode is sampled: the first as a response of its own would be, the others with further seeds."""
     seed = sampling.seed if turn == 0 else sample_seed(sampling.seed, "turn", turn)
     return replace(sampling, seed=seed, max_tokens=max_tokens)
+
+
+def all_of(pool: RolloutPool, ids: Sequence[str], on_finish: Callable[[Rollout], None] | None = None) -> list[Rollout]:
+    """Return the rollouts that were asked for by these ids, in their order; each is given to `on_finish` as it ends.
+
+    Raises as `pool.completed` and `on_finish` do; the pool then forgets all of them.
+    """
+    finished: dict[str, Rollout] = {}
+    try:
+        for rollout in pool.completed(only=ids):
+            finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
+            if on_finish is not None:
+                on_finish(rollout)
+    except BaseException:
+        pool.forget(ids)
+        raise
+    return [finished[one] for one in ids]

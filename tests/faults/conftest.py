@@ -58,6 +58,13 @@ def actor_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield scene
 
 
+@pytest.fixture(scope="module")
+def lora_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
+    """Two actor ranks that train adapters of rank 4, which tests may break, since they are made anew."""
+    with ranks_ground.actor_scene(slots, tmp_path_factory, lora_rank=4) as scene:
+        yield scene
+
+
 @pytest.fixture(scope="session")
 def reward_model_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
     """Two ranks of a reward model that learns from pairs, which tests may break, since they are made anew."""

@@ -126,11 +126,11 @@ def _feed(digest: hashlib._Hash, value: object) -> None:
 
 
 @contextmanager
-def actor_scene(slots: Pool, folders: pytest.TempPathFactory) -> Iterator[Scene]:
+def actor_scene(slots: Pool, folders: pytest.TempPathFactory, *, lora_rank: int = 0) -> Iterator[Scene]:
     # Two optimizer steps per update, two micro-batches each and rank.
     config = ActorConfig(ppo_mini_batch_size=2, use_kl_loss=False)
     objective = Objective.from_config(config)
-    spec = ActorSpec(_policy(folders), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
+    spec = ActorSpec(_policy(folders, lora_rank), objective, OptimConfig(lr=1e-2), total_optimizer_steps=100, seed=1)
     with _worker_set(slots, folders, "actor", armed_ranks.make_actor, spec) as (ground, worker_set):
         rules = {"train_rule": ONE_BY_ONE, "forward_rule": ONE_BY_ONE}
         actor = ActorRole(worker_set, config, **rules, old_logprobs="actor", objective=objective, splits=True)
@@ -165,9 +165,10 @@ def reference_ranks(
         yield ground, MovingReferenceRole(worker_set, rule=ONE_BY_ONE, want_hidden=False, splits=True)
 
 
-def _policy(folders: pytest.TempPathFactory) -> PolicySpec:
+def _policy(folders: pytest.TempPathFactory, lora_rank: int = 0) -> PolicySpec:
     model = make_model(folders.mktemp("model"))
-    return PolicySpec(ModelConfig(str(model), enable_gradient_checkpointing=False), 1.0, "float32", train=True)
+    config = ModelConfig(str(model), enable_gradient_checkpointing=False, lora_rank=lora_rank)
+    return PolicySpec(config, 1.0, "float32", train=True)
 
 
 @contextmanager

@@ -41,6 +41,13 @@ def test_a_rank_lost_in_an_update_leaves_no_trace_in_the_state(actor_ranks, faul
     lose_a_rank(actor_ranks, fault, rank)
 
 
+def test_a_rank_that_trains_adapters_lost_in_an_update_leaves_no_trace_in_them_nor_in_the_base(lora_ranks):
+    lora_ranks.train(3)
+    undisturbed = lora_ranks.worker_set.call("whole_weights")
+    lose_a_rank(lora_ranks, "actor.update.mid_backward:kill9@micro_batch=1", 1)
+    assert lora_ranks.worker_set.call("whole_weights") == undisturbed
+
+
 def test_a_critic_rank_lost_in_its_second_optimizer_step_leaves_no_trace_in_the_state(critic_ranks):
     lose_a_rank(critic_ranks, "critic.update.loss:kill9@micro_batch=1,n=2", 1)
 
@@ -49,9 +56,10 @@ def test_a_reward_models_rank_lost_in_its_optimizer_step_leaves_no_trace_in_the_
     lose_a_rank(reward_model_ranks, "reward_model.update.loss:kill9@micro_batch=1", 1)
 
 
-def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(actor_ranks, tmp_path_factory):
+@pytest.mark.parametrize("ranks", ["actor_ranks", "lora_ranks"])
+def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_same_state(ranks, request, tmp_path_factory):
     # Not the test's own folder, which goes with it: the set keeps to this checkpoint until it has another state.
-    scene, folder = actor_ranks, tmp_path_factory.mktemp("checkpoint")
+    scene, folder = request.getfixturevalue(ranks), tmp_path_factory.mktemp("checkpoint")
     undisturbed, keeper = scene.undisturbed, scene.worker_set.keeper
     keeper.in_memory = False
     try:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, train
+from whole_runs import Run, arithmetic, command, train
 
 from grpo_rl.__main__ import main
 from grpo_rl.config.schema.tree import Config, DataConfig
@@ -29,15 +26,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     words = [*arithmetic(model), "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.val_before_train=false"]
     words = [word for word in words if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
     return train(folder, "small", *words, "reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf")
-
-
-def command(run: Run, *words: str) -> str:
-    """`python -m grpo_rl` with these words, beside the run's folder; its screen is shown when it fails."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    line = [sys.executable, "-m", "grpo_rl", *words]
-    done = subprocess.run(line, cwd=run.path.parents[1], env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tmp_path: Path) -> None:
@@ -59,7 +47,7 @@ def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: R
     assert len(whole) == 24
     responses.write_text("".join(whole[:18])[:-30])  # four prompts, and a line of the fifth that was cut
 
-    screen = command(run, "eval", f"{run.path}@start", str(run.path), *output)
+    screen, _ = command(run, "eval", f"{run.path}@start", str(run.path), *output)
     assert "goes on, 4 of 6 prompts are answered already" in screen
     again = [json.loads(line) for line in responses.read_text().splitlines() if line.endswith("}")]
     kept = {(line["row"], line["sample"]): line["response"] for line in again}
@@ -79,7 +67,7 @@ def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: R
 
 def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "good.parquet"
-    screen = command(run, "generate", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output))
+    screen, _ = command(run, "generate", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output))
     assert f"written: {output}" in screen and not output.with_name("good.parquet.work").exists()
     rows = load_demonstrations(
         [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model")), max_samples=-1
@@ -88,16 +76,8 @@ def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_conversation_through_a_pipe(run: Run) -> None:
-    line = [sys.executable, "-m", "grpo_rl", "chat", str(run.path), "--temperature", "0", "--max-tokens", "6"]
-    done = subprocess.run(
-        line,
-        input="1+1=\n/nothing\n/reset\n1+1=\n",
-        cwd=run.path.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    lines = done.stdout.splitlines()
+    typed = "1+1=\n/nothing\n/reset\n1+1=\n"
+    answers, notes = command(run, "chat", str(run.path), "--temperature", "0", "--max-tokens", "6", typed=typed)
+    lines = answers.splitlines()
     assert len(lines) % 2 == 0 and lines[: len(lines) // 2] == lines[len(lines) // 2 :], "greedy: the same answer again"
-    assert "there is no /nothing" in done.stderr and "forgotten" in done.stderr
+    assert "there is no /nothing" in notes and "forgotten" in notes

@@ -230,14 +230,18 @@ def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks,
     assert one.metrics[0]["actor/cov_selected"] > 0
 
 
-def several_turns(seed: int) -> Batch:
-    """Rollouts of two turns: of each response with five tokens or more, the middle third is tool output."""
-    batch = make_batch(seed)
-    places = [place for length in batch.response_lengths_N.tolist() for place in range(length)]
-    lengths = [length for length in batch.response_lengths_N.tolist() for _ in range(length)]
-    tool_T = torch.tensor([n >= 5 and n // 3 <= place < 2 * n // 3 for place, n in zip(places, lengths, strict=True)])
-    assert 0 < int(tool_T.sum()) < len(tool_T)
-    return batch.keep(~tool_T)
+def several_turns(seed: int, *, one_prompt: bool = False) -> Batch:
+    """Rollouts of up to a dozen turns: stretches of 1 to 4 trained tokens, and between them contexts of as many."""
+    batch = make_batch(seed, one_prompt=one_prompt)
+    generator = torch.Generator().manual_seed(seed)
+    sampled, most_turns = [], 0
+    for length in batch.response_lengths_N.tolist():
+        stretches = torch.randint(1, 5, (length,), generator=generator)
+        stretch_T = torch.arange(length).repeat_interleave(stretches)[:length]
+        sampled.append(stretch_T % 2 == 0)
+        most_turns = max(most_turns, len(stretch_T[sampled[-1]].unique()))
+    assert most_turns >= 4
+    return batch.keep(torch.cat(sampled))
 
 
 def test_rollouts_of_several_turns_train_alike_in_every_layout(ranks, models, alone):

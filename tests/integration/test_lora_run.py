@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from whole_runs import Run, arithmetic, train
+from whole_runs import Run, arithmetic, command, train
 
 from grpo_rl.__main__ import main
 from grpo_rl.models import builtin, lora
+from grpo_rl.models.load import load_tokenizer
 
 WORDS = [
     "actor_rollout_ref.rollout.name=hf",
@@ -70,3 +72,23 @@ def test_export_writes_the_merged_model_and_the_adapter(runs: tuple[Run, Run], m
     merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload().state_dict()
     for name, tensor in own.items():
         torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_eval_and_chat_answer_with_the_adapters_merged(runs: tuple[Run, Run], tmp_path: Path) -> None:
+    """Of a checkpoint, which has adapters alone: other log-probs than the base model's, and the merged model's own answer."""
+    whole, _ = runs
+    targets, data = [f"{whole.path}@start", f"{whole.path}@3"], "task:arithmetic?split=val&num_rows=4"
+    command(whole, "eval", *targets, "--data", data, "-n", "2", "--output", str(tmp_path / "out"))
+    logprobs = []
+    for ending in ("start", "3"):
+        [file] = (tmp_path / "out" / "models").glob(f"*{ending}/responses.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        logprobs.append([line["rollout_logprob_mean"] for line in lines if "row" in line])
+    base, merged = logprobs
+    assert len(base) == len(merged) == 8 and not set(base) & set(merged)
+    answer, _ = command(whole, "chat", targets[1], "--temperature", "0", "--max-tokens", "6", typed="1+1=\n")
+    tokenizer, own = load_tokenizer(str(whole.path / "model")), AutoModelForCausalLM.from_pretrained(whole.path / "model")
+    messages = [{"role": "user", "content": "1+1="}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = own.generate(**prompt, do_sample=False, max_new_tokens=6)[0, prompt["input_ids"].shape[1] :]
+    assert answer.strip() == tokenizer.decode(ids, skip_special_tokens=True).strip() != ""

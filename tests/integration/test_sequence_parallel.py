@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from rank_processes import RankProcesses, actor_group, make_batch
 from test_layout_invariance import ALONE, WHOLE, Layout, assert_same, grpo, replace_empty, several_turns, spec_for, train
 
 from grpo_rl.algos.objective import Objective
@@ -30,19 +29,6 @@ TOGETHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, RankProcesses]]:
-    made = {size: RankProcesses(size) for size in (1, 2, 4)}
-    yield made
-    for processes in made.values():
-        processes.shutdown()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), tied=True)
-
-
 @pytest.mark.parametrize("layout", TOGETHER)
 def test_gradients_and_parameters_are_those_of_one_rank(ranks, path, layout):
     objective = grpo("seq-mean-token-mean")
@@ -57,6 +43,15 @@ def test_shared_prompts_are_split_like_any_tokens(ranks, path, layout):
     assert_same(alone, train(ranks, path, replace(TOGETHER[layout], share=True), objective, ONE_PROMPT))
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["each with its prompt", "one prompt"])
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_contexts_between_the_turns_of_an_episode_lie_in_any_slice(ranks, path, layout, share):
+    """Slices begin in turns and in the contexts between them, which have no states for the head and no columns."""
+    batches = [several_turns(seed, one_prompt=share) for seed in (1, 2)]
+    alone = train(ranks, path, ALONE, grpo("prompt-mean"), batches)
+    assert_same(alone, train(ranks, path, replace(TOGETHER[layout], share=share), grpo("prompt-mean"), batches))
+
+
 def test_columns_of_the_whole_vocabulary_are_those_of_one_rank(ranks, path):
     """Entropies and the exact KL, whose reference states each rank gets for all tokens and reads for its own."""
     objective = Objective(kl_loss_type="full", kl_loss_coef=0.1, entropy_coeff=0.01)
@@ -66,8 +61,8 @@ def test_columns_of_the_whole_vocabulary_are_those_of_one_rank(ranks, path):
     assert_same(alone, train(ranks, path, TOGETHER["2 together, by tokens, recomputed, in chunks"], objective, batches))
 
 
-def test_responses_of_several_turns_and_several_epochs_are_those_of_one_rank(ranks, path):
-    """Trained tokens with gaps between them, old log-probs, and mini-batches in another order."""
+def test_several_turns_in_several_epochs_are_those_of_one_rank(ranks, path):
+    """Contexts between trained tokens, old log-probs, and mini-batches in another order."""
     config, batches = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True), [several_turns(3)]
     alone = train(ranks, path, ALONE, grpo("prompt-mean"), batches, config)
     assert_same(alone, train(ranks, path, TOGETHER["2 x 2 together, single rollouts"], grpo("prompt-mean"), batches, config))
@@ -110,7 +105,7 @@ def logprobs_of(ranks, path: Path, layout: Layout, batch: Batch) -> torch.Tensor
 
 
 def test_the_critic_learns_the_same(ranks, path):
-    batch = make_batch(7)
+    batch = several_turns(7)
     generator = torch.Generator().manual_seed(2)
     batch = batch.replace(returns_T=torch.randn(batch.num_trained_tokens, generator=generator))
     seen = []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import RankProcesses, actor_group, make_batch, make_model
-from test_layout_invariance import ALONE, Layout, Trained, assert_same, grpo, spec_for, train
+from rank_processes import actor_group, make_batch
+from test_layout_invariance import ALONE, Layout, Trained, assert_same, grpo, several_turns, spec_for, train
 
 from grpo_rl.checkpoint.tensors import Shards
 from grpo_rl.config.derived import MicroBatchRule
@@ -17,20 +15,7 @@ from grpo_rl.config.schema.tree import ActorConfig
 
 PAIRS = MicroBatchRule(None, 2)
 REPLICAS = Layout(4, PAIRS, checkpointing=True, shard_ranks=2)
-BATCHES = [make_batch(seed) for seed in (1, 2)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, RankProcesses]]:
-    made = {size: RankProcesses(size) for size in (1, 2, 4)}
-    yield made
-    for processes in made.values():
-        processes.shutdown()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+BATCHES = [make_batch(1), several_turns(2)]
 
 
 @pytest.fixture(scope="module")

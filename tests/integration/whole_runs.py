@@ -57,6 +57,18 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
     return run
 
 
+def command(run: Run, *words: str, typed: str | None = None) -> tuple[str, str]:
+    """Return the two streams of `python -m grpo_rl` with these words, beside the run's folder, where `typed` comes by a pipe.
+
+    Fails with both where the command does.
+    """
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    line, beside = [sys.executable, "-m", "grpo_rl", *words], run.path.parents[1]
+    done = subprocess.run(line, cwd=beside, env=environment, input=typed, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout, done.stderr
+
+
 def _log_tails(path: Path) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(path.glob("logs/*.log")))
 

@@ -19,7 +19,7 @@ from grpo_rl.cluster.roles.shares import StoredBlock
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.reports import Report, Reported, unpack
-from grpo_rl.rollout.requests import rollout_id, sampling_of
+from grpo_rl.rollout.requests import all_of, rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 # A replica gets a little more than it samples at once, so that it never waits for the controller.
@@ -280,17 +280,9 @@ class ReplicaPool:
     ) -> list[Rollout]:
         """Return the rollouts of `submit`, in its order; each is given to `on_finish` as it ends. Raises as `completed`."""
         ids = self.submit(prompts, n, sampling, greedy=greedy)
-        finished: dict[str, Rollout] = {}
-        try:
-            for rollout in self.completed(only=ids):
-                finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
-                if on_finish is not None:
-                    on_finish(rollout)
-        except BaseException:
-            self.forget(ids)
-            raise
+        rollouts = all_of(self, ids, on_finish)
         self.rest()
-        return [finished[one] for one in ids]
+        return rollouts
 
     def rest(self) -> None:
         """Let the engines give their memory back, where they do that and nothing is asked for."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_rl.rollout.engine import RolloutEngine
 from grpo_rl.rollout.reports import pack, unpack
-from grpo_rl.rollout.requests import rollout_id, sampling_of
+from grpo_rl.rollout.requests import all_of, rollout_id, sampling_of
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling
 
 
@@ -82,6 +82,4 @@ class EngineTurns:
             self._ended.pop(one, None)
 
     def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
-        ids = self.submit(prompts, n, sampling)
-        found = {rollout_id(one.prompt, one.sample_index): one for one in self.completed(only=ids)}
-        return [found[one] for one in ids]
+        return all_of(self, self.submit(prompts, n, sampling), on_finish)

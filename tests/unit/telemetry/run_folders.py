@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_rl.config.compose import compose
+from grpo_rl.episode import Ending, Episode, PlayedTurn
+from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
@@ -87,3 +89,28 @@ def make_run(
     run_dir.status_file.write_text(json.dumps(status), encoding="utf-8")
     run_dir.release()
     return run_dir.path
+
+
+def episode(row: int, sample: int, said: Sequence[str], heard: Sequence[str], *, ended: Ending = "done") -> Rollout:
+    """Return an episode in which the policy said one thing after the other, and heard an answer of a tool after each but the last."""
+    tokenizer = build_tokenizer(128)
+    ids: list[int] = []
+    turns, messages = [], []
+    for number, text in enumerate(said):
+        turn = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        turns.append(PlayedTurn(len(ids), len(turn), reward=float(number)))
+        messages.append({"role": "assistant", "content": text})
+        ids += turn
+        if number < len(heard):
+            messages.append({"role": "tool", "name": "calculator", "content": heard[number]})
+            ids += tokenizer(f"<|user|>{heard[number]}<|assistant|>")["input_ids"]
+    sampled = {place for turn in turns for place in range(turn.start, turn.end)}
+    logprobs = [-0.1 * (1 + place % 30) if place in sampled else 0.0 for place in range(len(ids))]
+    prompt = Prompt(f"e0-r{row}", (1, 2, 3), f"<|user|>{row}*{row}=<|assistant|>", "calculator", str(row * row))
+    counts = {"tool_calls": float(len(heard)), "failed_calls": 0.0}
+    played = Episode(tuple(turns), tuple(messages), ended, counts, (0.3, 0.2), {"solved": 1.0})
+    reward = sum(turn.reward or 0.0 for turn in turns)
+    return Rollout(
+        prompt, sample, ids, logprobs, "stop", ((1, len(sampled)),), "\n\n".join(said), reward, {"environment": reward},
+        episode=played,
+    )  # fmt: skip

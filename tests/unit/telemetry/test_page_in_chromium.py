@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import answer, make_run
+from run_folders import answer, episode, make_run
 
 pytest.importorskip("websockets", reason="websockets is not installed, which talks to the browser")
 from chromium import Tab, browser_path, chromium
 
+from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.page import page_file
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.page.page_server import PageServer
+from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
 
@@ -157,6 +159,60 @@ def test_a_whole_group_is_shown_side_by_side_with_the_history_of_its_prompt(tab:
     tab.wait("document.querySelector('.detail b').textContent.includes('step 7')")
     responses = tab.evaluate("[...document.querySelectorAll('.rollout > pre')].map((one) => one.textContent)")
     assert responses == [answer(7, 0, sample) for sample in range(4)]
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "7*7"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run whose last step has episodes: the first group with its tokens, the second without."""
+    run = make_run(tmp_path_factory.mktemp("runs"), num_steps=2)
+    build_tokenizer(128).save_pretrained(run / "model")
+    rollouts = [
+        one
+        for row in (7, 8)
+        for one in (
+            episode(row, 0, [f"I ask. {CALL}", "49"], ["49"]),
+            episode(row, 1, ["40", "45", "50"], ["more", "more"], ended="turns"),
+        )
+    ]
+    write_rollouts(run / "rollouts" / "step_2.jsonl", rollouts, [0.7, -0.7] * 2, token_groups=1)
+    return write_page([run])
+
+
+def test_an_episode_is_a_conversation_whose_sampled_turns_are_marked(tab: Tab, games: Path) -> None:
+    def turns(kind: str, what: str = "one.querySelector('pre').textContent") -> list[list[str]]:
+        return tab.evaluate(
+            "[...document.querySelectorAll('.rollout')].map((card) => "
+            f"[...card.querySelectorAll('.turn{kind}')].map((one) => {what}))"
+        )
+
+    opened = {"wait_for": "document.querySelectorAll('.rollout').length"}
+    tab.open(address(games, tab="rollouts", step=2, group="2.1"), **opened)
+    assert turns(".trained") == [[f"I ask. {CALL}", "49"], ["40", "45", "50"]]
+    assert turns(":not(.trained)") == [["49"], ["more", "more"]]
+    assert tab.evaluate("[...document.querySelectorAll('.call')].map((one) => one.textContent)") == [CALL]
+    first, second = tab.evaluate("[...document.querySelectorAll('.rollout')].map((one) => one.innerText)")
+    assert "2 turns" in first and "tool calculator" in first and "solved 1" in first and "waited 0.5 s" in first
+    assert "failed calls" not in first, "a count of 0 is not worth a word"
+    assert "3 turns" in second and "out of turns" in second and "reward 2" in second
+
+    tab.open(address(games, tab="rollouts", step=2, group="2.1", colour="advantage"), **opened)
+    grounds = "getComputedStyle(one.querySelector('pre')).backgroundColor"
+    (good, *_), (bad, *_) = turns(".trained", grounds)
+    assert len({good, bad, *turns(":not(.trained)", grounds)[0]}) == 3, "an advantage is of sampled tokens alone"
+
+    # With tokens each is coloured by its log-prob, the end of the turn among them; context has none.
+    tab.open(address(games, tab="rollouts", step=2, group="2.0"), **opened)
+    assert turns(".trained")[1] == [f"{said}<|end|>" for said in ("40", "45", "50")]
+    assert turns(":not(.trained)", "one.querySelectorAll('pre span').length") == [[0], [0, 0]]
+    assert turns(".trained", "one.querySelectorAll('pre span').length")[1] == [3, 3, 3]
+    assert "log-prob -0.1" in tab.evaluate("document.querySelector('.trained span[title]').title")
+    assert tab.problems == []
+    tab.size(360, 740)
+    tab.open(address(games, tab="rollouts", step=2, group="2.0"), **opened)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_rollouts_are_filtered_by_reward_outcome_and_text(tab: Tab, page: Path) -> None:

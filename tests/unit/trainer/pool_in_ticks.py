@@ -12,6 +12,7 @@ from typing import Any
 
 from test_sync_trainer import Policy
 
+from grpo_rl.rollout.requests import all_of
 from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling, Versions, extended
 
 
@@ -116,13 +117,7 @@ class Pool:
 
     def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
         self.calls.append("generate")
-        ids = self.submit(prompts, n, sampling, greedy=greedy)
-        found = {}
-        for rollout in self.completed(only=ids):
-            found[f"{rollout.prompt.uid}/{rollout.sample_index}"] = rollout
-            if on_finish is not None:
-                on_finish(rollout)
-        return [found[one] for one in ids]
+        return all_of(self, self.submit(prompts, n, sampling, greedy=greedy), on_finish)
 
     def _check(self) -> None:
         """The pool is used from one thread."""

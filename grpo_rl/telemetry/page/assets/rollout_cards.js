@@ -11,14 +11,16 @@ function groupView(host, all, group, texts) {
   const longest = Math.max(1, ...texts.rollouts.map((rollout) => rollout.response_length || 0));
   const spread = Math.max(1e-9, ...texts.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
   const hasTokens = texts.rollouts.some((rollout) => rollout.tokens);
+  const hasEpisodes = texts.rollouts.some((rollout) => rollout.episode);
   const again = () => { refill(host); groupView(host, all, group, texts); };
   const cards = order.map((place) => rolloutCard(all, texts, place, { longest, spread }));
   put(host, [
-    el('div', { className: 'bar' }, el('b', {}, `${group.kind === 'val' ? 'validation at' : ''} step ${group.step}, ${texts.rollouts.length} response${texts.rollouts.length > 1 ? 's' : ''}, mean reward ${number(group.mean)}`), el('span', { className: 'grow' }), labelled('order', select([['', 'as sampled'], ['reward', 'by reward'], ['length', 'by length']], chosen.order || '', (value) => { choose({ order: value }); again(); }, 'order of responses')), labelled('colour', select(Object.entries(COLOURS), chosen.colour || 'logprob', (value) => { choose({ colour: value }); again(); }, 'colour of tokens'))),
+    el('div', { className: 'bar' }, el('b', {}, `${group.kind === 'val' ? 'validation at' : ''} step ${group.step}, ${texts.rollouts.length} ${hasEpisodes ? 'episode' : 'response'}${texts.rollouts.length > 1 ? 's' : ''}, mean reward ${number(group.mean)}`), el('span', { className: 'grow' }), labelled('order', select([['', 'as sampled'], ['reward', 'by reward'], ['length', 'by length']], chosen.order || '', (value) => { choose({ order: value }); again(); }, 'order of responses')), labelled('colour', select(Object.entries(COLOURS), chosen.colour || 'logprob', (value) => { choose({ colour: value }); again(); }, 'colour of tokens'))),
     promptBox(texts),
     historyBox(all, group, history),
     chosen.colour === undefined || chosen.colour === 'logprob' ? el('p', { className: 'muted' }, hasTokens ? ['Colour: how unlikely the policy found the token when it sampled it; ', el('span', { className: 'scale' }), ' likely to unlikely.'] : 'The log-probs of single tokens are logged for the first groups of each step (trainer.log_token_groups).') : null,
-    el('div', { className: 'cards' }, cards),
+    hasEpisodes ? el('p', { className: 'muted' }, el('i', { className: 'bar-of-turns' }), ' turns that the policy sampled, which are trained; what stands between them is context.') : null,
+    el('div', { className: hasEpisodes ? 'cards long' : 'cards' }, cards),
   ]);
 }
 
@@ -63,21 +65,22 @@ function rolloutCard(all, texts, place, scale) {
   const rollout = texts.rollouts[place];
   const parts = Object.entries(rollout.reward_parts || {});
   const isCut = rollout.finish_reason === 'length';
-  const twin = texts.rollouts.findIndex((other) => other.response === rollout.response);
+  const said = (one) => JSON.stringify(one.episode?.messages);
+  const twin = texts.rollouts.findIndex((other) => other.response === rollout.response && said(other) === said(rollout));
   const advantage = rollout.advantage;
   const half = advantage === null || advantage === undefined ? 0 : (50 * Math.abs(advantage)) / scale.spread;
   const facts = [
     advantage !== undefined && advantage !== null ? el('div', { className: 'fact' }, el('span', {}, 'advantage'), el('span', { className: 'both' }, el('i', { className: advantage < 0 ? 'minus' : 'plus', style: { width: `${half}%` } })), el('b', {}, signed(advantage, 3))) : null,
     el('div', { className: 'fact' }, el('span', {}, 'length'), el('span', { className: 'one' }, el('i', { className: isCut ? 'cut' : '', style: { width: `${(100 * (rollout.response_length || 0)) / scale.longest}%` } })), el('b', {}, number(rollout.response_length))),
   ];
-  const small = [];
+  const small = rollout.episode ? episodeFacts(rollout.episode) : [];
   if (rollout.rollout_logprob_mean !== undefined && rollout.rollout_logprob_mean !== null) small.push(`log-prob ${number(rollout.rollout_logprob_mean, 3)}`);
   if (rollout.baseline !== undefined) small.push(`baseline ${number(rollout.baseline)}`);
   if (rollout.weight_version !== undefined && rollout.weight_version !== null) small.push(rollout.weight_versions ? `weights ${rollout.weight_versions.map(([version]) => version).join(', ')}` : `weights ${rollout.weight_version}`);
   return el(
     'article',
     { className: 'rollout' },
-    el('header', {}, el('span', { className: 'muted' }, `#${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, rollout.reward === undefined || rollout.reward === null ? 'no reward' : number(rollout.reward)), isCut ? el('span', { className: 'chip amber', title: 'it reached data.max_response_length' }, 'cut') : null, rollout.failure ? el('span', { className: 'chip red' }, rollout.failure) : null, rollout.finish_reason === 'abort' ? el('span', { className: 'chip red' }, 'aborted') : null, twin < place ? el('span', { className: 'muted' }, `= #${texts.rollouts[twin].sample ?? twin}`) : null),
+    el('header', {}, el('span', { className: 'muted' }, `#${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, rollout.reward === undefined || rollout.reward === null ? 'no reward' : number(rollout.reward)), rollout.episode ? el('span', { className: 'muted' }, `${number(rollout.episode.spans.length)} turn${rollout.episode.spans.length === 1 ? '' : 's'}`) : null, isCut || LIMITS[rollout.episode?.ended] ? el('span', { className: 'chip amber', title: isCut ? 'it reached data.max_response_length' : 'a limit ended it, not the environment' }, LIMITS[rollout.episode?.ended] || 'cut') : null, rollout.failure ? el('span', { className: 'chip red' }, rollout.failure) : null, rollout.finish_reason === 'abort' ? el('span', { className: 'chip red' }, 'aborted') : null, twin < place ? el('span', { className: 'muted' }, `= #${texts.rollouts[twin].sample ?? twin}`) : null),
     facts,
     parts.length ? el('div', { className: 'parts' }, parts.map(([name, value]) => el('span', {}, name, ' ', el('b', {}, number(value))))) : null,
     response(rollout, scale),
@@ -88,41 +91,68 @@ function rolloutCard(all, texts, place, scale) {
 
 function response(rollout, scale) {
   const way = chosen.colour || 'logprob';
-  if (way === 'advantage' && rollout.advantage) {
-    const strength = 0.08 + (0.3 * Math.abs(rollout.advantage)) / scale.spread;
-    const box = longText(rollout.response ?? '');
-    box.style.background = rollout.advantage > 0 ? `rgb(34 160 90 / ${strength})` : `rgb(220 60 60 / ${strength})`;
+  const text = (content, start, end) => {
+    if (way === 'logprob' && rollout.tokens) return colouredTokens(rollout, start, end);
+    const box = longText(content);
+    if (way === 'advantage' && rollout.advantage) {
+      const strength = 0.08 + (0.3 * Math.abs(rollout.advantage)) / scale.spread;
+      box.style.background = rollout.advantage > 0 ? `rgb(34 160 90 / ${strength})` : `rgb(220 60 60 / ${strength})`;
+    }
     return box;
-  }
-  if (way !== 'logprob' || !rollout.tokens) return rollout.episode ? conversation(rollout.episode) : longText(rollout.response ?? '');
-  const sampled = sampledTokens(rollout);
+  };
+  return rollout.episode ? conversation(rollout.episode, text) : text(rollout.response ?? '', 0, rollout.tokens?.length);
+}
+
+function colouredTokens(rollout, start, end) {
   const box = el('pre', { className: 'tokens' });
-  const fill = (count) => rollout.tokens.slice(0, count).map((text, at) => {
-    if (sampled && !sampled[at]) return el('span', { className: 'context', title: 'context: not sampled, not trained' }, text);
-    const surprise = -(rollout.logprobs[at] ?? 0);
-    const strength = Math.min(1, surprise / 4);
-    return el('span', { title: `log-prob ${number(rollout.logprobs[at], 3)}, probability ${number(Math.exp(rollout.logprobs[at]), 3)}`, style: { background: `rgb(234 120 20 / ${(0.75 * strength).toFixed(3)})` } }, text);
+  const fill = (stop) => rollout.tokens.slice(start, stop).map((text, place) => {
+    const logprob = rollout.logprobs[start + place];
+    const strength = Math.min(1, -(logprob ?? 0) / 4);
+    return el('span', { title: `log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`, style: { background: `rgb(234 120 20 / ${(0.75 * strength).toFixed(3)})` } }, text);
   });
-  put(box, [fill(3000)]);
-  if (rollout.tokens.length > 3000) box.append(el('button', { type: 'button', onclick: () => refill(box, fill(rollout.tokens.length)) }, `… ${number(rollout.tokens.length - 3000)} more tokens`));
+  const first = Math.min(end, start + 3000);
+  put(box, [fill(first)]);
+  if (end > first) box.append(el('button', { type: 'button', onclick: () => refill(box, fill(end)) }, `… ${number(end - first)} more tokens`));
   return box;
 }
 
 // ---- episodes of several turns ----------------------------------------------------------------------------------------
 
-// For each token of the response whether it was sampled; null where all were.
-function sampledTokens(rollout) {
-  if (!rollout.episode) return null;
-  const sampled = new Uint8Array(rollout.tokens.length);
-  for (const [start, length] of rollout.episode.spans) sampled.fill(1, start, start + length);
-  return sampled;
+const LIMITS = { turns: 'out of turns', tokens: 'out of tokens', time: 'out of time' };
+// What the formats of tool calls put around a call.
+const CALLS = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][\s\S]*|<\|python_tag\|>[\s\S]*)/;
+
+// Turn by turn. Those of the policy have a bar at their side: their tokens were sampled and are trained, all others are context.
+function conversation(episode, sampled) {
+  let at = 0;
+  const turns = episode.messages.map((message) => {
+    if (message.role !== 'assistant') return turn('', [message.name ? `${message.role} ${message.name}` : message.role], longText(message.content ?? ''));
+    const [start, length] = episode.spans[at] || [0, 0];
+    at += 1;
+    const facts = [`turn ${at}`, `${number(length)} token${length === 1 ? '' : 's'}`];
+    if (message.reward !== undefined && message.reward !== null) facts.push(`reward ${number(message.reward)}`);
+    const box = sampled(message.content ?? '', start, start + length);
+    return turn('trained', facts, box.className === 'tokens' ? box : marked(box));
+  });
+  return el('div', { className: 'conversation' }, turns);
 }
 
-// Turn by turn; those of the assistant, whose tokens are trained, have a mark at their side.
-function conversation(episode) {
-  const label = (message) => (message.role !== 'assistant' ? message.name ? `${message.role}: ${message.name}` : message.role : [`assistant, ${number(message.tokens)} tokens`, ...(message.reward === undefined || message.reward === null ? [] : [`reward ${number(message.reward)}`])].join(', '));
-  const turns = episode.messages.map((message) => el('div', { className: message.role === 'assistant' ? 'turn trained' : 'turn' }, el('span', { className: 'muted small' }, label(message)), longText(message.content ?? '')));
-  return el('div', { className: 'conversation' }, turns, episode.ended === 'done' ? null : el('p', { className: 'muted small' }, episode.ended === 'failed' ? 'the environment failed' : `ended by its limit on ${episode.ended}`));
+function turn(kind, facts, box) {
+  return el('div', { className: `turn ${kind}` }, el('span', { className: 'muted small' }, facts.join(' · ')), box);
+}
+
+// A box of text in which tool calls stand out.
+function marked(box) {
+  const text = box.firstChild;
+  if (text && CALLS.test(text.textContent)) text.replaceWith(...text.textContent.split(CALLS).map((part, place) => (place % 2 ? el('span', { className: 'call' }, part) : part)));
+  return box;
+}
+
+// How an episode went, in words: tool calls and what failed of them, waiting, what the environment says of it.
+function episodeFacts(episode) {
+  const counts = Object.entries(episode.counts || {}).filter(([, count]) => count).map(([name, count]) => `${name.replaceAll('_', ' ')} ${number(count)}`);
+  const info = Object.entries(episode.info || {}).map(([name, value]) => `${name} ${number(value)}`);
+  return [...counts, ...info, ...(episode.wait_s >= 0.01 ? [`waited ${number(episode.wait_s)} s`] : [])];
 }
 
 // ---- two texts against each other -----------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""What the commands that sample take over from a run whose rollouts are episodes of several turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_folders import make_run
+
+from grpo_rl.commands import generate
+from grpo_rl.commands.chat import run_keys
+from grpo_rl.commands.sampling_plan import EPISODES, SamplingPlan, data_of_run, sampling_plan, settings_of_run
+from grpo_rl.errors import ConfigError
+from grpo_rl.models import builtin
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs", "games", "recipe=agents/number_guessing", "actor_rollout_ref.rollout.name=hf")
+
+
+def planned(run: Path, *words: str) -> SamplingPlan:
+    keys = settings_of_run(run) | {"data.val_files": data_of_run(run), "trainer.device": "cpu"}
+    model = builtin.build("builtin:arithmetic", run / "model")
+    return sampling_plan(keys, words, str(model), run / "logs" / "settings.yaml")
+
+
+def test_an_evaluation_plays_the_episodes_of_the_run(run: Path) -> None:
+    one = planned(run)
+    assert one.plan.plays_episodes and one.plan.reward.scores
+    own = one.composed.config.actor_rollout_ref.rollout.multi_turn
+    assert own.environment.name == "number_guessing" and own.environment.options == {"turns": 12, "strict": True}
+    assert settings_of_run(run, "vllm")[f"{EPISODES}environment.name"] == "number_guessing", "with any engine"
+
+
+def test_an_evaluation_goes_on_with_other_processes_and_not_with_another_game(run: Path) -> None:
+    settings = planned(run).settings
+    assert planned(run, f"{EPISODES}environment.num_workers=1").settings == settings
+    assert planned(run, f"{EPISODES}environment.options={{turns: 3}}").settings != settings
+
+
+def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:
+    found = run_keys(run, None)
+    assert found["actor_rollout_ref.rollout.name"] == "hf"
+    assert not any(key.startswith((EPISODES, "reward.")) for key in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--keep", "good"], "--keep good: rows to learn from are single responses"),
+        (["--scores", "no"], "--scores no: episodes"),
+    ],
+)
+def test_what_generate_cannot_do_with_episodes_is_refused(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    builtin.build("builtin:arithmetic", run / "model")
+    with pytest.raises(ConfigError, match=said):
+        generate.main([str(run), "--output", str(tmp_path / "rows.jsonl"), *words])
