@@ -63,6 +63,8 @@ def line_of(folder: Path) -> str:
     greedy = [
         value for record in records for key, value in record.items() if key.startswith("val/") and key.endswith("/mean@1")
     ]
+    if not steps:
+        return f"{game:<18} {seed:>4}  no step yet"
     solved = [record[SOLVED] for record in steps]
     seconds = [record["timing_s/step"] for record in steps]
     before, after, took = solved[0], fmean(solved[-LAST:]), sum(seconds)

@@ -3,12 +3,13 @@
     python scripts/bench_schedules.py --calibrate                     # how many requests at once make sampling last as long
     python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares, the timeline picture
     python scripts/bench_schedules.py --speed --model embedded        # short steps, in which what is fixed per step weighs more
+    python scripts/bench_schedules.py --speed --response-tokens 64 --out runs/short   # other lengths, in a folder of their own
     python scripts/bench_schedules.py --learning --schedules sync     # accuracy on `arithmetic` over the seeds, a schedule each
     python scripts/bench_schedules.py --table                         # of all runs that are there
 
 Every run is the program's own command, in a folder of its own below --out; a run that is there is not done again, so parts
-can be measured one after the other and the table covers them all. Speed: responses of 128 tokens of a random Qwen3 (1.1 M
-parameters; steps of several seconds), schedules in turns, medians over the rounds of ratios within a round. Learning: the
+can be measured one after the other and the table covers them all. Speed: responses of 128 tokens (or --response-tokens) of a
+random Qwen3 (1.1 M parameters; steps of several seconds), schedules in turns, medians over the rounds of ratios within a round. Learning: the
 embedded model. The bars: one_step_off and async have at least
 1.5 x the rollouts per second of sync, and the mean accuracy of their seeds is not below that of sync's lowest seed.
 """
@@ -113,23 +114,36 @@ def run(out: Path, name: str, words: Sequence[str]) -> Path:
     return folder
 
 
-def speed_words(out: Path, model: str) -> list[str]:
+@dataclass(frozen=True)
+class Content:
+    """The model and the lengths of the speed part; the embedded model has prompts and lengths of its own."""
+
+    model: str = "1m"
+    prompt_tokens: int = PROMPT_TOKENS
+    response_tokens: int = RESPONSE_TOKENS
+    more: tuple[str, ...] = ()
+    """Words of the command that are added to every run."""
+
+
+def speed_words(out: Path, content: Content) -> list[str]:
     """Return the words of the command that choose the model of the speed part, and its data, which are made unless they are there."""
+    model = content.model
     if model == "embedded":
-        return [*POOLS, *SPEED, *EMBEDDED]
+        return [*POOLS, *SPEED, *EMBEDDED, *content.more]
     folder = out / f"model-{model}"
     if not (folder / "reward.py").exists():
         folder.mkdir(parents=True, exist_ok=True)
         make_model(folder, model)
-        make_data(folder, NUM_PROMPTS, PROMPT_TOKENS)
+        make_data(folder, NUM_PROMPTS, content.prompt_tokens)
     own = [
         f"actor_rollout_ref.model.path={folder}",
         f"data.train_files={folder / 'prompts.jsonl'}",
         "data.val_files=[]",
-        f"data.max_response_length={RESPONSE_TOKENS}",
+        f"data.max_prompt_length={2 * content.prompt_tokens}",
+        f"data.max_response_length={content.response_tokens}",
         f"reward.custom_reward_function.path={folder / 'reward.py'}",
     ]
-    return [*POOLS, *SPEED, *own]
+    return [*POOLS, *SPEED, *own, *content.more]
 
 
 def schedule_words(schedule: str, staleness: int) -> list[str]:
@@ -179,7 +193,7 @@ def measured(folder: Path) -> Measured:
 # ---- the parts -----------------------------------------------------------------------------------------------
 
 
-def calibrate(out: Path, model: str) -> int:
+def calibrate(out: Path, content: Content) -> int:
     """Return how many requests at once make sampling last about as long as training; it is kept in calibration.json."""
     kept = out / "calibration.json"
     if kept.exists():
@@ -187,7 +201,7 @@ def calibrate(out: Path, model: str) -> int:
     ratios: dict[int, float] = {}
     print(f"{'at once':>8} {'sampling':>9} {'training':>9} {'ratio':>6}")
     for number in TRIED:
-        words = [*speed_words(out, model), f"{R}.max_num_seqs={number}", "trainer.total_training_steps=8"]
+        words = [*speed_words(out, content), f"{R}.max_num_seqs={number}", "trainer.total_training_steps=8"]
         found = measured(run(out, f"calibration-{number}", [*words, "trainer.schedule=sync"]))
         ratios[number] = found.sampling_s / found.training_s
         print(f"{number:>8} {found.sampling_s:>7.2f} s {found.training_s:>7.2f} s {ratios[number]:>6.2f}", flush=True)
@@ -200,11 +214,11 @@ def calibrate(out: Path, model: str) -> int:
 
 
 def speed(
-    out: Path, schedules: Sequence[str], model: str, steps: int, rounds: int, staleness: int, at_once: int | None
+    out: Path, schedules: Sequence[str], content: Content, steps: int, rounds: int, staleness: int, at_once: int | None
 ) -> None:
     """Run the schedules in turns, and draw the last steps of the first round below each other."""
-    number = at_once or calibrate(out, model)
-    total, chosen = steps + WARM_UP + ENDING, speed_words(out, model)
+    number = at_once or calibrate(out, content)
+    total, chosen = steps + WARM_UP + ENDING, speed_words(out, content)
     for place in range(1, rounds + 1):
         for schedule in schedules:
             words = [*chosen, f"{R}.max_num_seqs={number}", f"trainer.total_training_steps={total}"]
@@ -307,6 +321,11 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=["embedded", *SIZES], default="1m", help="speed: the model; 10m and 1m as in bench_step.py"
     )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=PROMPT_TOKENS, help="speed: of 10m and 1m; a folder has one length"
+    )
+    parser.add_argument("--response-tokens", type=int, default=RESPONSE_TOKENS, help="speed: of 10m and 1m")
+    parser.add_argument("--more", nargs="+", default=[], metavar="WORD", help="speed: words of the command for every run")
     parser.add_argument("--steps", type=int, default=16, help="speed: steps that count in each run")
     parser.add_argument("--rounds", type=int, default=2, help="speed: how often the schedules take turns")
     parser.add_argument("--max-num-seqs", type=int, help="speed: requests at once, instead of a calibration")
@@ -317,12 +336,13 @@ def main() -> int:
     out = arguments.out.resolve()
     if not (arguments.calibrate or arguments.speed or arguments.learning or arguments.table):
         parser.error("give one of --calibrate, --speed, --learning, --table")
+    content = Content(arguments.model, arguments.prompt_tokens, arguments.response_tokens, tuple(arguments.more))
     try:
         if arguments.calibrate:
-            calibrate(out, arguments.model)
+            calibrate(out, content)
         if arguments.speed:
             counts = arguments.steps, arguments.rounds, arguments.staleness, arguments.max_num_seqs
-            speed(out, arguments.schedules, arguments.model, *counts)
+            speed(out, arguments.schedules, content, *counts)
         if arguments.learning:
             learning(out, arguments.schedules, arguments.learning_steps, arguments.seeds, arguments.staleness)
         met = [speed_table(out), learning_table(out)]

@@ -4,7 +4,7 @@
     .venv/bin/python scripts/bench_sft.py --model 1m --steps 9
 
 (a) is the program: the schedule's step over Ray with one FSDP2 actor, which packs the rows. (b) is the loop that one
-writes by hand: rows padded to the longest of their micro-batch, whole logits, cross-entropy, AdamW, in a process that has
+writes by hand: rows padded to the longest of their micro-batch, whole logits, cross-entropy, AdamW, in a plain process that has
 the same cores. Both have the same model, rows and tokens in a micro-batch at most, and are started before the clock runs.
 (a) and (b) take turns step by step, so that a slow moment of the machine hits both. The bars: throughput of (a) at least
 0.95 x (b) at equal lengths, and at least 1.5 x (b) at ragged ones.
@@ -20,7 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from bench_step import NUM_EOS, SIZES, VOCABULARY, make_model
 
 BATCH, LENGTH, PROMPT = 32, 128, 8
 MICRO_BATCH = 16
+SETTLE_S = 0.05
+"""Seconds between the two sides: OpenMP's threads spin for a while after their last work, on cores that are the other side's."""
 BARS = {"equal": 0.95, "ragged": 1.5}
 
 
@@ -85,9 +89,27 @@ class BareLoop:
         return time.perf_counter() - started, cells
 
 
+_loop: BareLoop | None = None
+"""The loop of the process that has one."""
+
+
+def start_loop(path: str, micro_batch: int) -> int:
+    """Make the loop in this process, with torch's own settings, and return the process's id."""
+    global _loop
+    _loop = BareLoop(path, micro_batch)
+    return os.getpid()
+
+
+def step_of_loop(rows: list[tuple[list[int], list[int]]]) -> tuple[float, int]:
+    """Make one step of this process's loop."""
+    assert _loop is not None
+    return _loop.step(rows)
+
+
 def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     """Run program and loop in turns, print the table, and return the program's throughput over the loop's."""
     from grpo_rl.cluster.inputs import read_inputs
+    from grpo_rl.cluster.processes.forks import modules_for
     from grpo_rl.cluster.session.ray_session import ray_session
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
@@ -115,14 +137,16 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         plan = make_plan(composed)
         run_dir = RunDir.create(plan.config.trainer.default_local_dir, f"{size}-{kind}")
         stack.callback(run_dir.release)
-        stack.enter_context(ray_session(plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file))
+        copied = modules_for(str(folder / size))
+        stack.enter_context(
+            ray_session(plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, copied=copied)
+        )
         inputs = read_inputs(plan, run_dir, console, stack)
         cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
         started = start_roles(cluster, inputs.plan, inputs.tokenizer)
-        bare = cluster.worker_set("bare_loop", cluster.pool("actor").slots(), os.cpu_count() or 1)
-        building = bare.start_build(BareLoop, [(str(folder / size), MICRO_BATCH)])
-        cluster.build([(bare, building, "starting the bare loop")])
+        bare = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+        bare_pid = bare.submit(start_loop, str(folder / size), MICRO_BATCH).result()
         sinks = Sinks(run_dir, plan.config.trainer, composed.resolved)
         stack.callback(sinks.close)
         output = Output(run_dir, console, sinks, RolloutLog(run_dir))
@@ -130,15 +154,17 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
             plan.config, Roles(started.actor), None, None, output, steps + 1, rows=inputs.rows, objective=plan.objective
         )
         schedule = Watched(context, OfflineSchedule)
-        actor, loop = (next(pid for name, pid in cluster.pids().items() if role in name) for role in ("actor", "bare_loop"))
+        actor = next(pid for name, pid in cluster.pids().items() if "actor" in name)
         measured = []
         for step in range(steps + 1):
             context.step += 1
-            before = time.perf_counter(), core_seconds(os.getpid()) + core_seconds(actor), core_seconds(loop)
+            time.sleep(SETTLE_S)
+            before = time.perf_counter(), core_seconds(os.getpid()) + core_seconds(actor), core_seconds(bare_pid)
             metrics = schedule.step()
             seconds, cores = time.perf_counter() - before[0], core_seconds(os.getpid()) + core_seconds(actor) - before[1]
-            bare_seconds, cells = bare.call("step", schedule.rows)[0]
-            bare_cores = core_seconds(loop) - before[2]
+            time.sleep(SETTLE_S)
+            bare_seconds, cells = bare.submit(step_of_loop, schedule.rows).result()
+            bare_cores = core_seconds(bare_pid) - before[2]
             if step > 0:  # the first one warms everything up
                 tokens = sum(len(ids) for ids, _ in schedule.rows)
                 measured.append((seconds, bare_seconds, cores, bare_cores, metrics["timing_s/update_actor"], tokens, cells))

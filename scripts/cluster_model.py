@@ -22,6 +22,8 @@ MOST_TOKENS_AT_A_PACE = 512
 """Tokens that a batch advances before its pace is computed anew: the context that is read grows meanwhile."""
 LEFT = 1e-6
 """Tokens that a request may lack to be at its end: the clock is a sum of floating-point numbers."""
+LEFT_S = 1e-9
+"""Seconds that the trainer may lack to be at its end, for the same reason."""
 SCHEDULES = ("colocated", "sync", "one_step_off", "async")
 """`colocated` is trainer.schedule=sync on shared GPUs, `sync` the same with pools of their own."""
 
@@ -94,6 +96,10 @@ class ClusterRates:
     Where two sides wait for each other, a mean step is longer than the means of both sides say.
     """
     trainer_factors: tuple[float, ...] = (1.0,)
+    engine_slowdown: float = 1.0
+    """The factor of the engines' seconds while the trainer works, and `trainer_slowdown` that of the trainer's while an
+    engine does: both sides of one machine share caches, memory bandwidth and clock. 1 for pools on devices of their own."""
+    trainer_slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class Replica:
         self.assigned = 0
         self.clock = self.context = self.owed_s = 0.0
         self.busy_s = self.filled_s = 0.0
-        self.paused = False
+        self.paused = self.sampling = False
         self.wake = env.event()
         self._cached: set[int] = set()
         env.process(self._run())
@@ -177,8 +183,10 @@ class Replica:
         self.assigned += 1
 
     def read_again(self) -> None:
-        """Compute keys and values of all that is unfinished anew, before anything more is sampled."""
-        self.owed_s += self.context * self.rates.prefill_token_s
+        """Compute keys and values of all that is unfinished anew, before anything more is sampled; each prompt once."""
+        prompts = len({group.number for _, _, _, group in self.active})
+        tokens = self.context - (len(self.active) - prompts) * self.pool.prompt_length
+        self.owed_s += tokens * self.rates.prefill_token_s
 
     def look(self) -> None:
         """Compute the next completion anew: a request came, or a pause began or ended."""
@@ -188,22 +196,33 @@ class Replica:
     def _run(self) -> Generator[Any, Any, None]:
         while True:
             self.wake = self.env.event()
-            if self.paused or not self.active:
+            self._samples(not self.paused and bool(self.active))
+            if not self.sampling:
                 yield self.wake
                 continue
+            slowdown = self.pool.slowdown
             pace = self.rates.step_s(len(self.active), self.context) * self.pool.factor
             tokens = min(self.active[0][0] - self.clock, MOST_TOKENS_AT_A_PACE)
             started, batch = self.env.now, len(self.active)
-            yield self.env.timeout(self.owed_s + tokens * pace) | self.wake
-            self._advance(self.env.now - started, pace, batch)
+            yield self.env.timeout((self.owed_s + tokens * pace) * slowdown) | self.wake
+            self._advance(self.env.now - started, slowdown, pace, batch)
 
-    def _advance(self, seconds: float, pace: float, batch: int) -> None:
-        """Count what was sampled in these seconds, and hand over what has ended."""
+    def _samples(self, sampling: bool) -> None:
+        """Note whether this replica works from now on: the trainer's pace may depend on it."""
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.pool.num_sampling += 1 if sampling else -1
+            if not self.pool.load_changed.triggered:
+                self.pool.load_changed.succeed()
+
+    def _advance(self, seconds: float, slowdown: float, pace: float, batch: int) -> None:
+        """Count what was sampled in these seconds, each `slowdown` times as long, and hand over what has ended."""
         self.busy_s += seconds
         self.filled_s += seconds * batch
-        paid = min(self.owed_s, seconds)
+        worked = seconds / slowdown
+        paid = min(self.owed_s, worked)
         self.owed_s -= paid
-        tokens = (seconds - paid) / pace if pace > 0 else 0.0
+        tokens = (worked - paid) / pace if pace > 0 else 0.0
         self.clock += tokens
         self.context += tokens * batch
         ended = []
@@ -225,6 +244,11 @@ class Pool:
         self.env, self.rates, self.prompt_length = env, rates, work.prompt_length
         self.factor = 1.0
         """The factor of the engines' seconds in the step that is going on."""
+        self.slowdown = 1.0
+        """The factor of the engines' seconds because the trainer works at this moment."""
+        self.num_sampling = 0
+        """The number of replicas that work at this moment; `load_changed` happens when it changes."""
+        self.load_changed = env.event()
         self.queue: deque[tuple[Group, int]] = deque()
         self.replicas = [Replica(env, rates.engine, self) for _ in range(rates.num_replicas)]
         self.complete: list[Group] = []
@@ -270,11 +294,30 @@ class Pool:
                 self.env.process(self._completed(group, self._controller_free - self.env.now))
 
     def pause(self, paused: bool) -> None:
-        """Hold the engines, or let them go on with the same requests."""
+        """Hold the engines, or let them go on with the same requests, after a transfer that took time: what they sampled is
+        counted when they are held."""
         for replica in self.replicas:
             replica.paused = paused
             if not paused and self.rates.recomputes_cache:
                 replica.read_again()
+            replica.look()
+
+    def beside(self, seconds: float) -> Generator[Any, Any, None]:
+        """Let the trainer work for so many seconds: either side is slower for as long as the other one works, too."""
+        self._trains(True)
+        left = seconds
+        while left > LEFT_S:
+            factor = self.rates.trainer_slowdown if self.num_sampling else 1.0
+            self.load_changed = self.env.event()
+            started = self.env.now
+            yield self.env.timeout(left * factor) | self.load_changed
+            left -= (self.env.now - started) / factor
+        self._trains(False)
+
+    def _trains(self, training: bool) -> None:
+        """Set the engines' pace, and let them compute their next completion anew."""
+        self.slowdown = self.rates.engine_slowdown if training else 1.0
+        for replica in self.replicas:
             replica.look()
 
     def _completed(self, group: Group, delay: float) -> Generator[Any, Any, None]:
@@ -408,8 +451,12 @@ class Simulation:
         tokens = sum(group.tokens(self.work.prompt_length) for group in batch)
         longest = self.work.prompt_length + max(int(group.lengths.max()) for group in batch)
         seconds = self.rates.trainer.batch_s(tokens, longest) * float(self.rng.choice(self.rates.trainer_factors))
-        self.trainer_s += seconds
-        yield self.env.timeout(seconds)
+        began = self.env.now
+        if self.rates.engine_slowdown == self.rates.trainer_slowdown == 1.0:
+            yield self.env.timeout(seconds)
+        else:
+            yield from self.pool.beside(seconds)
+        self.trainer_s += self.env.now - began
 
     def _send(self) -> Generator[Any, Any, None]:
         self.transfer_s += self.rates.transfer_s
@@ -442,34 +489,3 @@ def reduced(rates: ClusterRates, work: Work, most_replicas: int) -> tuple[Cluste
         controller_rollout_s=rates.controller_rollout_s * factor,
     )
     return smaller, replace(work, num_groups=max(1, round(work.num_groups / factor)))
-
-
-def constant(length: int) -> Callable[[int], np.ndarray]:
-    """Return a source of lengths that are all the same."""
-    return lambda number: np.full(number, length, dtype=np.int64)
-
-
-def lognormal(mean: float, spread: float, longest: int, seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Return a source of lognormal lengths with this mean before the cut at `longest`; `spread` is sigma of the logarithm."""
-    rng = np.random.default_rng(seed)
-    location = np.log(mean) - spread**2 / 2
-    return lambda number: np.clip(np.rint(rng.lognormal(location, spread, number)), 1, longest).astype(np.int64)
-
-
-def replayed(lengths: Sequence[int]) -> Callable[[int], np.ndarray]:
-    """Return a source of measured lengths in their order, from the beginning again after the last."""
-    measured, place = np.asarray(lengths, dtype=np.int64), 0
-
-    def take(number: int) -> np.ndarray:
-        nonlocal place
-        taken = np.take(measured, range(place, place + number), mode="wrap")
-        place += number
-        return taken
-
-    return take
-
-
-def drawn_from(lengths: Sequence[int], seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Return a source that draws from measured lengths."""
-    rng, measured = np.random.default_rng(seed), np.asarray(lengths, dtype=np.int64)
-    return lambda number: rng.choice(measured, number)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from cluster_model import SCHEDULES, ClusterRates, Result, Work, drawn_from, lognormal, reduced, simulate
+from cluster_lengths import drawn_from, lognormal
+from cluster_model import SCHEDULES, ClusterRates, Result, Work, reduced, simulate
 from cluster_rates import Lengths, Model, Pools, Profiles, candidates, cluster_rates
 
 MOST_REPLICAS, SEARCH_REPLICAS = 32, 8

@@ -347,7 +347,10 @@ def dotted_name(node: ast.expr) -> str:
 WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communicate"}
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
-    ("envs/chat_endpoint.py", "_next"): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
+    (
+        "envs/endpoint/chat_endpoint.py",
+        "_next",
+    ): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
     ("envs/adapters/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("rewards/runtime/reward_process.py", "_read_answers"): "the channel does not block: it is read when poll says so",
@@ -432,6 +435,7 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "tracking", "sinks")} | {
         "telemetry/status.py",
         "telemetry/page/page_file.py",
+        "envs/endpoint/chat_format.py",
         "faults.py",
     }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}

@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 
 from grpo_rl.config.checks import security_rules
 from grpo_rl.config.convert import show, unknown_key, value_problem
+from grpo_rl.config.recipes import VERLS_DEFAULTS
 from grpo_rl.config.schema.fields import Kind, Leaf, free_mapping, leaves, sections
 from grpo_rl.config.verl import verl_answers
 
@@ -29,6 +30,7 @@ MOST_PROBLEMS = 200
 _AMBIGUOUS = re.compile(r"[+-]?(0\d[\d_]*|\d[\d_]*_[\d_]*)")
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _RESOLVERS = ("oc.env", "oc.select")
+_FILE_OPTIONS = ("--config-path", "--config-name")
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 """The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
 MACHINE = "trainer.machine"
@@ -57,6 +59,7 @@ class CommandLine:
 def read(words: list[str]) -> CommandLine:
     """Return the command line taken apart. Never raises for what a user typed: see `problems`."""
     line = CommandLine()
+    words = _with_verls_file(line, words)
     machine = ""
     size = sum(map(len, words))
     if len(words) > _MOST_WORDS or size > _MOST_CHARACTERS:
@@ -90,6 +93,29 @@ def read(words: list[str]) -> CommandLine:
             _assign(line, key, value)
     _take_machine(line, machine)
     return line
+
+
+def _with_verls_file(line: CommandLine, words: list[str]) -> list[str]:
+    """Return the words with `--config-path=FOLDER --config-name=NAME`, by which verl's examples name a file, as a recipe.
+
+    `ppo_trainer`, the file of verl's defaults, stands for the defaults here, and is left out.
+    """
+    given = {
+        option: word.partition("=")[2].strip("'\"")
+        for word in words
+        for option in _FILE_OPTIONS
+        if word.startswith(f"{option}=")
+    }
+    if not given:
+        return words
+    rest = [word for word in words if word.partition("=")[0] not in _FILE_OPTIONS]
+    folder, name = given.get("--config-path", ""), given.get("--config-name", "")
+    if name in VERLS_DEFAULTS or not name:
+        return rest
+    if not folder:
+        line.problems.append(f"--config-name={name}: give the file as recipe=FOLDER/{name.removesuffix('.yaml')}.yaml")
+        return rest
+    return [f"recipe={folder.rstrip('/')}/{name.removesuffix('.yaml')}.yaml", *rest]
 
 
 def _take_machine(line: CommandLine, name: str) -> None:

@@ -36,6 +36,10 @@ _LARGEST_FILE = 1_000_000
 """The most bytes of a recipe; a full configuration has 15,000."""
 
 
+VERLS_DEFAULTS = ("ppo_trainer",)
+"""Names of verl's file of defaults, which verl's examples build on: here the schema's defaults take its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A recipe as it was read: its keys, and the recipes that it builds on (listed under `defaults`)."""
@@ -119,6 +123,8 @@ def _read(path: Path, name: str, option: str) -> Recipe:
         raise ConfigError(
             f"recipe={name}: {path}: none of its {len(entries)} keys is one of a configuration, so it is no recipe"
         )
+    if option == OWN_FILE and isinstance(entries.get("hydra"), dict) and set(entries["hydra"]) == {"searchpath"}:
+        del entries["hydra"]  # the place of verl's defaults, in verl's own files
     parents = _parents(entries.pop("defaults", None), name)
     return Recipe(
         name, option, _without_empty_sections(entries), parents, path.absolute().parent if option == OWN_FILE else None
@@ -185,7 +191,7 @@ def _parents(entries: Any, name: str) -> tuple[str, ...]:
     for entry in entries if isinstance(entries, list) else [entries]:
         if isinstance(entry, str) and entry.startswith(_PARENT):
             parents.append(entry.removeprefix(_PARENT))
-        elif entry != "_self_":
+        elif entry != "_self_" and entry not in VERLS_DEFAULTS:
             raise ConfigError(
                 f"recipe={name}: defaults may hold other recipes only, as `- {_PARENT}{DEFAULT_RECIPE}`; got {entry!r}"
             )

@@ -22,6 +22,7 @@ FILES = (
     "reward.custom_reward_function.path",
     "trainer.resume_from_path",
     f"{_A}.rollout.multi_turn.tool_config_path",
+    f"{_A}.rollout.multi_turn.interaction_config_path",
 )
 """Keys whose values are paths, whatever they look like."""
 PERHAPS = (

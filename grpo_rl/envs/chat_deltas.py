@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,17 @@ class ChatDeltas:
 
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
+        self.shown_tools = ""
+        """The tools that `with_tools` shows, as text; empty where they are the configuration's."""
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatDeltas:
+        """Return the same for conversations that show other tools. Raises ConfigError where the template rewrites these."""
+        shown = copy(self._renderer)
+        shown.options = {**self._renderer.options, "tools": [dict(tool) for tool in tools]}
+        deltas = ChatDeltas(shown, self._tokenizer, self._stop_ids)
+        deltas.shown_tools = repr(tools)
+        deltas.check(("tool",), [str(tool["function"]["name"]) for tool in tools])
+        return deltas
 
     # ---- what a driver asks ----------------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ class Turn:
     finish_reason: Literal["stop", "length", "abort"] = "stop"
     token_ids: np.ndarray | None = None
     """int32 [tokens] of the turn, for environments that read tokens."""
+    raw_text: str = ""
+    """The turn decoded with its special tokens, in which some formats write tool calls."""
+    context_tokens: int = 0
+    """The number of tokens that the turn was sampled behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class Observation:
     """Numbers that are logged: the mean over episodes of each name's last value becomes the metric env/NAME."""
     replaces_prompt: bool = False
     """True where the messages that `reset` returns stand in place of the row's own, and not behind them."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools in OpenAI's form that the chat template shows in this episode, in place of the configuration's; `reset` may return
+    them. Their calls are turns like others, which the environment answers itself."""
 
 
 class Environment(Protocol):

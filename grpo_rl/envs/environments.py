@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import ConfigError
@@ -19,19 +18,25 @@ ENVIRONMENTS: dict[str, str] = {
     "grid_world": f"{_GAMES}.grid_world:GridWorld",
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
+    "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
     "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
     "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
     "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
-    "endpoint": "grpo_rl.envs.chat_endpoint:ChatEndpoint",
+    "endpoint": "grpo_rl.envs.endpoint.chat_endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
 TOOLS: dict[str, str] = {
     "calculator": f"{_TOOLS}.calculator:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
+    "check_answer": f"{_TOOLS}.check_answer:CheckAnswer",
     "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
 }
 """The place of each tool by its name."""
+
+
+_OF_VERL = (("execute", "call", "schema, begin, call and close"), ("generate_response", "step", "reset, step and close"))
+"""Methods by which a class that was written for verl is recognized, the method in their place, and all that there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,11 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
 
 def check_options(named: Named, found: Any, kind: str) -> None:
     """Raise ConfigError, with the options that there are, unless the class takes these ones."""
+    for theirs, own, contract in _OF_VERL:
+        if hasattr(found, theirs) and not hasattr(found, own):
+            raise ConfigError(
+                f"{kind} {named.name!r}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)"
+            )
     try:
         signature = inspect.signature(found)
         signature.bind(**named.options)
@@ -89,37 +99,3 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
     if not isinstance(schema.get("name"), str) or not schema["name"]:
         raise ConfigError(f"tool {named.name!r}: its schema has no name; expected name, description and parameters")
     return {"description": "", "parameters": {"type": "object", "properties": {}}} | schema
-
-
-def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
-    """Return the tools of a file in verl's form (`tools:` a list of class_name, config, tool_schema), then the `given` ones.
-
-    Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
-    """
-    found = [] if path is None else _of_file(Path(path).expanduser())
-    for name, options in given.items():
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"tools.{name}={options!r}: expected its options by name, {{option: value}}, or {{}}")
-        found.append(Named(name, dict(options or {})))
-    return found
-
-
-def _of_file(path: Path) -> list[Named]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"tool_config_path={path}: {error}") from None
-    entries = content.get("tools") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
-        raise ConfigError(f"tool_config_path={path}: expected `tools:`, a list of entries with class_name, config, tool_schema")
-    # `type: native` says in verl that the tool is a class of its own, as every one is here.
-    return [
-        Named(
-            str(one["class_name"]),
-            {key: value for key, value in (one.get("config") or {}).items() if key != "type"},
-            one.get("tool_schema"),
-        )
-        for one in entries
-    ]

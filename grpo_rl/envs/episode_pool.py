@@ -19,7 +19,7 @@ from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.playing import Playing
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
 from grpo_rl.episode import Ending
-from grpo_rl.errors import ClusterError, DataError
+from grpo_rl.errors import ClusterError, ConfigError, DataError
 from grpo_rl.protocols import RolloutPool
 from grpo_rl.rollout.requests import all_of, rollout_id, sample_seed, sampling_of, turn_sampling
 from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
@@ -30,6 +30,9 @@ QUIET_S = 0.5
 """The same for deadlines of episodes, where no environment is at work."""
 DRAIN_S = 0.001
 """Seconds for which further turns are waited for that have ended with the first."""
+
+MOST_TOOL_LISTS = 64
+"""Lists of tools for which renderers are kept."""
 
 
 class TurnPool(RolloutPool, Protocol):
@@ -79,6 +82,8 @@ class EpisodePool:
         """Turns to ask for."""
         self._shown: dict[tuple[str, str], Prompt] = {}
         """Prompts with what environments add to them, so that equal ones are one object."""
+        self._of_tools: dict[str, ChatDeltas] = {}
+        """The renderers of conversations whose environments show tools of their own, by these."""
         self._last_news = time.monotonic()
         self._wave = 0
         """The number of calls of `forget` for episodes on their way."""
@@ -275,19 +280,30 @@ class EpisodePool:
                 if answer["done"]:
                     self._fail(playing, "environment_error", "the environment was done before the first turn")
                     return
+                if answer["tools"]:
+                    playing.deltas = self._deltas_with(answer["tools"])
                 self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
             elif self._goes_on(playing, messages, answer):
-                delta = self.deltas.between(
+                delta = (playing.deltas or self.deltas).between(
                     messages, ended=playing.finish_reason == "stop", plain=playing.prompt.messages is None
                 )
                 playing.messages += messages
                 playing.add_context(delta.token_ids)
             else:
                 return
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             self._fail(playing, "environment_error", str(error))
             return
         self._next_turn(playing)
+
+    def _deltas_with(self, tools: list[Any]) -> ChatDeltas:
+        """Return what renders conversations that show these tools; most episodes show the same. Raises ConfigError."""
+        key = repr(tools)
+        if key not in self._of_tools:
+            if len(self._of_tools) >= MOST_TOOL_LISTS:
+                del self._of_tools[next(iter(self._of_tools))]
+            self._of_tools[key] = self.deltas.with_tools(tools)
+        return self._of_tools[key]
 
     def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
         """Note a turn's reward; return whether another turn follows. Where none does, the episode is finished."""
@@ -312,15 +328,16 @@ class EpisodePool:
         if not messages:
             return
         row = playing.prompt
-        key = (row.uid, repr(messages))
+        deltas = playing.deltas or self.deltas
+        key = (row.uid, deltas.shown_tools + repr(messages))
         if key not in self._shown:
             if row.messages is None and not replaces:
-                shown = self.deltas.between(messages, ended=False, plain=True)
+                shown = deltas.between(messages, ended=False, plain=True)
                 text, whole = row.text + shown.text, None
                 ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
             else:
                 whole = tuple(messages) if replaces else (*(row.messages or ()), *messages)
-                shown = self.deltas.prompt(whole)
+                shown = deltas.prompt(whole)
                 text, ids = shown.text, shown.token_ids.tolist()
             self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
             if len(self._shown) > 4 * len(self._rows) + 16:
@@ -361,6 +378,7 @@ class EpisodePool:
                 "finish_reason": turn.finish_reason,
                 "token_ids": ids.tolist(),
                 "is_last": limit is not None and len(playing.turns) >= limit,
+                "context_tokens": playing.turns[-1].context_tokens,
             },
         )
 

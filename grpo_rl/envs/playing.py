@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
 from grpo_rl.episode import Ending, Episode, PlayedTurn
 from grpo_rl.tokens import Stretch, TokenBlock, encode_text
@@ -45,6 +46,8 @@ class Playing:
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)
+    deltas: ChatDeltas | None = None
+    """The renderer of its context; None: the one of all, because its environment has shown no tools of its own."""
     finish_reason: FinishReason = "stop"
     """The way in which the last turn ended."""
 

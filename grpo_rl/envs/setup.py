@@ -11,11 +11,12 @@ from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.environments import Named, tools_of
+from grpo_rl.envs.environments import Named
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, TurnPool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
 from grpo_rl.envs.runtime.episode_host import HostSetup, with_schemas
-from grpo_rl.envs.tool_formats import FORMATS
+from grpo_rl.envs.tool_formats import check_format
+from grpo_rl.envs.verl_files import interaction_file, tools_of
 from grpo_rl.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ class EpisodeSetup:
             problems += error.problems
         if own.tools or own.tool_config_path is not None:
             try:
-                FORMATS.get(own.format)
+                check_format(own.format)
             except ConfigError as error:
                 problems += error.problems
         if problems or host is None:
@@ -113,6 +114,8 @@ def max_turns(own: MultiTurnConfig) -> int | None:
 def _host(own: MultiTurnConfig) -> HostSetup:
     environment = own.environment
     named = None if environment.name is None else Named(environment.name, dict(environment.options))
+    if own.interaction_config_path is not None:
+        named = interaction_file(own.interaction_config_path)
     return HostSetup(
         environment=named,
         tools=tuple(tools_of(own.tool_config_path, own.tools)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.envs.contract import ToolCall
+from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
 
 
@@ -34,6 +35,25 @@ _LLAMA_END = re.compile(r"(<\|eo[tm]_id\|>|<\|end_of_text\|>)\s*\Z")
 _MISTRAL_END = re.compile(r"</s>\s*\Z")
 
 
+_OWN_PARSER = "a parser of your own as file.py:function"
+INSTEAD: dict[str, str] = {
+    "retool": f"hermes, which verl's ReTool recipe has; a model that writes <code> blocks needs {_OWN_PARSER}",
+    "llama3": "llama3_json",
+    "gpt-oss": _OWN_PARSER,
+    "qwen3_coder": _OWN_PARSER,
+    "pythonic": _OWN_PARSER,
+    "deepseekv3": _OWN_PARSER,
+}
+"""The replacements of the names that verl and its engines have for other formats."""
+
+
+def check_format(name: str) -> None:
+    """Raise ConfigError, with what to write instead, for a format that is not here."""
+    if name in INSTEAD:
+        raise ConfigError(f"format={name}: is not here; use {INSTEAD[name]}")
+    FORMATS.get(name)
+
+
 def parse(name: str, text: str) -> Parsed:
     """Return the calls in a turn, whose text has its special tokens; what is written inside of thoughts is no call.
 
@@ -47,6 +67,13 @@ def parse(name: str, text: str) -> Parsed:
         return _collected(iter(parser(text)))
     except ValueError as error:
         return Parsed(malformed=(str(error) or "the tool call cannot be read",))
+
+
+def spoken(name: str, text: str, raw_text: str) -> str:
+    """Return what a turn with calls says beside them; `raw_text` has its special tokens. Nothing for a user's own format."""
+    if name in ("hermes", "qwen", "qwen25"):
+        return _HERMES.sub("", text).strip()
+    return raw_text.partition(_MISTRAL)[0].strip() if name == "mistral" else ""
 
 
 def _collected(found: Iterator[Any]) -> Parsed:
@@ -77,9 +104,12 @@ def _call(value: Any, number: int) -> ToolCall:
     return ToolCall(name, dict(arguments), f"call{number:05d}")  # Mistral's templates want nine letters and digits
 
 
-@FORMATS.register("hermes")
+@FORMATS.register("hermes", "qwen", "qwen25")
 def hermes(text: str) -> Iterator[Any]:
-    """Yield the calls between <tool_call> and </tool_call>, as Hermes and Qwen models write them."""
+    """Yield the calls between <tool_call> and </tool_call>, as Hermes and Qwen models write them.
+
+    `qwen` and `qwen25` are the names of this format in SGLang, which verl's examples for it use.
+    """
     for body, end in _HERMES.findall(text):
         if not end:
             yield ValueError("a <tool_call> is not closed by </tool_call>")

@@ -144,9 +144,10 @@ _NUMBER_GUESSING = dataclasses.replace(
 _WORD_GAME = dataclasses.replace(
     _NUMBER_GUESSING,
     name="word_game",
+    version=2,
     warm_start=dataclasses.replace(
         _NUMBER_GUESSING.warm_start,
-        task="task:word_game?letters=abcd&length=8&turns=6&wording=short&play=random&sensible=0.6&num_rows=4096",
+        task="task:word_game?letters=abc&length=6&turns=8&answers=known&wording=short&play=random&sensible=0.3&num_rows=4096",
     ),
 )
 _GRID_WORLD = dataclasses.replace(
@@ -169,9 +170,29 @@ _CALCULATOR = dataclasses.replace(
         task="task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=0.8&calculator_calls=0.3&num_rows=4096",
     ),
 )
+# It was shown how a careless reader answers questions with the tool `search`: two in five look-ups are left out for a guess.
+_FACT_CHAINS = dataclasses.replace(
+    _ARITHMETIC,
+    name="fact_chains",
+    version=1,
+    warm_start=dataclasses.replace(
+        _ARITHMETIC.warm_start,
+        batch_size=16,
+        task="task:fact_chains?hops=2&wording=short&play=random&sensible=0.6&num_rows=8192",
+    ),
+)
 BUILTINS: dict[str, Builtin] = {
     spec.name: spec
-    for spec in (_ARITHMETIC, _COUNTDOWN, _ARITHMETIC_EXPERTS, _NUMBER_GUESSING, _WORD_GAME, _GRID_WORLD, _CALCULATOR)
+    for spec in (
+        _ARITHMETIC,
+        _COUNTDOWN,
+        _ARITHMETIC_EXPERTS,
+        _NUMBER_GUESSING,
+        _WORD_GAME,
+        _GRID_WORLD,
+        _CALCULATOR,
+        _FACT_CHAINS,
+    )
 }
 
 

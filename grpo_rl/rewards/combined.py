@@ -214,7 +214,7 @@ def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
 
 def _episodes(config: Config) -> str:
     own = config.actor_rollout_ref.rollout.multi_turn
-    names = [own.environment.name] if own.environment.name is not None else []
+    names = [name for name in (own.environment.name, own.interaction_config_path) if name is not None]
     if own.tools or own.tool_config_path:
         names.append(
             f"tools by {own.format}: {', '.join([*([own.tool_config_path] if own.tool_config_path else []), *own.tools])}"

@@ -22,6 +22,11 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("cluster_model")
 
 
+def source(name: str, *values: Any, **options: Any) -> Any:
+    """Return a source of response lengths of this name."""
+    return getattr(importlib.import_module("cluster_lengths"), name)(*values, **options)
+
+
 def rates_of(model: Any, **changes: Any) -> Any:
     """One decode step takes 10 ms whatever the batch, so a batch of equal lengths takes 1 s; training takes 2 s."""
     engine = {"overhead_s": 0.01, "sequence_s": 0.0, "max_sequences": GROUPS * SIZE} | changes.pop("engine", {})
@@ -32,7 +37,7 @@ def rates_of(model: Any, **changes: Any) -> Any:
 def work_of(model: Any, lengths: Any = None, **changes: Any) -> Any:
     return model.Work(
         **{"num_groups": GROUPS, "group_size": SIZE, "prompt_length": PROMPT, "steps": 10} | changes,
-        lengths=lengths or model.constant(LENGTH),
+        lengths=lengths or source("constant", LENGTH),
     )
 
 
@@ -80,7 +85,7 @@ def test_async_without_staleness_is_sync(model: Any) -> None:
     rates = rates_of(model, engine={"sequence_s": 0.001, "max_sequences": 12}, transfer_s=0.2, num_replicas=2)
     times = []
     for schedule in ("sync", "async"):
-        work = work_of(model, model.lognormal(LENGTH, 0.8, 1000, seed=3), max_staleness=0)
+        work = work_of(model, source("lognormal", LENGTH, 0.8, 1000, seed=3), max_staleness=0)
         result = model.simulate(rates, work, schedule)
         times.append(result.steps_s)
         assert set(result.staleness()) == {0}
@@ -90,7 +95,7 @@ def test_async_without_staleness_is_sync(model: Any) -> None:
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_each_group_is_trained_once_and_none_is_staler_than_the_bound(model: Any, staleness: int) -> None:
     rates = rates_of(model, engine={"sequence_s": 0.0004, "max_sequences": 16}, transfer_s=0.05, num_replicas=3)
-    work = work_of(model, model.lognormal(LENGTH, 1.2, 2000, seed=1), steps=25, max_staleness=staleness)
+    work = work_of(model, source("lognormal", LENGTH, 1.2, 2000, seed=1), steps=25, max_staleness=staleness)
     result = model.simulate(rates, work, "async")
     assert len(result.groups) == 25 * GROUPS and all(group.trained_at is not None for group in result.groups)
     per_step = np.bincount([group.trained_at for group in result.groups])
@@ -102,7 +107,7 @@ def test_each_group_is_trained_once_and_none_is_staler_than_the_bound(model: Any
 
 
 def test_one_step_off_is_one_version_stale_but_for_the_first_batch(model: Any) -> None:
-    result = model.simulate(rates_of(model), work_of(model, model.lognormal(LENGTH, 1.0, 2000)), "one_step_off")
+    result = model.simulate(rates_of(model), work_of(model, source("lognormal", LENGTH, 1.0, 2000)), "one_step_off")
     assert result.staleness() == [0] * GROUPS + [1] * (9 * GROUPS)
 
 
@@ -110,7 +115,7 @@ def test_long_tails_cost_async_less_than_the_others(model: Any) -> None:
     rates = rates_of(model, engine={"sequence_s": 0.0002, "max_sequences": 64}, trainer={"fixed_s": 8.0}, num_replicas=2)
     steps = {}
     for schedule in ("sync", "one_step_off", "async"):
-        work = work_of(model, model.lognormal(400, 1.0, 4000, seed=5), steps=30, max_staleness=2)
+        work = work_of(model, source("lognormal", 400, 1.0, 4000, seed=5), steps=30, max_staleness=2)
         steps[schedule] = model.simulate(rates, work, schedule).step_s()
     assert steps["async"] < steps["one_step_off"] < steps["sync"]
     assert steps["async"] >= 8.0, "no faster than the trainer alone"
@@ -134,6 +139,47 @@ def test_a_cache_that_is_computed_anew_costs_async_the_reading_of_what_is_unfini
     assert model.simulate(rates, work_of(model), "sync").step_s() == pytest.approx(3.0 + GROUPS * PROMPT * 1e-4)
 
 
+def test_a_prompt_is_read_again_once_for_all_responses_of_its_group(model: Any) -> None:
+    """The update comes after 0.5 s of training, when p s of reading prompts and n = (0.5 - p) / 0.01 tokens each are done."""
+    engine = {"prefill_token_s": 1e-4}
+    rates = rates_of(model, engine=engine, trainer={"fixed_s": 0.5}, transfer_s=0.1, recomputes_cache=True)
+    prompts_s = GROUPS * PROMPT * 1e-4
+    responses_s = GROUPS * SIZE * (0.5 - prompts_s) / 0.01 * 1e-4
+    expected = prompts_s + 1.0 + 0.1 + prompts_s + responses_s
+    assert model.simulate(rates, work_of(model, steps=20), "async").step_s(4) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("training", "schedule", "expected"),
+    [
+        # The engine's 1 s takes 1.5 s; the trainer gets 1.5 / 1.25 s of its 2 s done meanwhile, the other 0.8 s alone.
+        (2.0, "one_step_off", 1.5 + 0.8),
+        (2.0, "async", 1.5 + 0.8),
+        # The trainer's 0.4 s takes 0.5 s, in which the engine gets 1/3 s of its 1 s done.
+        (0.4, "one_step_off", 0.5 + 2 / 3),
+        (0.4, "sync", 1.4),
+        (0.4, "colocated", 1.4),
+    ],
+)
+def test_each_side_is_slower_only_while_the_other_one_works(
+    model: Any, training: float, schedule: str, expected: float
+) -> None:
+    rates = rates_of(model, trainer={"fixed_s": training}, engine_slowdown=1.5, trainer_slowdown=1.25)
+    result = model.simulate(rates, work_of(model, steps=20), schedule)
+    assert result.step_s(4) == pytest.approx(expected, rel=1e-6)
+
+
+def test_reading_is_slower_beside_the_trainer_too_and_the_work_is_the_same(model: Any) -> None:
+    rates = rates_of(
+        model, engine={"prefill_token_s": 0.01}, trainer={"fixed_s": 5.0}, engine_slowdown=2.0, trainer_slowdown=1.5
+    )
+    result = model.simulate(rates, work_of(model, steps=20), "one_step_off")
+    alone = 1.0 + GROUPS * PROMPT * 0.01
+    # The first batch has the machine for itself; all others are sampled beside the trainer, which is the longer side.
+    assert result.busy_s == pytest.approx(alone + 19 * 2.0 * alone)
+    assert result.trainer_s == pytest.approx(19 * (2 * alone + 5.0 - 2 * alone / 1.5) + 5.0)
+
+
 def test_requests_are_spread_over_the_replicas(model: Any) -> None:
     alone = model.simulate(rates_of(model, engine={"max_sequences": 8}), work_of(model), "sync").step_s()
     four = model.simulate(rates_of(model, engine={"max_sequences": 8}, num_replicas=4), work_of(model), "sync").step_s()
@@ -146,10 +192,10 @@ def test_an_unknown_schedule_is_refused(model: Any) -> None:
 
 
 def test_lengths_have_the_mean_and_the_bound_that_were_asked_for(model: Any) -> None:
-    lengths = model.lognormal(500.0, 0.7, 100_000, seed=2)(200_000)
+    lengths = source("lognormal", 500.0, 0.7, 100_000, seed=2)(200_000)
     assert lengths.mean() == pytest.approx(500, rel=0.02) and lengths.min() >= 1
-    assert model.lognormal(500.0, 2.0, 800)(10_000).max() == 800
-    assert set(model.drawn_from([3, 9])(100)) == {3, 9} and set(model.constant(4)(3)) == {4}
+    assert source("lognormal", 500.0, 2.0, 800)(10_000).max() == 800
+    assert set(source("drawn_from", [3, 9])(100)) == {3, 9} and set(source("constant", 4)(3)) == {4}
 
 
 def test_a_part_of_the_replicas_takes_as_long_as_all_of_them(model: Any) -> None:

@@ -30,21 +30,37 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("cluster_rates")
 
 
-def write_run(validation: Any, folder: Path, lengths: list[np.ndarray], slower: float = 1.0) -> Path:
+def run_config(schedule: str) -> dict[str, Any]:
+    """Return what the model reads of a run's configuration, with pools apart."""
+    rollout = {"n": SIZE, "nnodes": 1, "n_gpus_per_node": 1, "tensor_model_parallel_size": 1, "max_num_seqs": SLOTS}
+    return {
+        "data": {"train_batch_size": GROUPS},
+        "actor_rollout_ref": {"rollout": rollout},
+        "trainer": {"schedule": schedule, "nnodes": 1, "n_gpus_per_node": 1},
+    }
+
+
+def write_rollouts(folder: Path, step: int, lengths: np.ndarray, prompt: int = PROMPT) -> None:
+    """Write the log of a step's rollouts."""
+    records = [{"response_length": int(length), "prompt_length": prompt} for length in lengths]
+    (folder / "rollouts" / f"step_{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_run(
+    validation: Any,
+    folder: Path,
+    lengths: list[np.ndarray],
+    slower: float = 1.0,
+    prompt: int = PROMPT,
+    reading: float = 0.0,
+) -> Path:
     """Write a run of the synchronous schedule as it is left behind, with times that follow from the rates above."""
     (folder / "rollouts").mkdir(parents=True)
-    config = {
-        "data": {"train_batch_size": GROUPS},
-        "actor_rollout_ref": {
-            "rollout": {"n": SIZE, "nnodes": 1, "n_gpus_per_node": 1, "tensor_model_parallel_size": 1, "max_num_seqs": SLOTS}
-        },
-        "trainer": {"schedule": "sync", "nnodes": 1, "n_gpus_per_node": 1},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(run_config("sync")))
     lines, now = [], 0.0
     for number, step in enumerate(lengths, start=1):
-        sampling = OVERHEAD * validation.decode_steps(step, SLOTS) + SEQUENCE * int(step.sum())
-        training = FIXED + TOKEN * (int(step.sum()) + PROMPT * len(step))
+        sampling = OVERHEAD * validation.decode_steps(step, SLOTS) + SEQUENCE * int(step.sum()) + reading * GROUPS * prompt
+        training = FIXED + TOKEN * (int(step.sum()) + prompt * len(step))
         if number > len(lengths) // 2:
             training *= slower
         start = now
@@ -58,8 +74,35 @@ def write_run(validation: Any, folder: Path, lengths: list[np.ndarray], slower: 
             now += seconds
         now += REST
         lines.append({"step": number, "role": "step", "what": "step", "start": start, "end": now})
-        records = [{"response_length": int(length), "prompt_length": PROMPT} for length in step]
-        (folder / "rollouts" / f"step_{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_rollouts(folder, number, step, prompt)
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+LONG, ENGINE_SLOWER, TRAINER_SLOWER, READING = 20, 1.5, 1.25, 0.0005
+
+
+def write_overlapping_run(validation: Any, folder: Path, schedule: str = "one_step_off", num_steps: int = 14) -> Path:
+    """Write a run of equal lengths whose engines work beside the trainer, which has the end of each step for itself."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(run_config(schedule)))
+    lengths = np.full(GROUPS * SIZE, LONG)
+    sampling = ENGINE_SLOWER * (OVERHEAD * validation.decode_steps(lengths, SLOTS) + SEQUENCE * int(lengths.sum()))
+    training = FIXED + TOKEN * int((lengths + PROMPT).sum()) + sampling * (1 - 1 / TRAINER_SLOWER)
+    assert sampling < training
+    lines, start = [], 0.0
+    for number in range(1, num_steps + 1):
+        begun = start + TRANSFER + REST
+        for role, first, last in (
+            ("weights", start, start + TRANSFER),
+            ("rollout", begun, begun + sampling),
+            ("actor", begun, begun + training),
+            ("wait", begun, begun),
+            ("step", start, begun + training),
+        ):
+            lines.append({"step": number, "role": role, "what": role, "start": first, "end": last})
+        write_rollouts(folder, number, lengths)
+        start = begun + training
     (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -97,6 +140,61 @@ def test_equal_lengths_have_one_rate(validation: Any, tmp_path: Path) -> None:
     found = validation.rates_of(run, run.steps)
     assert validation.predicted(found, run, run.steps) == pytest.approx(run.step_s, rel=0.02)
     assert min(found.engine.overhead_s, found.engine.sequence_s) == 0.0
+
+
+def test_how_much_both_sides_slow_each_other_is_found_in_an_overlapping_run(validation: Any, tmp_path: Path) -> None:
+    alone = validation.read_run(write_run(validation, tmp_path / "alone", ragged(12)))
+    beside = validation.read_run(write_overlapping_run(validation, tmp_path / "beside"))
+    found = validation.beside_each_other(validation.rates_of(alone, alone.steps), beside, beside.steps)
+    assert (found.engine_slowdown, found.trainer_slowdown) == pytest.approx((ENGINE_SLOWER, TRAINER_SLOWER), rel=0.02)
+    assert validation.predicted(found, beside, beside.steps) == pytest.approx(beside.step_s, rel=0.02)
+    assert validation.slowdown(10.0, 13.0, 9.0) == pytest.approx(1.5), "6 s of the 10 took 9 s, the other 4 s were alone"
+    with pytest.raises(ValueError, match="too seldom"):
+        validation.slowdown(10.0, 12.0, 0.0)
+
+
+def test_rates_of_one_pair_of_runs_predict_another_pair_with_other_lengths(
+    validation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(validation, tmp_path / "alone", ragged(12)), write_overlapping_run(validation, tmp_path / "beside")]
+    runs += [write_run(validation, tmp_path / "short", [step // 3 + 1 for step in ragged(12)])]
+    assert validation.validate(runs) == 0
+    printed = capsys.readouterr().out
+    assert "| short | sync | alone |" in printed and "| alone and every 2nd step of beside |" in printed
+    assert "a third of training" in printed and "the trainer 1.25 times as long" in printed
+
+
+def test_what_reading_costs_is_found_in_a_run_of_long_prompts(
+    validation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_run(validation, tmp_path / "base", ragged(12), reading=READING)
+    long = write_run(validation, tmp_path / "long", [np.full(GROUPS * SIZE, 2)] * 8, prompt=400, reading=READING)
+    runs = [validation.read_run(folder) for folder in (base, long)]
+    assert [run.is_reading() for run in runs] == [False, True]
+    assert validation.reading_seconds(runs[1], runs[0]) == pytest.approx(READING, rel=0.02)
+    assert validation.validate([long, base]) == 0
+    assert "reading a token: 500" in capsys.readouterr().out
+
+
+def test_engines_that_read_again_are_told_by_the_configuration(validation: Any, tmp_path: Path) -> None:
+    folder = write_overlapping_run(validation, tmp_path / "run", "async")
+    run = validation.read_run(folder)
+    assert run.reads_again
+    config = run_config("async")
+    config["trainer"]["asynchronous"] = {"keep_cache": True}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    kept = validation.read_run(folder)
+    assert not kept.reads_again
+    alone = validation.read_run(write_run(validation, tmp_path / "alone", ragged(12)))
+    rates = validation.rates_of(alone, alone.steps, READING)
+    rates = validation.replace(rates, trainer=validation.TrainerRates(0.1, 0.0))
+    # The update comes while the next batch is sampled, whose tokens up to there are read again.
+    assert validation.predicted(rates, run, run.steps) > 1.02 * validation.predicted(rates, kept, kept.steps)
+
+
+def test_runs_that_all_read_again_give_no_rates(validation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validation.validate([write_overlapping_run(validation, tmp_path / "run", "async")]) == 2
+    assert "no run to take rates from" in capsys.readouterr().err
 
 
 def test_a_run_without_a_timeline_is_refused(validation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, str, int, int, RoleName, list[str]]] = {
 }
 
 
+@cache
 def planned(name: str) -> tuple[ModelSize, Load, Case]:
     """Return a model's sizes, the load that the plan finds for a rank, and the same as a case for the tracker."""
     model, machine, response, rollouts, role, more = CASES[name]

@@ -27,7 +27,16 @@ from grpo_rl.rollout.engine_environment import SESSION_FOLDER, SPIN_COUNT
 SOCKET, LOG = "fork", "fork.log"
 END_S = 5.0
 
+KEPT_BYTES = 256 << 20
+"""Bytes of freed memory that a process keeps for what it allocates next.
+
+With glibc's defaults a step's tensors, which are megabytes each, are given back and mapped anew, and the kernel clears every
+page again: 20,000 to 35,000 page faults in a step of 1.1 M parameters, a tenth of its time. A second arena, which is what a
+thread beside the first one gets, gives back even more often."""
 ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
     "GOMP_SPINCOUNT": str(SPIN_COUNT),
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",

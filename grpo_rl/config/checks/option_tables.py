@@ -14,7 +14,7 @@ TASK_OPTIONS: dict[str, str] = {
         "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
     ),
     "episodes": "num_rows:int prompt:str data_source:str",
-    "fact_chains": "num_rows:int hops:str split:train|val seed:int",
+    "fact_chains": "num_rows:int hops:str wording:words|short play:none|random sensible:float split:train|val seed:int",
     "grid_world": (
         "num_rows:int size:int walls:float key:bool fewest_steps:int turns:int wording:words|short "
         "play:none|random sensible:float split:train|val seed:int"
@@ -24,7 +24,10 @@ TASK_OPTIONS: dict[str, str] = {
         "sensible:float seed:int"
     ),
     "rated_sums": "num_rows:int digits:int errors:float split:train|val seed:int",
-    "word_game": ("num_rows:int letters:str length:int turns:int wording:words|short play:none|random sensible:float seed:int"),
+    "word_game": (
+        "num_rows:int letters:str length:int turns:int answers:marks|known wording:words|short "
+        "play:none|random sensible:float seed:int"
+    ),
 }
 REWARD_OPTIONS: dict[str, str] = {
     "arithmetic": "",

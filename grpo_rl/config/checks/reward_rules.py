@@ -194,20 +194,23 @@ def episode_problems(config: Config) -> Iterator[str]:
     own = config.actor_rollout_ref.rollout.multi_turn
     if not own.enable:
         return
-    if own.environment.name is None and not has_tools(config):
+    if own.environment.name is None and own.interaction_config_path is None and not has_tools(config):
         yield (
             f"{_TURNS}.enable=true: nothing answers the policy; name {_TURNS}.environment.name, or tools by {_TURNS}.tools or "
             "tool_config_path"
         )
+    if own.environment.name is not None and own.interaction_config_path is not None:
+        yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={own.environment.name} does; keep one"
     if derived.collects(config):
         yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
     elif not derived.samples_answers(config):
         yield f"{_TURNS}.enable=true: nothing is sampled in this run; leave it out"
     if config.actor_rollout_ref.rollout.ignore_eos:
         yield f"{_TURNS}.enable=true: with actor_rollout_ref.rollout.ignore_eos=true no turn would ever end; leave that out"
-    path = own.tool_config_path
-    if path is not None and not Path(path).expanduser().is_file():
-        yield f"{_TURNS}.tool_config_path={path}: there is no file {Path(path).expanduser().absolute()}"
+    for key in ("tool_config_path", "interaction_config_path"):
+        path = getattr(own, key)
+        if path is not None and not Path(path).expanduser().is_file():
+            yield f"{_TURNS}.{key}={path}: there is no file {Path(path).expanduser().absolute()}"
     for key, name in (
         ("environment.name", own.environment.name),
         ("format", own.format),

@@ -68,6 +68,9 @@ class MultiTurnConfig:
     """Most answers of tools or environment in one episode; one more turn of the policy may follow. null: no limit."""
     tool_config_path: str | None = None
     """A YAML file of tools in verl's form: `tools:`, a list of class_name, config, tool_schema."""
+    interaction_config_path: str | None = None
+    """A YAML file of one environment in verl's form, in place of environment.name: `interaction:`, a list of name, class_name,
+    config."""
     tools: dict[str, Any] = field(default_factory=dict)
     """Tools by registered name or file.py:Class, with their options: {calculator: {}}."""
     format: str = "hermes"

@@ -37,6 +37,10 @@ _MODEL_REWARD = "use reward.reward_model"
 _SCORES_DIRECTLY = "the reward model computes its scores in a worker set of its own, without a server"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 _ENVIRONMENT = f"use {_TURNS}.environment.name, with its options"
+_OWN_LOOP = (
+    f"what a loop of your own does between turns is written as an environment, {_TURNS}.environment.name=file.py:Class; a loop that asks "
+    f"a server itself runs with environment.name=endpoint (docs/agents.md)"
+)
 _NO_IMAGES = "prompts are text only"
 _PROFILERS = "the tools are torch (traces) and torch_memory (histories of a GPU's memory), with torch's defaults"
 _NO_QUANTIZATION = "training is not quantized; engines are by actor_rollout_ref.rollout.quantization=fp8"
@@ -155,20 +159,25 @@ _ROLLOUT: dict[str, Answer] = {
     "over_sample_rate": Answer("exactly n responses per prompt are sampled", (0,)),
     "multi_stage_wake_up": _hint("the engine decides how it wakes up", *_ANY_BOOL),
     "router_config_path": _hint("requests go to the replica with the least work"),
-    "multi_turn.interaction_config_path": Answer(_ENVIRONMENT),
     "multi_turn.function_tool_path": Answer(f"use {_TURNS}.tools or tool_config_path"),
     "multi_turn.use_inference_chat_template": _hint("turns stay as they were sampled, whatever the template drops", *_ANY_BOOL),
     "multi_turn.tokenization_sanity_check_mode": _hint(
         "turns are never tokenized again; the template is checked once, at the start", "strict", "ignore_strippable", "disable"
     ),
+    "update_weights_bucket_megabytes": Answer(f"use {_R}.checkpoint_engine.update_weights_bucket_megabytes"),
     "multi_turn.num_repeat_rollouts": Answer("use actor_rollout_ref.rollout.n"),
     "calculate_log_probs": _hint("the engine's log-probs are always compared with the trainer's", True),
     "agent": Answer(f"there are no agent loops; episodes of several turns are {_TURNS}"),
     "agent.num_workers": _hint("the controller sends requests to the replicas itself"),
     "agent.default_agent_loop": Answer(
-        f"single responses, or episodes with {_TURNS}.enable=true; {_ENVIRONMENT}", ("single_turn_agent", "tool_agent")
+        f"single responses, or, with {_TURNS}.enable=true, episodes with tools and an environment; {_OWN_LOOP}",
+        ("single_turn_agent", "tool_agent"),
     ),
-    "agent.agent_loop_config_path": Answer(_ENVIRONMENT),
+    "agent.agent_loop_config_path": Answer(_OWN_LOOP),
+    "agent.custom_async_server.path": Answer(
+        "requests go to the engines of rollout.name; an engine of your own is rollout.name=file.py:Class"
+    ),
+    "agent.custom_async_server.name": Answer("an engine of your own is rollout.name=file.py:Class"),
     "checkpoint_engine.engine_kwargs": Answer("the ways weights can travel are the values of checkpoint_engine.backend"),
     "checkpoint_engine.custom_backend_module": Answer(
         "the ways weights can travel are the values of checkpoint_engine.backend"
@@ -188,6 +197,7 @@ _ROLLOUT: dict[str, Answer] = {
 }
 
 _MODEL: dict[str, Answer] = {
+    "enable_activation_offloading": Answer(f"use {_M}.enable_activation_offload; verl reads this one nowhere"),
     "hf_config_path": Answer(f"the config lies in {_M}.path; change it with {_M}.override_config"),
     "use_shm": _hint("the model is read where it lies", False),
     "custom_chat_template": Answer("use data.chat_template"),

@@ -1,19 +1,24 @@
-"""Environments in the style of the package verifiers (0.1): an object with `env_response`, `is_completed` and a rubric.
+"""Environments in the style of the package verifiers: an object with `env_response`, `is_completed` and a rubric.
 
-Nothing of that package is imported: any object with these methods is taken, and each of them may be asynchronous.
+The shape is that of `MultiTurnEnv` in its versions 0.1, up to 0.1.14: a state with a `trajectory`, stop conditions, a group of
+rubrics. The older one, up to 0.1.7, is recognized by the arguments of `is_completed`. Nothing of that package is imported: any object with
+these methods is taken, and each of them may be asynchronous. Later versions (0.4) have task sets and harnesses instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_rl.envs.contract import Message, Observation, Start, Turn
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import load_function
 
+_TIMED = ("setup", "generation", "model", "env", "scoring", "total")
 NEEDED = ("env_response", "is_completed", "rubric")
 
 
@@ -33,13 +38,23 @@ class VerifiersEnvironment:
 
     async def reset(self, start: Start) -> Observation:
         """Make the state of the episode, by `setup_state` where there is one."""
-        self._prompt = list(start.messages)
+        self._prompt = [_Said(message) for message in start.messages]
         self._state = {
             "prompt": self._prompt,
             "completion": [],
             "answer": start.ground_truth,
             "task": start.data_source,
             "info": dict(start.extra_info),
+            # From 0.1.8 on: a step for each turn. Stop conditions and rubrics of the package count and read these.
+            "trajectory": [],
+            "trajectory_id": start.uid,
+            "example_id": start.extra_info.get("index", 0),
+            "error": None,
+            "final_env_response": None,
+            "is_completed": False,
+            "is_truncated": False,
+            "timing": SimpleNamespace(**{name: SimpleNamespace(start=0.0, end=0.0) for name in _TIMED}),
+            # Up to 0.1.7.
             "turn": 0,
             "responses": [],
         }
@@ -49,23 +64,35 @@ class VerifiersEnvironment:
 
     async def step(self, turn: Turn) -> Observation:
         """Return the environment's messages for a turn, or the rubric's reward where the episode is over."""
-        self._state["completion"].append({"role": "assistant", "content": turn.text})
-        self._state["turn"] += 1
+        state = self._state
+        before, said = self._messages(), _Said({"role": "assistant", "content": turn.text})
+        state["completion"].append(said)
+        state["turn"] += 1
+        is_truncated = turn.finish_reason != "stop"
+        state["is_truncated"] = is_truncated
+        state["trajectory"].append({
+            "prompt": before, "completion": [said], "response": None, "tokens": None, "reward": None, "advantage": None,
+            "is_truncated": is_truncated, "trajectory_id": state["trajectory_id"], "extras": {},
+        })  # fmt: skip
         most = getattr(self._env, "max_turns", -1)
-        if await self._completed() or 0 < most <= self._state["turn"]:
+        if await self._completed() or 0 < most <= state["turn"]:
             return await self._ended()
-        found = await _called(self._env.env_response, self._messages(), self._state)
+        found = await _called(self._env.env_response, self._messages(), state)
         if isinstance(found, tuple):  # up to 0.1.7 with the state
             found, self._state = found
-        messages = [{"role": "user", "content": found}] if isinstance(found, str) else [dict(message) for message in found]
+        final = self._state.get("final_env_response")
+        messages = _plain(found if final is None else final)
         self._state["completion"].extend(messages)
         # What the environment says may end the episode too; a last word that nothing answers is no context.
-        if not messages or await self._completed():
+        if final is not None or not messages or await self._completed():
             return await self._ended()
-        return Observation(tuple(messages), info={"turns": float(self._state["turn"])})
+        return Observation(tuple(dict(message) for message in messages), info={"turns": float(self._state["turn"])})
 
     async def close(self) -> None:
-        """Release nothing: the environment is shared by all episodes of the process."""
+        """Call the environment's cleanup handlers, once; the environment itself is shared by all episodes of the process."""
+        state, self._state = self._state, {}
+        if state and hasattr(self._env, "cleanup"):
+            await _called(self._env.cleanup, state)
 
     def _messages(self) -> list[Message]:
         return [*self._prompt, *self._state["completion"]]
@@ -79,22 +106,23 @@ class VerifiersEnvironment:
         return bool(await (_called(asked, self._messages(), self._state) if len(takes) > 1 else _called(asked, self._state)))
 
     async def _ended(self) -> Observation:
-        rewards = await self._scored()
-        weights = _of(self._env.rubric, "weights", "reward_weights") or [1.0] * len(rewards)
-        total = sum(weight * value for weight, (_, value) in zip(weights, rewards, strict=True))
-        return Observation(reward=float(total), done=True, info=dict(rewards) | {"turns": float(self._state["turn"])})
+        total, info = 0.0, {"turns": float(self._state["turn"])}
+        for function, weight, rubric in _scored_by(self._env.rubric):
+            value = await self._score(function, rubric)
+            total += weight * value
+            info[getattr(function, "__name__", "reward")] = value
+        return Observation(reward=total, done=True, info=info)
 
-    async def _scored(self) -> list[tuple[str, float]]:
+    async def _score(self, function: Any, rubric: Any) -> float:
+        """Return what a function of a rubric gives. It gets those of the known values that it takes by name."""
         state = self._state
         known = {name: state.get(name) for name in ("completion", "answer", "task", "info")}
-        known |= {"prompt": self._prompt, "state": state, "parser": getattr(self._env.rubric, "parser", None)}
-        found = []
-        for function in _of(self._env.rubric, "funcs", "reward_funcs"):
-            parameters = inspect.signature(function).parameters.values()
-            every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-            wanted = known if every else {p.name: known[p.name] for p in parameters if p.name in known}
-            found.append((getattr(function, "__name__", "reward"), float(await _called(function, **wanted))))
-        return found
+        known |= {"prompt": self._prompt, "state": state, "parser": getattr(rubric, "parser", None)}
+        known |= getattr(rubric, "class_objects", None) or {}
+        parameters = inspect.signature(function).parameters.values()
+        every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+        wanted = known if every else {p.name: known[p.name] for p in parameters if p.name in known}
+        return float(await _called(function, **wanted))
 
 
 def rows(*, load: str, num_rows: int = -1) -> list[dict[str, Any]]:
@@ -121,9 +149,32 @@ def rows(*, load: str, num_rows: int = -1) -> list[dict[str, Any]]:
             "prompt": [dict(message) for message in prompt],
             "ability": "game",
             "reward_model": {"style": "rule", "ground_truth": row.get("answer", "")},
-            "extra_info": {"index": index, **(row.get("info") or {})},
+            "extra_info": {"index": index, **_info(row.get("info"))},
         })  # fmt: skip
     return found
+
+
+def _info(info: Any) -> dict[str, Any]:
+    """Return a row's `info`, which may be a mapping as JSON. Raises ConfigError for another value."""
+    found = json.loads(info) if isinstance(info, str) and info else info or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"environment verifiers: a row's info is {info!r:.60}, no mapping")
+    return dict(found)
+
+
+class _Said(dict[str, Any]):
+    """A message that is read as a mapping, as up to 0.1.9, and by its attributes, as the package's own message classes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+def _plain(found: Any) -> list[Message]:
+    """Return an environment's answer, a text or messages of any class, as messages."""
+    if isinstance(found, str):
+        return [_Said({"role": "user", "content": found})]
+    dumped = (one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else one for one in found)
+    return [_Said(message) for message in dumped]
 
 
 async def _called(function: Any, *positional: Any, **named: Any) -> Any:
@@ -132,6 +183,15 @@ async def _called(function: Any, *positional: Any, **named: Any) -> Any:
         return await function(*positional, **named)
     found = await asyncio.to_thread(function, *positional, **named)
     return await found if inspect.isawaitable(found) else found
+
+
+def _scored_by(rubric: Any) -> list[tuple[Any, float, Any]]:
+    """Return the functions of a rubric, each with its weight and the rubric it belongs to: those of all rubrics of a group."""
+    if getattr(rubric, "rubrics", None):
+        return [one for part in rubric.rubrics for one in _scored_by(part)]
+    functions = _of(rubric, "funcs", "reward_funcs")
+    weights = _of(rubric, "weights", "reward_weights") or [1.0] * len(functions)
+    return [(function, float(weight), rubric) for function, weight in zip(functions, weights, strict=True)]
 
 
 def _of(rubric: Any, *names: str) -> Sequence[Any]:
@@ -162,7 +222,23 @@ def _loaded(load: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
                 f"environment verifiers: {load} returned a {type(found).__name__} without {', '.join(missing)}; expected an "
                 "environment of several turns with a rubric, as verifiers 0.1 has them"
             )
-        if not _of(found.rubric, "funcs", "reward_funcs"):
-            raise ConfigError(f"environment verifiers: the rubric of {load} has no functions (funcs or reward_funcs)")
+        _check_rubric(found.rubric, load)
+        if getattr(found, "tool_defs", None) or getattr(found, "oai_tools", None):
+            raise ConfigError(
+                f"environment verifiers: {load} has tools of its own (a ToolEnv), which are not read; name them as multi_turn.tools"
+            )
         _LOADED[key] = found
     return _LOADED[key]
+
+
+def _check_rubric(rubric: Any, load: str) -> None:
+    """Raise ConfigError for a rubric without functions, and for functions of whole groups, which one episode cannot give."""
+    functions = [function for function, _, _ in _scored_by(rubric)]
+    if not functions:
+        raise ConfigError(f"environment verifiers: the rubric of {load} has no functions (funcs or reward_funcs)")
+    of_groups = [f for f in functions if set(inspect.signature(f).parameters) & {"states", "prompts", "completions", "answers"}]
+    if of_groups:
+        names = ", ".join(getattr(function, "__name__", "a function") for function in of_groups)
+        raise ConfigError(
+            f"environment verifiers: {names} of {load} scores whole groups of rollouts; an episode is scored by itself"
+        )

@@ -1,4 +1,4 @@
-"""Arithmetic and countdown as games: a wrong answer comes back with what is wrong about it, and may be corrected."""
+"""Arithmetic, countdown and word problems as games: a wrong answer comes back with what is wrong about it, and may be corrected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
 from grpo_rl.rewards.rules.answers import last_pair
 from grpo_rl.rewards.rules.countdown_rule import NEAR, NoValue, evaluate
+from grpo_rl.rewards.rules.gsm8k import gsm8k_flexible, to_number
 
 MOST_DIGITS = 20
 
@@ -78,3 +79,29 @@ class CountdownInTurns(Game):
         if abs(value - self._target) < NEAR:
             return Answer(solved=True)
         return Answer(f"={value}" if self._short else f"That is {value}, not {self._target}.", progress=1.0)
+
+
+class Gsm8kInTurns(Game):
+    """Rows of GSM8K, whose ground truth is a number. The answer is the last number of a turn; the feedback is that it is wrong.
+
+    It does the work of verl's Gsm8kInteraction. A ground truth of the row's own `extra_info.interaction_kwargs` has the precedence,
+    as there.
+    """
+
+    name = "gsm8k"
+
+    def __init__(self, *, turns: int = 5, partial: float = 0.0, rewards: Rewards = "end") -> None:
+        super().__init__(turns=turns, partial=partial, rewards=rewards)
+
+    def begin(self, start: Start) -> None:
+        own = start.extra_info.get("interaction_kwargs") or {}
+        self._row = start
+        self._right = str(own.get("ground_truth", start.ground_truth)).strip()
+        if to_number(self._right) is None:
+            raise ValueError("the ground truth is no number")
+
+    async def move(self, text: str) -> Answer:
+        found = gsm8k_flexible(self._row.data_source, text, self._right)
+        if found["acc"]:
+            return Answer(solved=True)
+        return Answer("That is not the right answer. Look for the mistake and answer again.", malformed="answer" not in found)

@@ -318,6 +318,8 @@ def is_answer(answer: Any) -> bool:
         and (reward is None or _is_number(reward))
         and isinstance(answer["done"], bool)
         and isinstance(answer["replaces_prompt"], bool)
+        and isinstance(answer["tools"], list)
+        and all(isinstance(tool, dict) for tool in answer["tools"])
         and isinstance(info, dict)
         and all(map(_is_number, info.values()))
         and isinstance(counts, dict)

@@ -46,6 +46,7 @@ class Answer:
     info: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     replaces_prompt: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class EpisodeHost:
@@ -85,6 +86,8 @@ class EpisodeHost:
             malformed=() if found is None else found.malformed,
             finish_reason=values["finish_reason"],
             token_ids=np.asarray(values["token_ids"], dtype=np.int32),
+            raw_text=values["raw_text"],
+            context_tokens=values["context_tokens"],
         )
         counts: Counter[str] = Counter(malformed_calls=len(turn.malformed))
         may_call = turn.finish_reason == "stop" and not values["is_last"]
@@ -164,7 +167,8 @@ class EpisodeHost:
         reward = None if found.reward is None else _finite(found.reward)
         info = {str(name): _finite(value) for name, value in found.info.items()}
         messages = [checked(message) for message in found.messages]
-        return Answer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt))
+        tools = [dict(tool) for tool in found.tools]
+        return Answer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt), tools=tools)
 
 
 def checked(message: Any) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,7 @@ while True:
 """The program in the sandbox. It takes a cell (length, text) from its line and answers (failed or not, length, what was printed)."""
 BYTES_OF_A_CHARACTER = 4
 LONGEST_CODE = 1 << 20
+_FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)```\s*", re.DOTALL)
 
 
 class Ended(Exception):
@@ -107,6 +109,8 @@ class PythonInterpreter:
         code = arguments.get("code")
         if not isinstance(code, str) or len(code) > LONGEST_CODE:
             return ToolResult(f"code must be a string of at most {LONGEST_CODE} characters", failed=True)
+        if fenced := _FENCED.fullmatch(code):  # as models that were trained on Markdown write code, verl's ReTool among them
+            code = fenced[1]
         if self._sandbox is None:
             # Starting takes about 0.03 s of waiting on another process, which other episodes shall not wait for.
             self._sandbox, self._line = await asyncio.to_thread(self._started)

@@ -95,13 +95,19 @@ class Search:
         """Make no state: calls do not depend on each other."""
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        query = arguments.get("query")
-        if not isinstance(query, str) or not query.strip():
+        # verl's schema of this tool has a list of queries.
+        several = arguments.get("query_list")
+        queries = several if isinstance(several, list) and several else [arguments.get("query")]
+        if not all(isinstance(query, str) and query.strip() for query in queries):
             return ToolResult("query must be a string of words to look for", failed=True)
+        return ToolResult("\n\n".join(map(self._found, queries)))
+
+    def _found(self, query: str) -> str:
+        """Return the best passages for one query, each with its name."""
         found = self._index.best(query, self._top_k)
         if not found:
-            return ToolResult("No passage has any of these words.")
-        return ToolResult("\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in found))
+            return "No passage has any of these words."
+        return "\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in found)
 
     async def close(self) -> None:
         """Release nothing: the index is shared by all episodes of the process."""

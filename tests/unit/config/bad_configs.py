@@ -91,6 +91,7 @@ _WORDS: list[Bad] = [
         for word, why in (
             ("environment.name=no/such.py:Game", "there is no file"),
             ("tool_config_path=no/such.yaml", "there is no file"),
+            ("interaction_config_path=no/such.yaml", "there is no file"),
         )
     ),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),

@@ -158,7 +158,7 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
         "critic.optim.optimizer",
         "reward_model.model.path",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-        f"{R}.multi_turn.interaction_config_path",
+        f"{R}.agent.agent_loop_config_path",
         f"{R}.engine_kwargs_sglang",
         "actor_rollout_ref.model.lora.rank",
         "data.image_key",

@@ -95,4 +95,12 @@ class ScriptedEnvironments:
 def answered(
     messages: Sequence[Mapping[str, Any]] = (), reward: float | None = None, *, done: bool = False, **counts: int
 ) -> dict[str, Any]:
-    return {"messages": list(messages), "reward": reward, "done": done, "info": {}, "counts": counts, "replaces_prompt": False}
+    return {
+        "messages": list(messages),
+        "reward": reward,
+        "done": done,
+        "info": {},
+        "counts": counts,
+        "replaces_prompt": False,
+        "tools": [],
+    }

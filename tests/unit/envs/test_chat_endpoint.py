@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_rl.envs.chat_endpoint import ChatEndpoint
 from grpo_rl.envs.contract import Observation, Start, Turn
+from grpo_rl.envs.endpoint.chat_endpoint import ChatEndpoint
 
 AGENT = """
 import asyncio, json, urllib.error, urllib.request
@@ -45,11 +47,14 @@ def fails(url, start):
     raise KeyError("no such tool")
 
 def refused(url, start):
-    for number, more in enumerate(({"stream": True}, {"n": 2}, {"tools": [{}]}, {"messages": "?"})):
+    for more in ({"n": 2}, {"stop": ["x"]}, {"logprobs": True}, {"tools": [{}]}, {"tool_choice": "required"}, {"messages": "?"}):
         try:
             post(url, more.pop("messages", [{"role": "user", "content": "?"}]), **more)
+            raise AssertionError(more)
         except urllib.error.HTTPError as error:
             assert error.code == 400, error.code
+            said = json.load(error)["error"]
+            assert said["type"] == "invalid_request_error" and said["message"]
     try:
         urllib.request.urlopen(url.replace("/v1", "x/v1") + "/models", timeout=30)
     except urllib.error.HTTPError as error:
@@ -58,10 +63,109 @@ def refused(url, start):
     return guess(url, start, limit=1)
 """
 
+CLIENT = """
+import openai
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}
+
+def client_of(url, **more):
+    return openai.OpenAI(base_url=url, api_key="none", timeout=30, **more)
+
+def note(start, *lines):
+    with open(start.extra_info["path"], "a") as file:
+        file.write("".join(json.dumps(line) + chr(10) for line in lines))
+
+def plain(url, start):
+    client = client_of(url)
+    answer = client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hello"}])
+    choice, usage = answer.choices[0], answer.usage
+    note(start, [client.models.list().data[0].id, answer.object, answer.model, choice.message.content, choice.finish_reason],
+         [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens])
+    return 1
+
+def streamed(url, start):
+    messages = [{"role": "user", "content": "hello"}]
+    events = list(client_of(url).chat.completions.create(
+        model="mine", messages=messages, stream=True, stream_options={"include_usage": True}))
+    pieces = [event.choices[0].delta.content or "" for event in events if event.choices]
+    note(start, "".join(pieces), len([piece for piece in pieces if piece]), events[0].choices[0].delta.role,
+         [event.choices[0].finish_reason for event in events if event.choices][-1], events[-1].usage.total_tokens,
+         len({event.id for event in events}))
+    return 1
+
+def uses_tools(url, start, stream=False, one=False):
+    client, messages = client_of(url), [{"role": "user", "content": "2+3, 4+5"}]
+    more = {"parallel_tool_calls": False} if one else {}
+    for _ in range(4):
+        if stream:
+            with client.chat.completions.stream(model="m", messages=messages, tools=[ADD], **more) as events:
+                for event in events:
+                    pass
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(model="m", messages=messages, tools=[ADD], **more).choices[0]
+        message = choice.message
+        calls = message.tool_calls or []
+        note(start, [choice.finish_reason, message.content, [[c.id, c.function.name, json.loads(c.function.arguments)] for c in calls]])
+        messages.append({"role": "assistant", "content": message.content, "tool_calls": [c.model_dump(exclude={"function": {"parsed_arguments"}}) for c in calls]} if calls
+                        else {"role": "assistant", "content": message.content})
+        if not calls:
+            return 3
+        for call in calls:
+            given = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(given["a"] + given["b"])})
+
+async def in_an_event_loop(url, start):
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", timeout=30)
+    stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], stream=True)
+    note(start, "".join([event.choices[0].delta.content or "" async for event in stream]))
+    return 1
+
+def goes_on_after_the_end(url, start):
+    client, messages = client_of(url), [{"role": "user", "content": "hello"}]
+    choice = client.chat.completions.create(model="m", messages=messages).choices[0]
+    messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "go on"}]
+    try:
+        client.chat.completions.create(model="m", messages=messages)
+    except openai.BadRequestError as error:
+        note(start, [choice.finish_reason, error.code, error.type, error.param])
+
+def returns_after_the_end(url, start):
+    return len(client_of(url).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]).choices)
+
+def rewrites_by_the_client(url, start, **more):
+    client = client_of(url)
+    for text in ("one", "two"):
+        try:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+        except openai.ConflictError as error:
+            note(start, [error.code, error.type])
+            raise
+
+def changes_its_tools(url, start):
+    client, messages = client_of(url), [{"role": "user", "content": "one"}]
+    messages.append(client.chat.completions.create(model="m", messages=messages, tools=[ADD]).choices[0].message)
+    messages.append({"role": "user", "content": "two"})
+    client.chat.completions.create(model="m", messages=messages)
+
+def is_left_waiting(url, start):
+    try:
+        client_of(url).chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+    except openai.APIStatusError as error:
+        note(start, [error.status_code, error.code])
+"""
+
+
+def turn(index: int, text: str) -> Turn:
+    """Return a turn of three tokens behind ten; one that ends with ... was cut off."""
+    ended: Any = "length" if text.endswith("...") else "stop"
+    return Turn(index, text, finish_reason=ended, token_ids=np.array([1, 2, 3]), raw_text=text, context_tokens=10)
+
 
 @pytest.fixture
 def played(tmp_path: Path) -> Callable[..., list[Observation]]:
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(AGENT + CLIENT)
 
     def play(name: str, *answers: str, **options: Any) -> list[Observation]:
         async def course() -> list[Observation]:
@@ -70,7 +174,7 @@ def played(tmp_path: Path) -> Callable[..., list[Observation]]:
             try:
                 found = [await endpoint.reset(start)]
                 for index, text in enumerate(answers):
-                    found.append(await endpoint.step(Turn(index, text, token_ids=np.array([1, 2]))))
+                    found.append(await endpoint.step(turn(index, text)))
                 return found
             finally:
                 await endpoint.close()
@@ -90,7 +194,7 @@ def test_an_agents_requests_are_observations_and_its_return_is_the_reward(played
 
 
 def test_an_agent_that_rewrites_its_conversation_is_told_and_fails(played, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not continue its conversation"):
+    with pytest.raises(ValueError, match="does not continue the conversation"):
         played("rewrites", "hm")
 
 
@@ -101,3 +205,77 @@ def test_what_an_agent_raises_is_the_episodes_failure(played) -> None:
 
 def test_requests_that_are_no_single_answer_as_text_are_refused(played) -> None:
     assert [one.done for one in played("refused", "42")] == [False, True]
+
+
+CALLS = (
+    'Both.<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    '<tool_call>{"name": "add", "arguments": {"b": 5, "a": 4}}</tool_call>'
+)
+
+
+def noted(tmp_path: Path) -> list[Any]:
+    return [json.loads(line) for line in (tmp_path / "answer").read_text().splitlines()]
+
+
+def test_openais_client_gets_an_answer_with_its_usage(played, tmp_path: Path) -> None:
+    last = played("plain", "hello you")[-1]
+    assert noted(tmp_path) == [["policy", "chat.completion", "mine", "hello you", "stop"], [10, 3, 13]] and last.reward == 1.0
+
+
+def test_openais_client_reads_a_stream_word_by_word(played, tmp_path: Path) -> None:
+    text = " one two\n\n  three \u00e4\n "
+    assert played("streamed", text)[-1].done
+    assert noted(tmp_path) == [text, 5, "assistant", "stop", 13, 1]
+    (tmp_path / "answer").unlink()
+    assert played("in_an_event_loop", text)[-1].done and noted(tmp_path) == [text]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turns_calls_are_the_clients_tool_calls_and_their_results_the_next_observation(
+    played, tmp_path: Path, stream: bool
+) -> None:
+    first, second, last = played("uses_tools", CALLS, "5 and 9", stream=stream)
+    assert [tool["function"]["name"] for tool in first.tools] == ["add"] and first.replaces_prompt
+    assert second.tools == () and second.messages == (
+        {"role": "tool", "tool_call_id": "call00000", "content": "5", "name": "add"},
+        {"role": "tool", "tool_call_id": "call00001", "content": "9", "name": "add"},
+    )
+    assert (last.done, last.reward, last.info) == (True, 3.0, {"agent_tool_calls": 2.0})
+    calls = [["call00000", "add", {"a": 2, "b": 3}], ["call00001", "add", {"a": 4, "b": 5}]]
+    assert noted(tmp_path) == [["tool_calls", "Both.", calls], ["stop", "5 and 9", []]]
+
+
+def test_a_client_that_wants_one_call_at_a_time_gets_the_first_one_of_a_turn(played, tmp_path: Path) -> None:
+    _, second, third, _ = played("uses_tools", CALLS, CALLS.removeprefix("Both."), "14", one=True)
+    assert [message["content"] for message in second.messages] == ["5"] and len(third.messages) == 1
+    assert [ids for _, _, ((ids, *_),) in noted(tmp_path)[:2]] == ["call00000", "call00100"]
+    assert noted(tmp_path)[1][1] is None
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_text(played, tmp_path: Path) -> None:
+    broken = "<tool_call>{nothing</tool_call>"
+    assert played("uses_tools", broken)[-1].done and noted(tmp_path) == [["stop", broken, []]]
+
+
+def test_a_turn_that_was_cut_off_says_so_and_is_the_last_one(played, tmp_path: Path) -> None:
+    _, last = played("goes_on_after_the_end", "and so...")
+    assert (last.done, last.reward) == (True, None)
+    assert noted(tmp_path) == [["length", "context_length_exceeded", "invalid_request_error", "messages"]]
+    assert played("returns_after_the_end", "and so...")[-1].reward == 1.0
+
+
+def test_openais_client_is_asked_not_to_try_again_what_cannot_be_answered(played, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not continue the conversation"):
+        played("rewrites_by_the_client", "hm")
+    assert noted(tmp_path) == [["conversation_rewritten", "invalid_request_error"]]
+    with pytest.raises(ValueError, match="its tools are not those"):
+        played("changes_its_tools", "hm")
+
+
+def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(played, tmp_path: Path) -> None:
+    assert len(played("is_left_waiting")) == 1
+    for _ in range(100):  # the agent's thread writes after its episode has ended
+        if (tmp_path / "answer").exists() and noted(tmp_path):
+            break
+        time.sleep(0.02)
+    assert noted(tmp_path) == [[410, "episode_over"]]

@@ -131,6 +131,28 @@ def test_an_environment_of_verifiers_answers_and_scores(load: str, hint: str) ->
     assert play(VerifiersEnvironment(load=source), row, says("a", "b", "c")).rewards == [None, None, 0.0]
 
 
+def test_an_environment_of_verifiers_0_1_14_has_its_trajectory_its_last_word_and_its_group_of_rubrics() -> None:
+    source = f"{HERE / 'verifiers_guess.py'}:load_new"
+    (row,) = rows(load=source)
+    assert row["extra_info"] == {"index": 0, "a": [1]} and row["prompt"] == [{"role": "user", "content": "A word?"}]
+    environment = VerifiersEnvironment(load=source)
+    episode = play(environment, row, says("bush", "tree"))
+    assert environment._env.cleaned  # by the handlers that release what an episode holds
+    assert episode.answers == ["No, 1."] and episode.rewards == [None, 1.0]
+    assert episode.info == {"right": 1.0, "short": 0.0, "num_turns": 2.0, "seen": 0.0, "turns": 2.0}
+    stopped = play(VerifiersEnvironment(load=source), row, says("stop"))
+    assert stopped.answers == [] and stopped.rewards == [0.5] and stopped.info["seen"] == 2.0
+    assert play(VerifiersEnvironment(load=source), row, says("a", "b", "c")).rewards == [None, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("load", "why"), [("load_with_tools", "multi_turn.tools"), ("load_of_groups", "ranks of .* whole groups")]
+)
+def test_tools_and_scores_of_whole_groups_of_verifiers_are_refused(load: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        VerifiersEnvironment(load=f"{HERE / 'verifiers_guess.py'}:{load}")
+
+
 def test_rows_of_verifiers_are_a_task() -> None:
     source = f"{HERE / 'verifiers_guess.py'}:load_environment"
     made = task_rows(f"task:grpo_rl.envs.adapters.verifiers_style:rows?load={source}")

@@ -13,10 +13,12 @@ import pytest
 
 from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
 from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.tool_formats import parse
 from grpo_rl.envs.tools.calculator import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
 from grpo_rl.envs.tools.retrieval import Search, index_of, passages_of
 from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.rules.exact import exact_match
 
 START = Start(uid="row", data_source="test", messages=())
 
@@ -94,6 +96,11 @@ def test_variables_stay_from_call_to_call() -> None:
         ("so\n6\n", False),
         ("3\n", False),
     ]
+
+
+def test_code_between_fences_is_taken_out_of_them() -> None:
+    fenced, plain = called(PythonInterpreter(), {"code": "```python\nx = 6\nx * 7\n```"}, {"code": "print('```')"})
+    assert (fenced.text, plain.text) == ("42\n", "```\n")
 
 
 def test_an_error_comes_back_and_the_variables_stay() -> None:
@@ -240,6 +247,28 @@ def test_a_scripted_reader_answers_questions_of_several_hops() -> None:
     ]
     assert all(right)
     assert len(index_of("builtin:fact_chains").texts) == len(world().people) + len(world().lands)
+
+
+def test_the_careless_readers_results_are_those_that_search_returns() -> None:
+    rows = list(fact_chains(num_rows=60, hops="1,2,3,4", wording="short", play="random", sensible=1.0))
+    tool = Search(top_k=1)
+    for row in rows:
+        *turns, last = row["messages"][1:]
+        assert len(turns) == 2 * row["extra_info"]["hops"]
+        calls = [parse("hermes", turn["content"]).calls for turn in turns[::2]]
+        found = called(tool, *(dict(call.arguments) for (call,) in calls))
+        assert [result.text for result in found] == [turn["content"] for turn in turns[1::2]]
+        assert exact_match("fact_chains", last["content"], row["reward_model"]["ground_truth"])["score"] == 1
+    careless = list(fact_chains(num_rows=200, hops="2", play="random", sensible=0.6))
+    lengths = [len(row["messages"]) for row in careless]
+    assert set(lengths) == {2, 4, 6} and 0.25 < lengths.count(6) / 200 < 0.5
+
+
+def test_search_takes_verls_list_of_queries(folder: Path) -> None:
+    one, both, wrong = called(
+        Search(folder=str(folder), top_k=1), {"query": "Rhine"}, {"query_list": ["Rhine", "Rhine"]}, {"query_list": [3]}
+    )
+    assert both.text == f"{one.text}\n\n{one.text}" and wrong.failed
 
 
 def test_search_refuses_folders_without_texts(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def turn(text: str = "1", index: int = 0, *, is_last: bool = False, finish_reaso
         "index": index,
         "text": text,
         "raw_text": text,
+        "context_tokens": 1,
         "finish_reason": finish_reason,
         "token_ids": [1],
         "is_last": is_last,
@@ -203,7 +204,7 @@ def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(m
 
 
 def test_an_answer_that_the_environments_own_code_has_written_is_checked() -> None:
-    good = {"messages": [{"role": "user", "content": "x"}], "reward": 1.0, "done": False, "info": {"a": 1}, "counts": {}, "replaces_prompt": False}  # fmt: skip
+    good = {"messages": [{"role": "user", "content": "x"}], "reward": 1.0, "done": False, "info": {"a": 1}, "counts": {}, "replaces_prompt": False, "tools": []}  # fmt: skip
     assert is_answer(good) and is_answer(good | {"reward": None, "messages": []})
     bad = [None, [], {}, good | {"more": 1}, good | {"reward": "1"}, good | {"reward": float("inf")}, good | {"done": 1}]
     bad += [good | {"messages": [{"role": "assistant", "content": "x"}]}, good | {"messages": [{"role": "user", "content": 1}]}]

@@ -31,6 +31,8 @@ PLAYED = (
         NumberGuessing(turns=10),
     ),
     ("task:word_game?letters=abc&length=2&turns=6&sensible=0.3&wording=short&play=random", WordGame(turns=6)),
+    ("task:word_game?letters=abc&length=3&turns=6&answers=known&wording=short&play=random", WordGame(turns=6)),
+    ("task:word_game?letters=abc&length=3&turns=6&answers=known&sensible=0.5&play=random", WordGame(turns=6)),
     ("task:grid_world?size=4&turns=20&wording=short&play=random", GridWorld(turns=20)),
     ("task:number_guessing?turns=3&play=random", NumberGuessing(turns=3)),
 )
@@ -90,7 +92,7 @@ def test_random_play_is_blind_unless_it_is_asked_to_be_sensible() -> None:
 
 def test_the_embedded_models_tokenizer_finds_every_move_of_random_play() -> None:
     tokenizer = build_tokenizer(128)
-    for spec, _ in PLAYED[:3]:
+    for spec, _ in PLAYED[:5]:
         row = task_rows(spec)[0]
         config = DataConfig()
         found = Tokenizing(config, tokenizer)(conversation(row, "row 0", config), "row 0")
@@ -159,7 +161,15 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
     await host.reset({field.name: getattr(start, field.name) for field in dataclasses.fields(start)})
     answers: list[str] = []
     for index, text in enumerate(turns):
-        values = {"index": index, "text": text, "raw_text": text, "finish_reason": "stop", "token_ids": [], "is_last": False}
+        values = {
+            "index": index,
+            "text": text,
+            "raw_text": text,
+            "finish_reason": "stop",
+            "token_ids": [],
+            "context_tokens": 1,
+            "is_last": False,
+        }
         answer = await host.step(values)
         answers += [message["content"] for message in answer.messages]
     await host.close()
@@ -176,6 +186,7 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
         ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
         ("number_guessing?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),
+        ("word_game?answers=all", ["must be one of marks, known"]),
         ("word_game?letters=AB&length=0", ["letters='AB'", "length=0"]),
         ("grid_world?size=2&walls=0.9", ["size=2", "walls=0.9"]),
         ("grid_world?size=3&fewest_steps=30", ["none has a way of 30 steps"]),

@@ -136,6 +136,22 @@ def test_a_word_is_guessed_by_its_marks() -> None:
     assert episode.rewards == [None, None, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("wording", "answers"),
+    [
+        ("short", ["ooo", "c??", "-ao"]),
+        ("words", ["ooo Known: ...", "Answer with a word of 3 letters, each one of a b c d e. Known: c..", "-+o Known: .a."]),
+    ],
+)
+def test_letters_that_were_found_are_told_again(wording: str, answers: list[str]) -> None:
+    row = word_row("cab", wording=wording)
+    row["extra_info"]["answers"] = "known"
+    episode = play(WordGame(), row, says("bca", "cc", "dac", "cab"))
+    assert [episode.answers[0], episode.answers[-1]] == [answers[0], answers[-1]]
+    malformed = play(WordGame(), row, says("cde", "cc", "cab")).answers[-1]
+    assert malformed == answers[1]
+
+
 def test_a_word_that_is_not_found_is_worth_the_letters_in_place() -> None:
     episode = play(WordGame(turns=3, partial=0.6), word_row("cab"), says("cae", "ddd", "eee"))
     # Two of three letters in place, then none twice.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from grpo_rl.data.tasks.games.game_rows import refuse
+from grpo_rl.data.tasks.games.game_rows import Message, Play, Wording, refuse
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 
 NAME = "fact_chains"
@@ -100,17 +101,39 @@ def _names(rng: random.Random, number: int) -> list[str]:
     return list(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A question with the look-ups that lead to its answer."""
+
+    question: str
+    short: str
+    """The question in few characters, for a small model."""
+    look_ups: tuple[tuple[str, str], ...]
+    """The words of each look-up, and the name of the text that has its answer."""
+    answer: str
+    guesses: tuple[str, ...]
+    """Answers of the same kind, from which a careless reader takes one."""
+
+    def prompt(self, wording: Wording) -> str:
+        """Return the question with the form of its answer; a small model learns the form from demonstrations."""
+        return self.short if wording == "short" else f"{self.question} Answer with the name between <answer> and </answer>."
+
+
 def fact_chains(
     *,
     num_rows: int = 1024,
     hops: str = "2,3",
+    wording: Wording = "words",
+    play: Play = "none",
+    sensible: float = 0.0,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> LazyRows:
     """Rows of a question about the made-up world that takes one of the `hops` (from 1 to 4) look-ups in its texts.
 
-    The ground truth is a name; `extra_info.hops` are the look-ups. The splits share no question. Row i is drawn from (seed, i).
-    Raises ConfigError for options out of range.
+    The ground truth is a name; `extra_info.hops` are the look-ups. With `play=random` a row has in `messages` how a careless reader
+    answers it with the tool `search`: each look-up is made with the probability `sensible`, and the first one that is not is
+    replaced by a guess. The splits share no question. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     refuse(
         NAME,
@@ -119,6 +142,9 @@ def fact_chains(
             all(part in ("1", "2", "3", "4") for part in hops.split(",")),
             f"hops={hops} must be from 1 to 4, or several such like 2,3",
         ),
+        (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
+        (play in ("none", "random"), f"play={play!r} must be none or random"),
+        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
         (split in ("train", "val"), f"split={split!r} must be train or val"),
     )
     counts = [int(part) for part in hops.split(",")]
@@ -127,36 +153,66 @@ def fact_chains(
         rng = random.Random(f"{NAME}:{seed}:{index}")
         while True:
             count = rng.choice(counts)
-            question, answer = _asked(rng, count)
-            if split_of_text(question) == split:
-                return {
-                    "data_source": NAME,
-                    "prompt": [{"role": "user", "content": f"{question} Answer with the name between <answer> and </answer>."}],
-                    "ability": "search",
-                    "reward_model": {"style": "rule", "ground_truth": answer},
-                    "extra_info": {"split": split, "index": index, "hops": count},
-                }
+            chain = _asked(rng, count)
+            if split_of_text(chain.question) != split:
+                continue
+            row: Row = {
+                "data_source": NAME,
+                "prompt": [{"role": "user", "content": chain.prompt(wording)}],
+                "ability": "search",
+                "reward_model": {"style": "rule", "ground_truth": chain.answer},
+                "extra_info": {"split": split, "index": index, "hops": count},
+            }
+            return row if play == "none" else {**row, "messages": [*row["prompt"], *_read(rng, chain, sensible)]}
 
     return LazyRows(num_rows, make)
 
 
-def _asked(rng: random.Random, hops: int) -> tuple[str, str]:
-    """Return a question of so many look-ups, and its answer."""
+def _read(rng: random.Random, chain: Chain, sensible: float) -> list[Message]:
+    """Return the turns of a careless reader, calls in the form that Qwen's models write, results as `search` gives the best one."""
+    texts, answer = world().texts(), chain.answer
+    messages: list[Message] = []
+    for query, name in chain.look_ups:
+        if rng.random() >= sensible:
+            answer = rng.choice(chain.guesses)
+            break
+        call = json.dumps({"name": "search", "arguments": {"query": query}})
+        messages.append({"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"})
+        messages.append({"role": "tool", "content": f"[{name}] {texts[name]}"})
+    return [*messages, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
+
+
+def _asked(rng: random.Random, hops: int) -> Chain:
+    """Return a question of so many look-ups."""
     known = world()
     by_name = {person.name: person for person in known.people}
     person = rng.choice(known.people)
     author = f'the author of "{person.book}"'
     teacher = by_name[person.teacher]
+    land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
+    lands = tuple(sorted(set(known.lands.values())))
+    by_book, by_teacher = ((person.book, person.name),), ((teacher.name, teacher.name), (teacher.town, teacher.town))
     if hops == 1:
-        return f"What is the name of {author}?", person.name
+        names = tuple(by_name)
+        return Chain(f"What is the name of {author}?", f'author of "{person.book}"', by_book, person.name, names)
     if hops == 2:
         kind = rng.choice(("land of a person", "book of a teacher"))
         if kind == "land of a person":
-            return f"In which land was {person.name} born?", known.lands[person.town]
-        return f"Which book did the teacher of {person.name} write?", teacher.book
+            steps = ((person.name, person.name), (person.town, person.town))
+            return Chain(f"In which land was {person.name} born?", f"land of {person.name}", steps, land, lands)
+        question = f"Which book did the teacher of {person.name} write?"
+        steps = ((person.name, person.name), (teacher.name, teacher.name))
+        books = tuple(one.book for one in known.people)
+        return Chain(question, f"book of teacher of {person.name}", steps, teacher.book, books)
     if hops == 3:
-        return (
-            f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land.",
-            known.lands[teacher.town],
-        )
-    return f"In which land was the teacher of {author} born?", known.lands[teacher.town]
+        question = f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land."
+        steps = ((person.name, person.name), *by_teacher)
+        return Chain(question, f"land of teacher of {person.name}", steps, land_of_teacher, lands)
+    question = f"In which land was the teacher of {author} born?"
+    return Chain(
+        question,
+        f'land of teacher of author of "{person.book}"',
+        (*by_book, (person.name, person.name), *by_teacher),
+        land_of_teacher,
+        lands,
+    )

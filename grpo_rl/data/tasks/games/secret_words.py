@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from grpo_rl.data.tasks.games.game_rows import Play, Wording, game_row, played, refuse
 from grpo_rl.data.tasks.made_rows import LazyRows, Row
@@ -14,6 +14,9 @@ NAME = "word_game"
 IN_PLACE, ELSEWHERE, NOWHERE = "+", "o", "-"
 WORD = re.compile(r"[a-z]+")
 MOST_LETTERS, LONGEST_WORD = 26, 12
+UNKNOWN = "."
+Answers = Literal["marks", "known"]
+"""`marks`: those of the guess; `known`: the letters that any guess has found in their place, too."""
 
 
 class SecretWord(NamedTuple):
@@ -29,6 +32,7 @@ def word_game(
     letters: str = "abcde",
     length: int = 3,
     turns: int = 6,
+    answers: Answers = "marks",
     wording: Wording = "words",
     play: Play = "none",
     sensible: float = 0.0,
@@ -36,9 +40,9 @@ def word_game(
 ) -> LazyRows:
     """Rows of the game `word_game`, each with a word of `length` of the `letters`, any of them in every place.
 
-    `turns` are the guesses of a game of random play (`play=random`): each letter is any of the
-    letters, whatever was answered, but with the probability `sensible` one that the marks of its place leave. There are no
-    splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    `answers` says what a guess is answered with. `turns` are the guesses of a game of random play (`play=random`): each letter is
+    any of the letters, whatever was answered, but with the probability `sensible` one that the marks of its place leave. There
+    are no splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     refuse(
         NAME,
@@ -49,6 +53,7 @@ def word_game(
         ),
         (1 <= length <= LONGEST_WORD, f"length={length} must be from 1 to {LONGEST_WORD}"),
         (turns >= 1, f"turns={turns} must be at least 1"),
+        (answers in ("marks", "known"), f"answers={answers!r} must be marks or known"),
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
         (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
@@ -57,18 +62,21 @@ def word_game(
     def make(index: int) -> Row:
         rng = random.Random(f"{NAME}:{seed}:{index}")
         word = SecretWord(_drawn(rng, letters, length), letters)
-        row = game_row(NAME, prompt_of(word, wording), word._asdict(), {"index": index, "wording": wording})
+        extra = {"index": index, "wording": wording, "answers": answers}
+        row = game_row(NAME, prompt_of(word, wording), word._asdict(), extra)
         if play == "none":
             return row
-        left = [letters] * length
+        left, known = [letters] * length, UNKNOWN * length
 
         def move() -> str:
             return "".join(rng.choice(some if rng.random() < sensible else letters) for some in left)
 
         def answer(text: str) -> str | None:
+            nonlocal known
             for place, (here, there) in enumerate(zip(text, word.secret, strict=True)):
                 left[place] = here if here == there else left[place].replace(here, "")
-            return answer_to(text, word, wording)
+            known = known_after(known, text, word.secret)
+            return answer_to(text, word, known, wording, answers)
 
         return played(row, move, answer, turns)
 
@@ -116,12 +124,24 @@ def marks(guess: str, secret: str) -> str:
     return "".join(found)
 
 
-def answer_to(guess: str | None, word: SecretWord, wording: str) -> str | None:
-    """Return the answer to a guess (None: a malformed one); None where it is the secret."""
+def known_after(known: str, guess: str | None, secret: str) -> str:
+    """Return the letters that are known to be in their place after a guess (None: a malformed one), with `UNKNOWN` for all others."""
+    if guess is None:
+        return known
+    return "".join(was if here != there else here for was, here, there in zip(known, guess, secret, strict=True))
+
+
+def answer_to(guess: str | None, word: SecretWord, known: str, wording: str, answers: str) -> str | None:
+    """Return the answer to a guess (None: a malformed one), `known` being what is known after it; None where it is the secret.
+
+    In short wording a letter that is known stands in the place of its mark: after `abc` and `add` for `adb`, `ado`.
+    """
     if guess == word.secret:
         return None
-    if guess is not None:
-        return marks(guess, word.secret)
+    malformed = f"Answer with a word of {len(word.secret)} letters, each one of {' '.join(word.letters)}."
+    said = marks(guess, word.secret) if guess is not None else "?" * len(word.secret) if wording == "short" else malformed
+    if answers == "marks":
+        return said
     if wording == "short":
-        return "?" * len(word.secret)
-    return f"Answer with a word of {len(word.secret)} letters, each one of {' '.join(word.letters)}."
+        return "".join(mark if letter == UNKNOWN else letter for mark, letter in zip(said, known, strict=True))
+    return f"{said} Known: {known}"

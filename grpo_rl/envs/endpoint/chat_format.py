@@ -1,0 +1,231 @@
+"""Requests and answers of `/v1/chat/completions` in OpenAI's form: what is read of a request, and a turn as an answer or a stream.
+
+The fields are those of OpenAI's API reference, sections "Create chat completion", "The chat completion chunk object" and "Error codes".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.envs.contract import Message, ToolCall, Turn
+from grpo_rl.envs.tool_formats import parse, spoken
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_PIECES = re.compile(r"\s*\S+|\s+\Z")
+_ONE_ANSWER: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("n", (1, None)),
+    ("stop", ([], "", None)),
+    ("logprobs", (False, None)),
+    ("functions", ([], None)),
+    ("response_format", ({"type": "text"}, None)),
+    ("tool_choice", ("auto", "none", None)),
+)
+"""Fields that would make another answer than the policy's turn, with the values that do not."""
+
+
+class Refused(Exception):
+    """A request that cannot be answered, with the status, the reason, and OpenAI's code for it."""
+
+    def __init__(self, status: int, reason: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI's clients read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request as it was read."""
+
+    messages: tuple[Message, ...]
+    model: str = "policy"
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools as they were given, in OpenAI's form."""
+    may_call: bool = True
+    """False where tool_choice is none: a turn is text, whatever it has."""
+    one_call: bool = False
+    """True where parallel_tool_calls is false: further calls of a turn are left out."""
+    streams: bool = False
+    with_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A policy's turn as the agent gets it."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def message(self) -> Message:
+        """Return the assistant's message."""
+        message: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        return message | ({"tool_calls": [_written(call) for call in self.calls]} if self.calls else {})
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Return what a request asks for. Raises Refused for what is no conversation, or wants what an episode is not."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is no JSON") from None
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
+        raise Refused(400, "the body has no messages", param="messages")
+    for name, allowed in _ONE_ANSWER:
+        if not any(request.get(name) is value or request.get(name) == value for value in allowed):
+            reason = f"{name}={request[name]!r:.60} is not answered here: an answer is the policy's whole turn, and one of them"
+            raise Refused(400, reason, "unsupported_value", name)
+    streaming = request.get("stream_options")
+    return ChatRequest(
+        messages=tuple(_message(message, number) for number, message in enumerate(request["messages"])),
+        model=str(request.get("model", "policy")),
+        tools=_tools(request.get("tools")),
+        may_call=request.get("tool_choice") != "none",
+        one_call=request.get("parallel_tool_calls") is False,
+        streams=request.get("stream") is True,
+        with_usage=isinstance(streaming, Mapping) and streaming.get("include_usage") is True,
+    )
+
+
+def _message(message: Any, number: int) -> Message:
+    """Return a message whose content is one text. Raises Refused for another value."""
+    where = f"messages[{number}]"
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and role == "assistant":
+        content = ""
+    if not isinstance(content, str) or role not in _ROLES:
+        raise Refused(400, f"{where} is no {{role, content}} with a text, of the role {', '.join(_ROLES)}", param=where)
+    found: Message = {"role": "system" if role == "developer" else role, "content": content}
+    if calls:
+        if not isinstance(calls, list) or not all(
+            isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+        ):
+            raise Refused(400, f"{where}.tool_calls is no list of {{id, type, function}}", param=where)
+        found["tool_calls"] = [_compared(call) for call in calls]
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise Refused(400, f"{where} has no tool_call_id", param=where)
+        found["tool_call_id"] = message["tool_call_id"]
+    return found | ({"name": message["name"]} if isinstance(message.get("name"), str) else {})
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise Refused(400, "tools is no list", param="tools")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f"tools[{number}] is no {{type: function, function: {{name, ...}}}}", param="tools")
+    return tuple(tools)
+
+
+def _compared(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a value, so that two spellings of the same JSON are one."""
+    arguments = call["function"].get("arguments", "{}")
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = arguments
+    return {"id": call.get("id"), "name": call["function"].get("name"), "arguments": value}
+
+
+def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
+    """Return a turn as an answer to its request: calls where the request has tools and the turn has whole ones, else all as text.
+
+    A call that cannot be read stays in the text, where the agent sees it. Ids are letters and digits, nine of them, and
+    differ between the turns of a conversation: templates such as Mistral's want that.
+    """
+    found = (
+        parse(tool_format, turn.raw_text).calls if request.tools and request.may_call and turn.finish_reason == "stop" else ()
+    )
+    if request.one_call:
+        found = found[:1]
+    calls = tuple(
+        ToolCall(call.name, call.arguments, f"call{turn.index % 1000:03d}{number % 100:02d}")
+        for number, call in enumerate(found)
+    )
+    reason = "tool_calls" if calls else "stop" if turn.finish_reason == "stop" else "length"
+    tokens = 0 if turn.token_ids is None else len(turn.token_ids)
+    content = spoken(tool_format, turn.text, turn.raw_text) if calls else turn.text
+    return ChatAnswer(content, calls, reason, turn.context_tokens, tokens)
+
+
+def said(answer: ChatAnswer) -> Message:
+    """Return the assistant's message as `read_request` reads it when the agent sends it back."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    return message | ({"tool_calls": [_compared(_written(call)) for call in answer.calls]} if answer.calls else {})
+
+
+def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
+    """Return whether a conversation begins with what was said, and goes on; blanks around a text may have been stripped."""
+    return len(messages) > len(before) and all(
+        one["role"] == other["role"]
+        and one["content"].strip() == other["content"].strip()
+        and one.get("tool_calls") == other.get("tool_calls")
+        for one, other in zip(before, messages, strict=False)
+    )
+
+
+def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:
+    """Return the body of an answer that is not streamed."""
+    choice = {"index": 0, "message": answer.message(), "finish_reason": answer.finish_reason, "logprobs": None}
+    return {**_head("chat.completion", model), "choices": [choice], "usage": answer.usage()}
+
+
+def stream(answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
+    """Yield the server-sent events of an answer: its role, its text word by word, its calls, the reason of its end, and [DONE].
+
+    The turn is whole before the first event: an environment gets turns and no tokens.
+    """
+    head = _head("chat.completion.chunk", request.model) | ({"usage": None} if request.with_usage else {})
+
+    def event(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return _event({**head, "choices": [choice]})
+
+    yield event({"role": "assistant", "content": "" if answer.content or not answer.calls else None})
+    for piece in _PIECES.findall(answer.content):
+        yield event({"content": piece})
+    for number, call in enumerate(answer.calls):
+        written = _written(call)
+        function = {"name": written["function"]["name"], "arguments": ""}
+        yield event({"tool_calls": [{"index": number, "id": written["id"], "type": "function", "function": function}]})
+        yield event({"tool_calls": [{"index": number, "function": {"arguments": written["function"]["arguments"]}}]})
+    yield event({}, answer.finish_reason)
+    if request.with_usage:
+        yield _event({**head, "choices": [], "usage": answer.usage()})
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _written(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.call_id, "type": "function", "function": function}

@@ -1,0 +1,198 @@
+"""verl's launch commands for agents: GSM8K with a tool, GSM8K with an interaction, and ReTool, composed as whole command lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_tools import EIGHT_GPUS, R
+
+from grpo_rl.config.checks.all_rules import check
+from grpo_rl.config.compose import Composed, compose
+from grpo_rl.errors import ConfigError
+
+SHARED = """
+algorithm.adv_estimator=grpo
+data.max_prompt_length=1024
+data.max_response_length=1024
+data.filter_overlong_prompts=True
+data.truncation='error'
+data.return_raw_chat=True
+data.train_files=task:arithmetic
+data.val_files=task:arithmetic
+actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+actor_rollout_ref.rollout.multi_stage_wake_up=True
+actor_rollout_ref.rollout.trace.backend=mlflow
+actor_rollout_ref.rollout.trace.token2text=True
+actor_rollout_ref.rollout.n=16
+algorithm.use_kl_in_reward=False
+data.train_batch_size=256
+trainer.critic_warmup=0
+trainer.logger=["console","wandb"]
+trainer.project_name='gsm8k_async_rl'
+trainer.experiment_name='x'
+trainer.n_gpus_per_node=8
+trainer.nnodes=1
+trainer.save_freq=-1
+trainer.test_freq=20
+trainer.total_epochs=15
+""".strip().splitlines()
+
+GSM8K_FILE = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+
+defaults:
+  - ppo_trainer
+  - _self_
+
+data:
+  max_prompt_length: 1024
+  max_response_length: 1024
+  train_batch_size: 256
+  return_raw_chat: True
+
+actor_rollout_ref:
+  hybrid_engine: True
+  rollout:
+    name: vllm
+    multi_turn:
+      enable: True
+      max_assistant_turns: 5
+"""
+
+RETOOL = """
+data.custom_cls.path=recipe/retool/retool.py
+data.custom_cls.name=CustomRLHFDataset
+actor_rollout_ref.actor.clip_ratio_low=0.2
+actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0
+actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=18432
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=73728
+actor_rollout_ref.rollout.multi_turn.enable=True
+actor_rollout_ref.rollout.multi_turn.max_user_turns=16
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
+actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
+actor_rollout_ref.rollout.agent.num_workers=8
+actor_rollout_ref.rollout.val_kwargs.do_sample=True
+actor_rollout_ref.rollout.val_kwargs.top_p=0.6
+actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+actor_rollout_ref.rollout.val_kwargs.n=30
+trainer.val_before_train=True
+trainer.log_val_generations=20
+""".strip().splitlines()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Return a folder with files of verl's examples, their contents as verl has them where a configuration is composed."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "gsm8k_multiturn_grpo.yaml").write_text(GSM8K_FILE)
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: check_answer, config: {type: native}}]\n")
+    (tmp_path / "interaction.yaml").write_text("interaction: [{name: gsm8k, class_name: gsm8k, config: {}}]\n")
+    (tmp_path / "recipe" / "retool").mkdir(parents=True)
+    (tmp_path / "recipe" / "retool" / "retool.py").write_text("class CustomRLHFDataset: ...\n")
+    return tmp_path
+
+
+def taken(words: list[str]) -> Composed:
+    """Return what the words compose, which no rule between keys refuses on eight GPUs."""
+    composed = compose(words)
+    assert check(composed.config, EIGHT_GPUS) == []
+    return composed
+
+
+def launched(files: Path, *more: str) -> list[str]:
+    return [f"--config-path={files}/config", "--config-name='gsm8k_multiturn_grpo'", *SHARED, *more]
+
+
+def test_gsm8k_with_a_tool_is_taken_as_it_is(files: Path) -> None:
+    composed = taken(launched(files, f"{R}.multi_turn.tool_config_path={files}/tools.yaml"))
+    turns = composed.config.actor_rollout_ref.rollout.multi_turn
+    assert (turns.enable, turns.max_assistant_turns, turns.format) == (True, 5, "hermes")
+    assert turns.tool_config_path == f"{files}/tools.yaml"
+    assert composed.config.data.train_batch_size == 256 and composed.config.actor_rollout_ref.rollout.n == 16
+    noted = {note.partition("=")[0] for note in composed.notes}
+    assert f"{R}.trace.backend" in noted
+
+
+def test_gsm8k_with_an_interaction_is_taken_as_it_is(files: Path) -> None:
+    words = launched(
+        files, f"{R}.multi_turn.interaction_config_path={files}/interaction.yaml", f"{R}.multi_turn.max_user_turns=5"
+    )
+    turns = taken(words).config.actor_rollout_ref.rollout.multi_turn
+    assert (turns.interaction_config_path, turns.environment.name) == (f"{files}/interaction.yaml", None)
+    (problem,) = check(compose([*words, f"{R}.multi_turn.environment.name=gsm8k"]).config, EIGHT_GPUS)
+    assert "keep one" in problem
+
+
+def test_retool_is_taken_where_its_reward_is_named_as_verl_names_it_now(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    own = ["reward.custom_reward_function.path=recipe/retool/retool.py", "reward.custom_reward_function.name=compute_score"]
+    words = [*(word for word in SHARED if "micro_batch" not in word), *RETOOL, f"{R}.multi_turn.tool_config_path=tools.yaml"]
+    config = taken([*words, *own]).config
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    assert (turns.enable, turns.max_user_turns, turns.max_assistant_turns, turns.format) == (True, 16, 16, "hermes")
+    assert config.actor_rollout_ref.rollout.val_kwargs.n == 30
+    with pytest.raises(ConfigError) as raised:
+        compose([*words, *(word.removeprefix("reward.") for word in own)])
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "custom_reward_function.path", "custom_reward_function.name"
+    ]  # fmt: skip
+    assert all("use reward.custom_reward_function." in problem for problem in raised.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        (f"{R}.agent.default_agent_loop=retool_agent", "environment.name=file.py:Class"),
+        (f"{R}.agent.agent_loop_config_path=loops.yaml", "environment.name=endpoint"),
+        (f"{R}.agent.custom_async_server.path=x.py", "rollout.name=file.py:Class"),
+        (f"{R}.update_weights_bucket_megabytes=512", f"{R}.checkpoint_engine.update_weights_bucket_megabytes"),
+        ("+actor_rollout_ref.model.enable_activation_offloading=True", "use actor_rollout_ref.model.enable_activation_offload"),
+        (f"{R}.multi_turn.function_tool_path=tools.py", "tool_config_path"),
+        ("data.tool_config_path=tools.yaml", f"use {R}.multi_turn.tool_config_path"),
+    ],
+)
+def test_other_words_of_these_examples_are_answered_with_what_to_write(files: Path, word: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose(launched(files, f"{R}.multi_turn.tool_config_path={files}/tools.yaml", word))
+    (problem,) = raised.value.problems
+    assert instead in problem
+
+
+def test_a_file_that_is_named_without_its_folder_is_answered_with_a_recipe() -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose(["--config-name=gsm8k_multiturn_grpo", *SHARED])
+    (problem,) = raised.value.problems
+    assert "recipe=FOLDER/gsm8k_multiturn_grpo.yaml" in problem
+    assert compose(["--config-path=config", "--config-name=ppo_trainer", *SHARED]).recipe is None
+
+
+def test_a_section_of_hydra_that_does_more_than_say_where_verls_defaults_are_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("hydra: {run: {dir: elsewhere}}\ntrainer: {save_freq: 5}\n")
+    with pytest.raises(ConfigError, match="hydra"):
+        compose([f"recipe={file}"])

@@ -1,0 +1,159 @@
+"""Tool files and interaction files in verl's form, and the tool and the environment that stand in for verl's own of GSM8K."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.envs.contract import Start, Turn
+from grpo_rl.envs.environments import TOOLS, Named, made, schema_of
+from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
+from grpo_rl.envs.runtime.episode_host import EpisodeHost
+from grpo_rl.envs.setup import EpisodeSetup
+from grpo_rl.envs.tools.check_answer import CheckAnswer
+from grpo_rl.envs.verl_files import CLASSES, interaction_file, tools_file
+from grpo_rl.errors import ConfigError
+
+R = "actor_rollout_ref.rollout"
+GSM8K = """
+tools:
+  - class_name: "{gsm8k}"
+    config:
+      type: native
+    tool_schema:
+      type: "function"
+      function:
+        name: "calc_gsm8k_reward"
+        description: "Scores an answer: 1.0 where it is right, 0.0 where it is not."
+        parameters:
+          type: "object"
+          properties:
+            answer: {{type: "string", description: "the answer in digits"}}
+          required: ["answer"]
+"""
+SANDBOX = """
+tools:
+  - class_name: "{python}"
+    config:
+      sandbox_fusion_url: "http://localhost:8080/run_code"
+      num_workers: 128
+      enable_global_rate_limit: true
+      rate_limit: 128
+      default_timeout: 30
+      default_language: "python"
+      memory_limit_mb: 1024
+      type: native
+    tool_schema:
+      type: "function"
+      function:
+        name: "code_interpreter"
+        description: "Runs code."
+        parameters: {{type: "object", properties: {{code: {{type: "string"}}}}, required: ["code"]}}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "file.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_verls_tool_files_are_read_with_their_options_and_schemas_once_the_class_is_ours(tmp_path: Path) -> None:
+    (checker,) = tools_file(written(tmp_path, GSM8K.format(gsm8k="check_answer")))
+    tool = made(checker, TOOLS, "tool")
+    assert isinstance(tool, CheckAnswer) and schema_of(checker, tool)["name"] == "calc_gsm8k_reward"
+    (python,) = tools_file(written(tmp_path, SANDBOX.format(python="python")))
+    assert python.options == {"time_s": 30, "memory_mb": 1024}
+    assert schema_of(python, made(python, TOOLS, "tool"))["name"] == "code_interpreter"
+
+
+@pytest.mark.parametrize("path", [f"verl.tools.some_module.{name}" for name in CLASSES] + ["recipe.mine.Tool"])
+def test_classes_of_verls_are_answered_with_ours(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tools_file(written(tmp_path, GSM8K.format(gsm8k=path)))
+    (problem,) = raised.value.problems
+    assert f"tools[0].class_name={path}" in problem and "write class_name: " in problem
+    assert CLASSES.get(path.rpartition(".")[2], "file.py:Class") in problem
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "own"), [("execute", "tool", "begin, call"), ("generate_response", "environment", "reset, step")]
+)
+def test_a_class_that_was_written_for_verl_is_answered_with_the_contract(
+    tmp_path: Path, method: str, kind: str, own: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        f"class Mine:\n    def __init__(self, config, schema=None): ...\n    async def {method}(self): ...\n"
+    )
+    with pytest.raises(ConfigError, match=own):
+        made(Named(f"{tmp_path / 'theirs.py'}:Mine"), {}, kind)
+
+
+def test_all_problems_of_a_file_are_said_at_once(tmp_path: Path) -> None:
+    text = "tools: [{class_name: verl.tools.A}, {class_name: python, config: {default_language: go}}, {class_name: search, config: 3}]"
+    with pytest.raises(ConfigError) as raised:
+        tools_file(written(tmp_path, text))
+    assert [problem.partition("tools")[2][:3] for problem in raised.value.problems] == ["[0]", "[1]", "[2]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("interaction: []", "has 0 interactions"),
+        ("interaction: [{name: a, class_name: gsm8k}, {name: b, class_name: gsm8k}]", "2 interactions: a, b"),
+        ("interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}]", "write class_name: gsm8k"),
+        ("interactions: [{class_name: gsm8k}]", "expected `interaction:`"),
+    ],
+)
+def test_an_interaction_file_names_one_environment_of_ours(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="interaction_config_path") as raised:
+        interaction_file(str(written(tmp_path, text)))
+    assert why in str(raised.value)
+
+
+def test_a_run_plays_the_environment_of_its_interaction_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "interaction: [{name: gsm8k, class_name: gsm8k, config: {turns: 2}}]")
+    setup = EpisodeSetup.of(compose([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.interaction_config_path={file}"]).config)
+    assert setup is not None and isinstance(EpisodeHost(setup.host).environment, Gsm8kInTurns) and setup.roles == ("user",)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("retool", "hermes"), ("llama3", "llama3_json"), ("gpt-oss", "file.py:function")]
+)
+def test_verls_other_formats_are_answered_with_what_is_here(name: str, instead: str) -> None:
+    words = [f"{R}.multi_turn.enable=true", f"{R}.multi_turn.tools={{calculator: {{}}}}"]
+    with pytest.raises(ConfigError, match=instead):
+        EpisodeSetup.of(compose([*words, f"{R}.multi_turn.format={name}"]).config)
+    assert EpisodeSetup.of(compose([*words, f"{R}.multi_turn.format=qwen"]).config) is not None
+
+
+def test_an_answer_costs_unless_it_is_the_first_right_one() -> None:
+    async def course() -> list[tuple[str, float | None]]:
+        tool = CheckAnswer()
+        extra = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}
+        await tool.begin(Start("r", "openai/gsm8k", (), None, extra))
+        return [(one.text, one.reward) for one in [await tool.call({"answer": text}) for text in ("7", "#### 72", "72", "")]]
+
+    assert asyncio.run(course()) == [
+        ("7 is wrong.", -0.05),
+        ("#### 72 is right.", 0.0),
+        ("72 is right.", -0.05),
+        (" is wrong.", -0.05),
+    ]
+
+
+def test_a_word_problem_may_be_corrected_until_its_turns_are_over() -> None:
+    async def course(*texts: str) -> list[tuple[bool, float | None, bool]]:
+        game = Gsm8kInTurns(turns=3)
+        await game.reset(Start("r", "openai/gsm8k", (), "1,000"))
+        found = [await game.step(Turn(n, text, token_ids=np.array([1]))) for n, text in enumerate(texts)]
+        return [(one.done, one.reward, bool(one.messages)) for one in found]
+
+    assert asyncio.run(course("so 10", "#### 1000")) == [(False, None, True), (True, 1.0, False)]
+    assert asyncio.run(course("?", "2", "3"))[-1] == (True, 0.0, False)
+    with pytest.raises(ValueError, match="no ground truth of this game"):
+        asyncio.run(Gsm8kInTurns().reset(Start("r", "x", (), "blue")))
