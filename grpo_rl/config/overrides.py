@@ -112,6 +112,9 @@ def _with_verls_file(line: CommandLine, words: list[str]) -> list[str]:
     folder, name = given.get("--config-path", ""), given.get("--config-name", "")
     if name in VERLS_DEFAULTS or not name:
         return rest
+    if "megatron" in name:
+        line.problems.append(f"--config-name={name}: belongs to verl's other backend; the actor runs FSDP2, leave it out")
+        return rest
     if not folder:
         line.problems.append(f"--config-name={name}: give the file as recipe=FOLDER/{name.removesuffix('.yaml')}.yaml")
         return rest

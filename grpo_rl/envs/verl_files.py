@@ -116,4 +116,4 @@ def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str])
     if (language := (given or {}).get("default_language", "python")) != "python" and name == "python":
         problems.append(f"{where}.config.default_language={language!r}: the tool python runs python only")
         return None
-    return Named(name, {renamed.get(key, key): value for key, value in (given or {}).items() if key not in dropped})
+    return Named(name, {renamed.get(str(key), str(key)): value for key, value in (given or {}).items() if key not in dropped})

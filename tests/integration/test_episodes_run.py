@@ -14,6 +14,8 @@ from grpo_rl.models.load import load_tokenizer
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 ROOM, MOST_TURNS = 360, 40
+ENDS = range(40, 60)
+"""Tokens that end a turn of the random model, beside its own."""
 GAME = f"""
 from grpo_rl.envs.contract import Observation
 
@@ -37,8 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps of a random model that ends its turns after a few tokens, since many tokens end one."""
     folder = tmp_path_factory.mktemp("episodes")
     model = builtin.build("builtin:arithmetic", folder / "random")
-    ends = [load_tokenizer(str(model)).eos_token_id, *range(40, 60)]
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    ends = {"eos_token_id": [load_tokenizer(str(model)).eos_token_id, *ENDS]}
+    (model / "generation_config.json").write_text(json.dumps(ends))
     (folder / "game.py").write_text(GAME)
     own = ("reward.functions=", "data.max_response_length=", "data.train_batch_size=", "ppo_mini_batch_size=")
     words = [word for word in arithmetic(model) if not any(each in word for each in own)]
@@ -82,7 +84,8 @@ def test_sampled_tokens_alone_have_log_probs_and_all_of_them_the_weights_of_thei
             context = set(range(len(ids)))
             for text, (start, length) in zip(said, episode["spans"], strict=True):
                 context -= set(range(start, start + length))
-                assert tokenizer.decode(ids[start : start + length], skip_special_tokens=True) == text
+                shown = ids[start : start + length - (ids[start + length - 1] in ENDS)]  # a text is without what ended it
+                assert tokenizer.decode(shown, skip_special_tokens=True) == text
                 assert all(value < 0 for value in logprobs[start : start + length])
             assert context and not any(logprobs[place] for place in context)
             seen += 1

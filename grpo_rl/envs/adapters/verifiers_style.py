@@ -149,17 +149,17 @@ def rows(*, load: str, num_rows: int = -1) -> list[dict[str, Any]]:
             "prompt": [dict(message) for message in prompt],
             "ability": "game",
             "reward_model": {"style": "rule", "ground_truth": row.get("answer", "")},
-            "extra_info": {"index": index, **_info(row.get("info"))},
+            "extra_info": _extra(index, row.get("info")),
         })  # fmt: skip
     return found
 
 
-def _info(info: Any) -> dict[str, Any]:
-    """Return a row's `info`, which may be a mapping as JSON. Raises ConfigError for another value."""
+def _extra(index: int, info: Any) -> dict[str, Any]:
+    """Return a row's index and its `info`, which may be a mapping as JSON. Raises ConfigError for another value."""
     found = json.loads(info) if isinstance(info, str) and info else info or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"environment verifiers: a row's info is {info!r:.60}, no mapping")
-    return dict(found)
+    return {"index": index, **found}
 
 
 class _Said(dict[str, Any]):

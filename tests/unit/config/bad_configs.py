@@ -117,7 +117,7 @@ _KEYS: list[Bad] = [
     (["=1"], "=1", "not understood"),
     (["--multirun"], "--multirun", "not understood"),
     (["-m"], "-m", "not understood"),
-    (["--config-name=x"], "--config-name", "not a key"),
+    (["--config-name=x"], "--config-name", "recipe=FOLDER/x.yaml"),
     (["x" * 10_000 + "=1"], "xxx", "10000 characters"),
     (["a." * 5000 + "b=1"], "a.a.a", "10001 characters"),
     (["algorithm.\u0441lip=1"], "algorithm", "CYRILLIC SMALL LETTER ES"),

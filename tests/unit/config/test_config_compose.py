@@ -36,7 +36,7 @@ BAD_WORDS = [
     ("~trainer.save_freq=5", "~trainer.save_freq=5", "back to the default"),
     ("trainer.save_freq", "trainer.save_freq", "key=value"),
     ("--trainer.save_freq=5", "--trainer.save_freq=5", "is not a key"),
-    ("--config-name=ppo_megatron_trainer", "--config-name", "is not a key"),
+    ("--config-name=ppo_megatron_trainer", "--config-name", "runs FSDP2"),
     ("--multirun", "--multirun", "--help"),
     ("=3", "=3", "key=value"),
     ("", "not understood", "key=value"),

@@ -191,6 +191,7 @@ def _asked(rng: random.Random, hops: int) -> Chain:
     teacher = by_name[person.teacher]
     land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
     lands = tuple(sorted(set(known.lands.values())))
+    steps: tuple[tuple[str, str], ...]
     by_book, by_teacher = ((person.book, person.name),), ((teacher.name, teacher.name), (teacher.town, teacher.town))
     if hops == 1:
         names = tuple(by_name)
