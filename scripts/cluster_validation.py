@@ -83,7 +83,7 @@ class MeasuredRun:
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines and trainer work at the same time."""
+        """True where engines and trainer work at the same time."""
         return self.schedule in OVERLAPPING
 
     def prompt_tokens(self, step: Step) -> float:
