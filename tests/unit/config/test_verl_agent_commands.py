@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,13 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "recipe" / "retool").mkdir(parents=True)
     (tmp_path / "recipe" / "retool" / "retool.py").write_text("class CustomRLHFDataset: ...\n")
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands log to it; whether it is there is not their subject, and it comes with an extra that tests do not install."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object() if name == "wandb" else find_spec(name, *more))
 
 
 def taken(words: list[str]) -> Composed:
