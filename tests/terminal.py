@@ -117,8 +117,17 @@ class Terminal:
 
     def until(self, seen: str | Callable[[], bool], seconds: float) -> None:
         """Wait until this text was on the screen, or this is true."""
+
+        def found() -> bool:
+            return seen in self.raw.decode(errors="replace") if isinstance(seen, str) else seen()
+
         deadline = time.monotonic() + seconds
-        while not (seen in self.raw.decode(errors="replace") if isinstance(seen, str) else seen()):
+        while not found():
+            if self.process.poll() is not None:
+                # The end of a process is seen before the last that it wrote has been read.
+                self._reader.join(5.0)
+                if found():
+                    return
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {seen!r}\n{self.screen().text()}"
             assert time.monotonic() < deadline, f"{seen!r} not seen within {seconds} s\n{self.screen().text()}"
             time.sleep(0.02)  # polling: the screen is a stream of bytes
