@@ -138,9 +138,8 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         run_dir = RunDir.create(plan.config.trainer.default_local_dir, f"{size}-{kind}")
         stack.callback(run_dir.release)
         copied = modules_for(str(folder / size))
-        stack.enter_context(
-            ray_session(plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.session_file, copied=copied)
-        )
+        cores, ray_init, alone = os.cpu_count() or 1, plan.config.ray_kwargs.ray_init, plan.computes_alone
+        stack.enter_context(ray_session(ray_init, cores, run_dir.session_file, copied=copied, alone=alone))
         inputs = read_inputs(plan, run_dir, console, stack)
         cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)

@@ -119,7 +119,9 @@ def train(launch: Launch, stack: ExitStack) -> None:
     # A GPU's driver does not survive a fork.
     copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
     ray_init, num_cpus, log = config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
-    connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))
+    connection = stack.enter_context(
+        connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log, alone=plan.computes_alone)
+    )
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with console.progress("starting Ray, and loading libraries"):

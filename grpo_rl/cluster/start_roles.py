@@ -14,7 +14,7 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.cluster.processes.forks import ENVIRONMENT
+from grpo_rl.cluster.processes.forks import environment_of
 from grpo_rl.cluster.processes.placement import Pool, Slot
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
@@ -112,7 +112,8 @@ class Cluster:
         stateful: bool = False,
     ) -> SupervisedSet:
         """Start one process per slot, with nothing in it yet; `threads` are OpenMP's on a CPU."""
-        environment = {"OMP_NUM_THREADS": str(threads)} | ENVIRONMENT | dict(environment) | faults.environment()
+        common = environment_of(alone=self.plan.computes_alone)
+        environment = {"OMP_NUM_THREADS": str(threads)} | common | dict(environment) | faults.environment()
         if self.config.trainer.deterministic:
             environment |= DETERMINISTIC
         worker_set = SupervisedSet(

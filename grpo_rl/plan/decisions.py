@@ -247,6 +247,11 @@ class Plan:
         return roles.get("rollout") == roles.get("actor")
 
     @property
+    def computes_alone(self) -> bool:
+        """Return whether one process of the run computes, from its start to its end, and has the machine's cores to itself."""
+        return self.collection is None and sum(role.num_workers for role in self.roles) == 1
+
+    @property
     def engine_width(self) -> int:
         """Return the bytes of one of the engine's weights."""
         return 4 if self.engine is not None and self.engine.dtype == "float32" else 2

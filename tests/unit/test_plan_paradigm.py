@@ -71,3 +71,18 @@ def test_a_loss_of_the_users_own_has_its_coefficient_from_the_docstring_or_as_a_
     for name, coefficient in (("plain", "= -∂pg/∂log π"), ("said", "= A")):
         rows = rows_of(f"{A}.policy_loss.loss_mode={file}:{name}", f"{A}.use_kl_loss=false")
         assert rows["GC"] == coefficient
+
+
+@pytest.mark.parametrize(
+    ("words", "alone"),
+    [
+        (["sft", "data.val_prompt_files=[]"], True),
+        (["sft"], False),
+        (["reward_model"], True),
+        (["rft"], False),
+        (["dpo"], False),
+        (["online_rft"], False),
+    ],
+)
+def test_a_worker_computes_alone_where_no_other_one_samples_or_refers(words: list[str], alone: bool) -> None:
+    assert decide(compose([f"recipe=paradigm/{words[0]}", *words[1:]]).config, CPU).computes_alone is alone

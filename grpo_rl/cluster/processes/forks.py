@@ -37,13 +37,16 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
-    "GOMP_SPINCOUNT": str(SPIN_COUNT),
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Variables of all workers that libraries read when they are imported."""
+SHARED_CORES = {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+"""Variables of workers that compute on the same cores as others. One that has the cores to itself spins as long as libgomp chooses,
+as any program with PyTorch does: threads that sleep between the short operations of a small model cost 4 to 6 % of its updates
+(scripts/bench_sft.py)."""
 READ_LATER = {"OMP_NUM_THREADS", *faults.VARIABLES}
 """Variables that a worker obeys whenever they are set: `WorkerHost` gives torch the number of threads."""
 
@@ -70,10 +73,15 @@ def modules_for(model_path: str) -> tuple[str, ...]:
     return (*MODULES, f"transformers.models.{kind}.modeling_{kind}")
 
 
+def environment_of(*, alone: bool) -> dict[str, str]:
+    """Return the variables of workers which share their cores, or of one that computes `alone`."""
+    return ENVIRONMENT if alone else ENVIRONMENT | SHARED_CORES
+
+
 class ForkServer:
     """The process that is copied (`fork_server.py`), from a session's start to its end."""
 
-    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str], *, alone: bool = False) -> None:
         """Start it, with its socket in `folder`. Raises ClusterError for a folder that others may write or look into."""
         try:
             fork_client.refuse_shared(folder)
@@ -86,7 +94,7 @@ class ForkServer:
             order = {"listener": listener.fileno(), "path": sys.path, "modules": list(modules), "later": WITH_RAY}
             self._process = subprocess.Popen(
                 [sys.executable, fork_server.__file__, json.dumps(order)],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | environment_of(alone=alone),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -116,7 +124,8 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
     To be called by the controller, which made the server's socket: its id is what the client looks for.
     """
     address = Path(os.environ.get(SESSION_FOLDER, ""), SOCKET)
-    same = all(name in READ_LATER or ENVIRONMENT.get(name) == value for name, value in environment.items())
+    everybodys = environment_of(alone=False)
+    same = all(name in READ_LATER or everybodys.get(name) == value for name, value in environment.items())
     if not same or not address.is_socket():
         return {}
     # Neither `site` nor PYTHON* variables: it only passes on what it was given.

@@ -49,9 +49,11 @@ def ray_session(
     warn: Callable[[str], None] = lambda _: None,
     copied: Sequence[str] = (),
     log: Path | None = None,
+    *,
+    alone: bool = False,
 ) -> Iterator[None]:
     """Connect as `connecting` does, and be connected from the first line on."""
-    with connecting(config, num_cpus, record, on_lost, warn, copied, log) as connection:
+    with connecting(config, num_cpus, record, on_lost, warn, copied, log, alone=alone) as connection:
         connection.connected()
         yield
 
@@ -65,6 +67,8 @@ def connecting(
     warn: Callable[[str], None] = lambda _: None,
     copied: Sequence[str] = (),
     log: Path | None = None,
+    *,
+    alone: bool = False,
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
@@ -72,8 +76,8 @@ def connecting(
     dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
     however this process ends. `record`, a file, lists what belongs to the session while it lasts. `on_lost` is called
     by another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that
-    has imported the modules in `copied` (`forks`), where there are any. What Ray reports by itself goes to the file
-    `log`.
+    has imported the modules in `copied` (`forks`), where there are any; `alone` where only one of them computes. What
+    Ray reports by itself goes to the file `log`.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -82,7 +86,7 @@ def connecting(
         if connection.is_local:
             stack.enter_context(local_ray.own_token())
         if copied and connection.is_local:
-            stack.callback(ForkServer(folder, copied).close)
+            stack.callback(ForkServer(folder, copied, alone=alone).close)
             connection.wait_for_copies()
         connection.start()
         try:

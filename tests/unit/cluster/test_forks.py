@@ -19,7 +19,7 @@ import pytest
 
 from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.processes import fork_client, forks
-from grpo_rl.cluster.processes.forks import ENVIRONMENT, ForkServer, modules_for, runtime_env
+from grpo_rl.cluster.processes.forks import ForkServer, environment_of, modules_for, runtime_env
 from grpo_rl.cluster.session.run_watcher import TOKEN
 from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.engine import EngineSpec
@@ -200,12 +200,14 @@ def test_only_workers_whose_variables_are_read_late_or_are_everybodys_are_copied
     monkeypatch.setenv(SESSION_FOLDER, str(tmp_path))
     assert runtime_env({}) == {}, "nothing to copy"
     serve("ready_early")
-    command = runtime_env({"OMP_NUM_THREADS": "2", "GRPO_FAULT": "driver.step:kill9", **ENVIRONMENT})["py_executable"]
+    read_later = {"OMP_NUM_THREADS": "2", "GRPO_FAULT": "driver.step:kill9"}
+    command = runtime_env(read_later | environment_of(alone=False))["py_executable"]
     assert command.split()[-2:] == [str(tmp_path / forks.SOCKET), str(os.getpid())]
     assert runtime_env(engine_environment(EngineSpec("m", 10, name="hf"))) == {"py_executable": command}
     assert runtime_env(engine_environment(EngineSpec("m", 10, name="vllm"))) == {}
     assert runtime_env({"CUDA_VISIBLE_DEVICES": "0"}) == {}
-    assert runtime_env(ENVIRONMENT | {"GOMP_SPINCOUNT": "1"}) == {}
+    assert runtime_env(environment_of(alone=True)) == {"py_executable": command}
+    assert runtime_env(environment_of(alone=False) | {"GOMP_SPINCOUNT": "1"}) == {}
 
 
 def test_the_model_says_which_code_is_imported(tmp_path):
