@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,16 +112,20 @@ def run(composed: Composed, plan: Plan) -> int:
     return 0
 
 
+def _connecting(launch: Launch, lost: Callable[[str], None]) -> AbstractContextManager[Connection]:
+    """Return the connection to Ray, whose workers are copies of one process where they can be; `lost` is called with a cause."""
+    plan, run_dir, warn = launch.plan, launch.run_dir, launch.console.warn
+    # A GPU's driver does not survive a fork.
+    copied = modules_for(plan.config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
+    ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
+    return connecting(ray_init, num_cpus, run_dir.session_file, lost, warn, copied, log, alone=plan.computes_alone)
+
+
 def train(launch: Launch, stack: ExitStack) -> None:
     """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     config, plan, run_dir, console = launch.plan.config, launch.plan, launch.run_dir, launch.console
     lost = ends_the_run(launch.status, run_dir, console)
-    # A GPU's driver does not survive a fork.
-    copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-    ray_init, num_cpus, log = config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
-    connection = stack.enter_context(
-        connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log, alone=plan.computes_alone)
-    )
+    connection = stack.enter_context(_connecting(launch, lost))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with console.progress("starting Ray, and loading libraries"):

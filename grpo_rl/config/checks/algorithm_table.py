@@ -109,6 +109,7 @@ EMBEDDED_MODELS: tuple[str, ...] = (
     "arithmetic_experts",
     "calculator",
     "countdown",
+    "countdown_in_turns",
     "fact_chains",
     "grid_world",
     "number_guessing",

@@ -11,10 +11,13 @@ TASK_OPTIONS: dict[str, str] = {
     ),
     "countdown": (
         "num_rows:int num_numbers:str min_number:int max_number:int min_target:int max_target:int "
-        "operations:str whole_steps:bool template:tags|short split:train|val slips:float seed:int"
+        "operations:str whole_steps:bool template:tags|short split:train|val slips:float corrections:float "
+        "seed:int"
     ),
     "episodes": "num_rows:int prompt:str data_source:str",
-    "fact_chains": "num_rows:int hops:str wording:words|short play:none|random sensible:float split:train|val seed:int",
+    "fact_chains": (
+        "num_rows:int hops:str wording:words|short play:none|random sensible:float worlds:int split:train|val seed:int"
+    ),
     "grid_world": (
         "num_rows:int size:int walls:float key:bool fewest_steps:int turns:int wording:words|short "
         "play:none|random sensible:float split:train|val seed:int"

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.rules.countdown_rule import evaluate
 
 Template = Literal["tags", "short"]
 Number = int | Fraction
@@ -33,6 +34,8 @@ class Solved(NamedTuple):
     target: int
     solution: str
     """The solution as the demonstration shows it: it may contain a slip."""
+    correction: str = ""
+    """The solution that the demonstration ends with, after a slip and the game's answer; empty where it has one turn only."""
 
 
 class Part(NamedTuple):
@@ -56,19 +59,21 @@ def countdown(
     template: Template = "tags",
     split: Literal["train", "val"] = "train",
     slips: float = 0.0,
+    corrections: float = 0.0,
     seed: int = 0,
 ) -> LazyRows:
     """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
 
-    The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to
-    100. A problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out
-    solutions with a fraction on the way. `slips` is the share of demonstrations whose last sign is turned round, so that
-    they miss the target; the ground truth is right in every row. The splits share no set of numbers. Row i is drawn from (seed, i), so a
-    longer data set begins with the shorter one. Raises ConfigError for options out of range, and where they leave
-    no problem.
+    The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to 100. A
+    problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out solutions with a
+    fraction on the way. `slips` is the share of demonstrations whose last sign is turned round, so that they miss the target;
+    the ground truth is right in every row. `corrections` is the share of these that go on with the game's answer and the
+    solution; where it is above 0 all rows have their demonstration as a conversation, `messages`. The splits share no set of
+    numbers. Row i is drawn from (seed, i), so a longer data set begins with the shorter one. Raises ConfigError for options out
+    of range, and where they leave no problem.
     """
     counts = _counts(num_numbers)
-    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split, slips)
+    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split, slips, corrections)
 
     def make(index: int) -> Row:
         rng = random.Random(f"countdown:{seed}:{index}")
@@ -78,8 +83,9 @@ def countdown(
                 continue
             solution = _solution(rng, numbers, operations, whole_steps)
             if solution is not None and min_target <= solution.value <= max_target:
-                shown = _slip(solution.text) if rng.random() < slips else solution.text
-                return to_row(Solved(numbers, int(solution.value), shown), template, split, index)
+                problem = _demonstrated(rng, numbers, solution, slips, corrections)
+                row = to_row(problem, template, split, index)
+                return {**row, "messages": _conversation(row, problem, template)} if corrections > 0 else row
         raise ConfigError(
             f"task countdown: {TRIES} problems were drawn for row {index}, and none has a target from {min_target} to "
             f"{max_target} in split={split}; widen the targets, or allow more numbers or operations"
@@ -88,6 +94,11 @@ def countdown(
     # Options that leave no problem are found here, before anything starts.
     make(0)
     return LazyRows(num_rows, make)
+
+
+def answer_to(value: Number, target: Number, template: Template) -> str:
+    """Return the answer of the game to an expression that misses the target."""
+    return f"={value}" if template == "short" else f"That is {value}, not {target}."
 
 
 def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
@@ -109,6 +120,17 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
     }
 
 
+def _conversation(row: Row, problem: Solved, template: Template) -> list[dict[str, str]]:
+    """Return the prompt, its demonstration, and for a corrected slip the answer to it and the solution."""
+    shown: str = row["extra_info"]["demonstration"]
+    messages = [*row["prompt"], {"role": "assistant", "content": shown}]
+    if problem.correction:
+        _, value = evaluate(problem.solution)
+        messages.append({"role": "user", "content": answer_to(value, problem.target, template)})
+        messages.append({"role": "assistant", "content": shown.replace(problem.solution, problem.correction)})
+    return messages
+
+
 def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
     """The split that these numbers belong to, in whatever order, by their hash."""
     return split_of_text(" ".join(map(str, sorted(numbers))))
@@ -120,6 +142,13 @@ def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, who
     while parts is not None and len(parts) > 1:
         parts = _join(rng, parts, operations, whole_steps)
     return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
+
+
+def _demonstrated(rng: random.Random, numbers: tuple[int, ...], solution: Part, slips: float, corrections: float) -> Solved:
+    """The problem with its demonstration: the solution, or a slip, and perhaps the solution after it."""
+    shown = _slip(solution.text) if rng.random() < slips else solution.text
+    corrected = corrections > 0 and shown != solution.text and rng.random() < corrections
+    return Solved(numbers, int(solution.value), shown, solution.text if corrected else "")
 
 
 def _slip(text: str) -> str:
@@ -180,6 +209,7 @@ def _check(
     template: str,
     split: str,
     slips: float,
+    corrections: float,
 ) -> None:
     problems = []
     if num_rows < 1:
@@ -196,5 +226,7 @@ def _check(
         problems.append(f"split={split!r} must be train or val")
     if not 0 <= slips <= 1:
         problems.append(f"slips={slips} must be from 0 to 1")
+    if not 0 <= corrections <= 1 or (corrections > 0 and slips == 0):
+        problems.append(f"corrections={corrections} must be from 0 to 1, and slips above 0 where it is")
     if problems:
         raise ConfigError([f"task countdown: {problem}" for problem in problems])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
+from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
 from grpo_rl.rewards.rules.answers import last_pair
@@ -78,7 +79,7 @@ class CountdownInTurns(Game):
             return Answer(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
         if abs(value - self._target) < NEAR:
             return Answer(solved=True)
-        return Answer(f"={value}" if self._short else f"That is {value}, not {self._target}.", progress=1.0)
+        return Answer(answer_to(value, self._target, "short" if self._short else "tags"), progress=1.0)
 
 
 class Gsm8kInTurns(Game):

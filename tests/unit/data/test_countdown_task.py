@@ -1,7 +1,11 @@
+import asyncio
+
 import pytest
 
 from grpo_rl.data.tasks.countdown import countdown, split_of
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.envs.contract import Start
+from grpo_rl.envs.games.answers_in_turns import CountdownInTurns
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.rules.expressions import arithmetic_value
 
@@ -71,6 +75,32 @@ def test_a_slip_turns_the_last_sign_of_a_demonstration_round_and_leaves_problem_
     assert 0.5 < missed / 200 < 0.7
 
 
+@pytest.mark.parametrize("template", ["short", "tags"])
+def test_a_corrected_slip_is_a_conversation_that_the_game_would_have_had(template):
+    options = {
+        "num_rows": 200,
+        "num_numbers": "2,3",
+        "operations": "+-",
+        "max_number": 20,
+        "min_target": 1,
+        "template": template,
+    }
+    rows = countdown(**options, slips=0.6, corrections=0.5)
+    game = CountdownInTurns(short=template == "short")
+    lengths = []
+    for row, plain in zip(rows, countdown(**options, slips=0.6, corrections=1e-9), strict=True):
+        assert row["prompt"] == plain["prompt"] == row["messages"][:1] == plain["messages"][:1]
+        game.begin(Start("row", "countdown", tuple(row["prompt"]), row["reward_model"]["ground_truth"]))
+        first, *rest = [message["content"] for message in row["messages"][1:]]
+        assert [message["role"] for message in row["messages"][1:]] == ["assistant", "user", "assistant"][: 1 + len(rest)]
+        answered = asyncio.run(game.move(first))
+        if rest:
+            assert answered.text == rest[0] and not answered.solved
+            assert asyncio.run(game.move(rest[1])).solved
+        lengths.append(len(rest))
+    assert 0.2 < lengths.count(2) / 200 < 0.4
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -80,6 +110,8 @@ def test_a_slip_turns_the_last_sign_of_a_demonstration_round_and_leaves_problem_
         ("task:countdown?min_number=9&max_number=3", "min_number=9 and max_number=3"),
         ("task:countdown?min_target=9&max_target=3", "min_target=9 must not be above"),
         ("task:countdown?slips=1.5", "slips=1.5 must be from 0 to 1"),
+        ("task:countdown?slips=0.5&corrections=1.5", "corrections=1.5 must be from 0 to 1"),
+        ("task:countdown?corrections=0.5", "and slips above 0 where it is"),
         ("task:countdown?num_rows=0", "num_rows=0 must be at least 1"),
         ("task:countdown?template=long", "template=long must be one of tags, short"),
         ("task:countdown?num_number=3", "no option num_number"),

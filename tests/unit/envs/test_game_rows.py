@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import Counter
 from typing import Any
 
@@ -138,6 +139,20 @@ def test_facts_answer_their_questions() -> None:
     assert not train & val
 
 
+def test_demonstrations_from_many_worlds_have_names_of_their_own() -> None:
+    first, second = world(), world(1)
+    assert not {person.name for person in first.people} & {person.name for person in second.people}
+    rows = fact_chains(num_rows=80, hops="2", play="random", sensible=1.0, worlds=1000)
+    asked = [row["prompt"][0]["content"] for row in rows]
+    assert sum(any(person.name in question for person in first.people) for question in asked) < 4
+    for row in rows:
+        said = [message["content"] for message in row["messages"]]
+        answer = row["reward_model"]["ground_truth"]
+        assert len(said) == 6 and answer in said[4] and answer in said[5]
+        query = json.loads(said[3].removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]["query"]
+        assert query in said[2] and said[4].startswith(f"[{query}]")
+
+
 def test_demonstrations_of_the_calculator_are_what_an_episode_with_it_is() -> None:
     """Each conversation is played again, by the parser, the tool and the environment of a run."""
     rows = task_rows("task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=1&calculator_calls=0.5&num_rows=60")
@@ -183,6 +198,7 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
         ("number_guessing?low=5&high=5", ["low=5 and high=5"]),
         ("number_guessing?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
         ("number_guessing?sensible=2", ["sensible=2"]),
+        ("fact_chains?worlds=2", ["worlds=2", "play=random"]),
         ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
         ("number_guessing?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),

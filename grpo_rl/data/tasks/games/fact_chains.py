@@ -75,10 +75,10 @@ class World:
         return found
 
 
-@lru_cache(maxsize=1)
-def world() -> World:
-    """Return the made-up world; the same on every machine."""
-    rng = random.Random(f"{NAME}:world:{WORLD_SEED}")
+@lru_cache(maxsize=64)
+def world(number: int = 0) -> World:
+    """Return one of the made-up worlds, each with names of its own; the same on every machine. The tool `search` has the first."""
+    rng = random.Random(f"{NAME}:world:{WORLD_SEED + number}")
     names = _names(rng, NUM_PEOPLE * 2 + NUM_TOWNS + NUM_LANDS)
     lands = names[:NUM_LANDS]
     towns = names[NUM_LANDS : NUM_LANDS + NUM_TOWNS]
@@ -126,6 +126,7 @@ def fact_chains(
     wording: Wording = "words",
     play: Play = "none",
     sensible: float = 0.0,
+    worlds: int = 1,
     split: Literal["train", "val"] = "train",
     seed: int = 0,
 ) -> LazyRows:
@@ -133,7 +134,9 @@ def fact_chains(
 
     The ground truth is a name; `extra_info.hops` are the look-ups. With `play=random` a row has in `messages` how a careless reader
     answers it with the tool `search`: each look-up is made with the probability `sensible`, and the first one that is not is
-    replaced by a guess. The splits share no question. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    replaced by a guess. These rows are about so many `worlds`, each with names of its own, so that names have to be copied from the
+    texts: those of one world are learnt by heart. The splits share no question. Row i is drawn from (seed, i). Raises ConfigError for
+    options out of range.
     """
     refuse(
         NAME,
@@ -145,6 +148,8 @@ def fact_chains(
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
         (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
+        (worlds >= 1, f"worlds={worlds} must be at least 1"),
+        (worlds == 1 or play == "random", f"worlds={worlds} is for play=random: the tool `search` has the texts of one"),
         (split in ("train", "val"), f"split={split!r} must be train or val"),
     )
     counts = [int(part) for part in hops.split(",")]
@@ -153,7 +158,8 @@ def fact_chains(
         rng = random.Random(f"{NAME}:{seed}:{index}")
         while True:
             count = rng.choice(counts)
-            chain = _asked(rng, count)
+            known = world(rng.randrange(worlds) if worlds > 1 else 0)
+            chain = _asked(rng, count, known)
             if split_of_text(chain.question) != split:
                 continue
             row: Row = {
@@ -163,14 +169,14 @@ def fact_chains(
                 "reward_model": {"style": "rule", "ground_truth": chain.answer},
                 "extra_info": {"split": split, "index": index, "hops": count},
             }
-            return row if play == "none" else {**row, "messages": [*row["prompt"], *_read(rng, chain, sensible)]}
+            return row if play == "none" else {**row, "messages": [*row["prompt"], *_read(rng, chain, sensible, known)]}
 
     return LazyRows(num_rows, make)
 
 
-def _read(rng: random.Random, chain: Chain, sensible: float) -> list[Message]:
+def _read(rng: random.Random, chain: Chain, sensible: float, known: World) -> list[Message]:
     """Return the turns of a careless reader, calls in the form that Qwen's models write, results as `search` gives the best one."""
-    texts, answer = world().texts(), chain.answer
+    texts, answer = known.texts(), chain.answer
     messages: list[Message] = []
     for query, name in chain.look_ups:
         if rng.random() >= sensible:
@@ -182,9 +188,8 @@ def _read(rng: random.Random, chain: Chain, sensible: float) -> list[Message]:
     return [*messages, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
 
 
-def _asked(rng: random.Random, hops: int) -> Chain:
+def _asked(rng: random.Random, hops: int, known: World) -> Chain:
     """Return a question of so many look-ups."""
-    known = world()
     by_name = {person.name: person for person in known.people}
     person = rng.choice(known.people)
     author = f'the author of "{person.book}"'
