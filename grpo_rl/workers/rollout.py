@@ -46,6 +46,8 @@ class RolloutWorker:
         self._call_timeout_s = call_timeout_s
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._ended: list[Completion] = []
+        self._has_more = False
+        """True where the engine had unfinished requests after its last step."""
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
@@ -68,11 +70,14 @@ class RolloutWorker:
         self._call("submit", lambda engine: engine.submit(requests))
         fault_point("rollout.submitted")
 
-    def poll(self, timeout_s: float, min_batch_s: float = 0.005) -> list[Completion]:
+    def poll(
+        self, timeout_s: float, min_batch_s: float = 0.005, longest_batch_s: float = 0.0, enough: int = 1
+    ) -> list[Completion]:
         """Return what ended since the last poll, with its text: as soon as there is something, or nothing after `timeout_s`.
 
-        It waits `min_batch_s` more after the first one, so that responses which end together travel together. They are
-        decoded in the caller's thread: the engine does not wait for it, and the replicas decode side by side.
+        It waits `min_batch_s` more after the first one, so that responses which end together travel together, and up to
+        `longest_batch_s` while there are fewer than `enough` and the engine has others. They are decoded in the caller's
+        thread: the engine does not wait for it, and the replicas decode side by side.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -82,17 +87,21 @@ class RolloutWorker:
                 if left <= 0:
                     return []
                 self._changed.wait(left)
-        time.sleep(min(min_batch_s, max(0.0, deadline - time.monotonic())))
+        began = time.monotonic()
+        time.sleep(min(min_batch_s, max(0.0, deadline - began)))
+        deadline = min(deadline, began + longest_batch_s)
         with self._changed:
+            while 0 < len(self._ended) < enough and self._has_more and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
             ended, self._ended = self._ended, []
         return [replace(one, text=self._decode(one.response_ids)) for one in ended]
 
-    def report(self, timeout_s: float) -> tuple[list[Report], TokenBlock]:
+    def report(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> tuple[list[Report], TokenBlock]:
         """Return what `poll` returns, as two objects: reports, which the controller reads, and the tokens of all of them.
 
         The tokens stay in the object store, where the ranks that train on them fetch them.
         """
-        return pack(self.poll(timeout_s))
+        return pack(self.poll(timeout_s, longest_batch_s=longest_batch_s, enough=enough))
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and what ended but was not polled."""
@@ -242,6 +251,7 @@ class RolloutWorker:
         with self._changed:
             self._busy_s += seconds
             self._num_steps += 1
+            self._has_more = engine.num_unfinished > 0
             if ended:
                 self._num_responses += len(ended)
                 self._num_tokens += sum(len(completion.response_ids) for completion in ended)
@@ -251,11 +261,12 @@ class RolloutWorker:
     def _abort(self, engine: RolloutEngine) -> None:
         engine.abort_all()
         with self._changed:
-            self._ended = []
+            self._ended, self._has_more = [], False
+            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._failure = error
+            self._failure, self._has_more = error, False
             self._changed.notify_all()
 
     def _refuse_waiting(self) -> None:

@@ -91,7 +91,7 @@ class TinyEngine:
         versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))
         return [Completion(request.request_id, ids, [-0.5] * len(ids), "stop", versions, text=text)]
 
-    def report(self, timeout_s: float) -> tuple[list[Report], TokenBlock]:
+    def report(self, timeout_s: float, *_: float) -> tuple[list[Report], TokenBlock]:
         return pack(self.poll(timeout_s))
 
     def done(self) -> int:

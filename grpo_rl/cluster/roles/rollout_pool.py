@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,9 @@ from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout,
 # A replica gets a little more than it samples at once, so that it never waits for the controller.
 QUEUE_AHEAD = 1.25
 POLL_S = 2.0
+LONGEST_BATCH_S, MOST_IN_BATCH = 0.05, 32
+"""Responses that have ended wait so long for others, and for so many: a report costs several milliseconds of two processes,
+which on CPUs take turns with the engine's threads, and the engine steps on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +306,7 @@ class ReplicaPool:
         polled = {worker for worker, _ in self._polls.values()}
         for worker, mine in in_flight.items():
             if mine and worker not in polled:
-                reports, block = worker.call_for_two("report", POLL_S)
+                reports, block = worker.call_for_two("report", POLL_S, *self._patience(mine.values()))
                 self._polls[reports] = (worker, StoredBlock(block))
         if self._polls:
             done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
@@ -315,6 +318,16 @@ class ReplicaPool:
         if self._quiet_s > self.options.step_timeout_s:
             waiting = ", ".join(f"{worker.name} ({len(mine)} in flight)" for worker, mine in in_flight.items() if mine)
             raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
+
+    def _patience(self, requests: Iterable[Request]) -> tuple[float, int]:
+        """Return how long responses of these requests may wait for others, and for how many."""
+        if any(request.conversation for request in requests):
+            return 0.0, 1  # the next turn waits for this one
+        if not self._ledger.waiting:
+            return LONGEST_BATCH_S, MOST_IN_BATCH
+        # A replica must not run out of what it was given in advance.
+        ahead = int(self.options.max_num_seqs * QUEUE_AHEAD) - self.options.max_num_seqs
+        return LONGEST_BATCH_S, min(MOST_IN_BATCH, max(1, ahead // 2))
 
     def _take(self, ref: ray.ObjectRef) -> bool:
         """Keep the reports of one poll; return whether one of them was waited for. The block of tokens is not fetched."""

@@ -64,6 +64,19 @@ def test_what_was_submitted_is_polled_exactly_once(worker: RolloutWorker) -> Non
     assert after["busy_s"] > before["busy_s"]
 
 
+def test_a_patient_poll_returns_what_ends_within_its_time_together_and_at_once_where_no_more_can_come(
+    worker: RolloutWorker,
+) -> None:
+    requests = [one for length in (2, 20, 40) for one in requests_for(f"{length}", 2, max_tokens=length)]
+    worker.submit(requests)
+    began = time.monotonic()
+    ended = worker.poll(timeout_s=60, longest_batch_s=50, enough=32)
+    assert len(ended) == 6 and time.monotonic() - began < 40
+    worker.submit([*requests_for("short", 2, max_tokens=2), *requests_for("long", 2, max_tokens=150)])
+    assert {one.request_id for one in worker.poll(timeout_s=60, longest_batch_s=50, enough=2)} == {"short-0", "short-1"}
+    assert {one.request_id for one in poll_all(worker, 2)} == {"long-0", "long-1"}
+
+
 def test_many_threads_may_submit_and_poll_at_the_same_time(worker: RolloutWorker) -> None:
     ended: list[Completion] = []
     done = threading.Event()
