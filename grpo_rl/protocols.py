@@ -63,6 +63,9 @@ class Actor(Trained, Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
 
+    def shown_logprobs(self) -> dict[int, Tensor]:
+        """Return the log-probs of trained tokens that the last update saw, by the numbers of `Batch.shown_N`, as far as they are there."""
+
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same however many ranks hold them."""
 

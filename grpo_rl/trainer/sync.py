@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
+
 from grpo_rl.data.collate import collate
 from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
+from grpo_rl.telemetry.rollouts.rollout_log import Seen
 from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.sampled.selection import Selected, Selection
+from grpo_rl.trainer.sampled.token_values import token_values
 from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.schedule import Context, required, training_sampling
 from grpo_rl.trainer.validation import Validation
@@ -92,8 +96,9 @@ class SyncSchedule:
                 batch = self.critic.values(batch)
         with timer("adv"):
             batch, trained, measured = self._weighed(batch)
+        trained = self._shown(selected, trained)
         update_metrics = self._update(trained, timer)
-        self._keep_rollouts(selected, batch)
+        self._keep_rollouts(selected, batch, trained)
         self.trained = selected.trained
         return sampled | batch_metrics(batch, timer) | measured | update_metrics
 
@@ -123,11 +128,25 @@ class SyncSchedule:
                 metrics |= self.actor.update(batch)
         return metrics
 
-    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None) -> None:
-        """Write all that was sampled, with the advantages of what was trained: the rollouts of `batch`."""
-        if self.config.trainer.save_rollouts:
-            advantages = logged_advantages(selected.sampled, selected.trained, batch)
-            self.output.rollouts.write("rollouts", self.context.step, selected.sampled, advantages)
+    def _shown(self, selected: Selected, trained: Batch) -> Batch:
+        """Return the batch with `shown_N` where the log shows tokens of its rollouts."""
+        uids = self.output.rollouts.shown(selected.sampled) if self.config.trainer.save_rollouts else set()
+        numbers = [number if one.prompt.uid in uids else -1 for number, one in enumerate(selected.trained)]
+        return trained if max(numbers) < 0 else trained.replace(shown_N=torch.tensor(numbers))
+
+    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None, trained: Batch | None = None) -> None:
+        """Write all that was sampled, with the advantages of what was trained: the rollouts of `batch`.
+
+        `trained` is what is left of the batch after corrections, with the rollouts whose tokens the log shows.
+        """
+        if not self.config.trainer.save_rollouts:
+            return
+        advantages = logged_advantages(selected.sampled, selected.trained, batch)
+        seen: Seen = {}
+        if trained is not None and trained.shown_N is not None:
+            updated = self.context.step > self.config.trainer.critic_warmup
+            seen = token_values(selected.trained, trained, self.actor.shown_logprobs() if updated else {})
+        self.output.rollouts.write("rollouts", self.context.step, selected.sampled, advantages, seen)
 
     # ---- the rest of the contract ------------------------------------------------------------------------
 

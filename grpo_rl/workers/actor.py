@@ -45,6 +45,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
         """The watch over the routers of a model with experts; None for any other."""
+        self._shown: dict[int, Tensor] = {}
+        """The log-probs that the last pass of an update saw of each rollout whose tokens the log shows."""
 
     def build(self) -> PolicyModel:
         return build_policy(self.spec.policy, self.rank, self.device)
@@ -88,6 +90,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return {name: int(shard.view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
 
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
+        self._shown = {}
         if self.routers is not None and self.routers.replays:
             rows = [some for step in update.steps for some in (*step.micro_batches, *step.silent)]
             if rows and not self.routers.has_choices_of(share):
@@ -95,6 +98,13 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
                 self.logprobs(share, rows)
             share = share.replace(experts_S=self.routers.choices if rows else None)
         return super().update(share, update)
+
+    def shown_logprobs(self) -> dict[int, Tensor]:
+        """Return the log-probs [trained tokens] that the last update saw of each rollout of `Batch.shown_N`, by its number.
+
+        Where several optimizer steps trained a rollout, they are those of the last one, before its change of the weights.
+        """
+        return self._shown
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
         if self.routers is not None:
@@ -116,6 +126,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         outputs = self._forward(batch)
         if batch is None:
             return outputs.logprobs_T.sum() * 0.0, {}
+        self._keep_shown(batch, outputs.logprobs_T)
         if self.spec.old_from_engine:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
@@ -128,6 +139,15 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
+
+    def _keep_shown(self, batch: Batch, logprobs_T: Tensor) -> None:
+        """Keep the log-probs of those rollouts of a micro-batch whose tokens the log shows."""
+        if batch.shown_N is None:
+            return
+        ends = batch.trained_lengths_N.cumsum(0).tolist()
+        for number, length, end in zip(batch.shown_N.tolist(), batch.trained_lengths_N.tolist(), ends, strict=True):
+            if number >= 0:
+                self._shown[number] = logprobs_T[end - length : end].detach().float().cpu()
 
     def _sequences(self, batch: Batch | None) -> Sequences:
         return sequences_of(batch, self.device, share_prompts=self.spec.policy.share_prompts)

@@ -95,6 +95,8 @@ def test_rewards_of_steps_and_sampling_from_a_part_of_the_vocabulary_train_on_wh
     assert run.steps[2]["actor/kl_loss"] > 1e-6
     for step in run.steps:
         assert_advantages_of_steps(run.rollouts(step))
+    shown = [record for record in run.rollouts(2) if "token_advantages" in record]
+    assert shown and all(record["token_advantages"][-1] == pytest.approx(record["advantage"], abs=1e-4) for record in shown)
 
 
 def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
@@ -107,6 +109,12 @@ def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
     assert run.steps[2]["actor/kl_loss"] > 1e-6
     assert_group_advantages(run.rollouts(1))
     assert all(set(record["reward_parts"]) >= {"auto", "variety"} for record in run.rollouts(2))
+    shown = [record for record in run.rollouts(2) if "token_ids" in record]
+    assert len(shown) == 8, "two groups of four"
+    for record in shown:
+        # The policy that is updated is the one that sampled, and trainer and engine agree.
+        assert record["token_ratios"] == pytest.approx([1.0] * record["response_length"], abs=2e-4)
+        assert "token_advantages" not in record, "every token has that of its response"
 
     tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
     trained = AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32)

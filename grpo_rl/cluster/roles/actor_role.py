@@ -38,6 +38,7 @@ _READ = (
     "weights_T",
     "chosen_N",
     "group_tokens_N",
+    "shown_N",
 )
 """The columns that an update reads beside those of the ranks' shares. Where the engine's log-probs are the old ones, the
 ranks have them."""
@@ -133,6 +134,16 @@ class ActorRole:
             if any(step_counts.num_tokens for step_counts in call.counts) and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
+
+    def shown_logprobs(self) -> dict[int, Tensor]:
+        """Return the log-probs of the trained tokens that the last update saw, by the numbers of its batch's `shown_N`.
+
+        Ranks that were made anew since then have none.
+        """
+        seen: dict[int, Tensor] = {}
+        for part in self.worker_set.call("shown_logprobs"):
+            seen |= part
+        return seen
 
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""

@@ -121,8 +121,8 @@ class TrainerConfig:
     """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard.
     `grpo_rl.telemetry.browse`, plots and reports read both; data.train_files takes lines of JSON only."""
     log_token_groups: CountOrZero = 2
-    """The first so many groups of each step are logged with the id and the log-prob of every sampled token, which the run's
-    page colours; 0: none."""
+    """The first so many groups of each step are logged with the id, the log-prob and the ratio of every sampled token, which the
+    run's page colours, and with its advantage where tokens of a response have different ones; 0: none."""
     page_freq: CountOrOff = 10
     """Write the run's page, <run>/page.html, every so many steps and at the end, in a process beside the run; -1: never
     (`python -m grpo_rl page` writes it at any time)."""

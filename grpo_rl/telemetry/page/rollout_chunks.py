@@ -195,13 +195,17 @@ class _Packer:
         kept = {
             name: jsonable(rounded(value) if isinstance(value, float) else value)
             for name, value in record.items()
-            if name not in shared and name not in ("token_ids", "token_logprobs") and value is not None
+            if name not in shared and not name.startswith("token_") and value is not None
         }
         kept["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
         ids = record.get("token_ids")
         if ids and self._pieces is not None and len(ids) == len(record.get("token_logprobs") or ()):
             kept["tokens"] = self._pieces(ids)
             kept["logprobs"] = [rounded(value, 3) for value in record["token_logprobs"]]
+            for name in ("ratios", "advantages"):
+                values = record.get(f"token_{name}") or ()
+                if len(values) == len(ids):
+                    kept[name] = [rounded(value, 4) for value in values]
         return kept
 
 

@@ -8,7 +8,8 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,22 @@ WRITE_S = 3600.0
 """The longest time in which one step's rollouts are written."""
 CLOSE_S = 30.0
 _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of a rollout's trained tokens, as the update saw them. The arrays are equally long."""
+
+    places: np.ndarray
+    """Index of each trained token in the response, ascending."""
+    policy_logprobs: np.ndarray | None = None
+    """Its log-prob under the policy that was trained."""
+    advantages: np.ndarray | None = None
+    """Its advantage, where tokens of a response have different ones."""
+
+
+Seen = Mapping[tuple[str, int], TokenValues]
+"""The values of rollouts by the uid of their prompt and their sample index."""
 
 
 class RolloutLog:
@@ -60,21 +77,31 @@ class RolloutLog:
         if self._thread is not None:
             self._thread.start()
 
+    def shown(self, rollouts: Sequence[Rollout]) -> set[str]:
+        """Return the uids of the prompts whose responses are written with their tokens: those of the first groups."""
+        return first_prompts(rollouts, self._token_groups)
+
     def write(
-        self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
+        self,
+        kind: Kind,
+        step: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | None] | None = None,
+        seen: Seen | None = None,
     ) -> Path:
         """Write `<kind>/step_<step>.<format>`, which is complete or not there at all, and return its path.
 
-        `advantages` has one entry per rollout, None for a rollout that is not trained. Raises OSError where it cannot be
+        `advantages` has one entry per rollout, None for a rollout that is not trained; `seen` is what the update saw of the
+        tokens of rollouts that are shown. Raises OSError where it cannot be
         written, or, with `beside`, where an earlier one could not.
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path = self._folders[kind] / f"step_{step}.{self._format}"
         if self._thread is None:
-            return self._write(kind, step, path, rollouts, advantages)
+            return self._write(kind, step, path, rollouts, advantages, seen)
         self._raise_failure()
-        self._put(partial(self._write, kind, step, path, list(rollouts), advantages))
+        self._put(partial(self._write, kind, step, path, list(rollouts), advantages, seen))
         return path
 
     def flush(self) -> None:
@@ -106,9 +133,15 @@ class RolloutLog:
                     path.unlink()
 
     def _write(
-        self, kind: Kind, step: int, path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None
+        self,
+        kind: Kind,
+        step: int,
+        path: Path,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | None] | None,
+        seen: Seen | None,
     ) -> Path:
-        write_rollouts(path, rollouts, advantages, self._token_groups)
+        write_rollouts(path, rollouts, advantages, self._token_groups, seen)
         self._written(kind, step, path)
         return path
 
@@ -134,25 +167,38 @@ class RolloutLog:
 
 
 def write_rollouts(
-    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
+    path: Path,
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float | None] | None = None,
+    token_groups: int = 0,
+    seen: Seen | None = None,
 ) -> Path:
     """Write one line per rollout to `path`, which is complete or not there at all, and return it.
 
-    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it. Where the name ends in `.zst`
-    the lines are compressed.
+    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it, and what an update saw of them.
+    Where the name ends in `.zst` the lines are compressed.
     """
-    with_tokens = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
+    shown = first_prompts(rollouts, token_groups)
     temporary = path.with_suffix(".tmp")
     with _opened(temporary, compressed=path.suffix == ZSTD) as file:
         for index, rollout in enumerate(rollouts):
             advantage = None if advantages is None else advantages[index]
-            line = dump_line(record_of(rollout, advantage, with_tokens=rollout.prompt.uid in with_tokens))
+            record = record_of(rollout, advantage)
+            tokens: dict[str, Any] = {}
+            if rollout.prompt.uid in shown:
+                tokens = token_record(rollout, (seen or {}).get((rollout.prompt.uid, rollout.sample_index)))
+            line = dump_line(record | tokens)
             hidden = hide_known(line)
             if hidden != line:  # the tokens would give away what is hidden in the text
-                hidden = hide_known(dump_line(record_of(rollout, advantage, with_tokens=False)))
+                hidden = hide_known(dump_line(record))
             file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
+
+
+def first_prompts(rollouts: Sequence[Rollout], num_groups: int) -> set[str]:
+    """Return the uids of the prompts of the first `num_groups` groups."""
+    return set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:num_groups])
 
 
 @contextlib.contextmanager
@@ -168,8 +214,8 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
             yield packed
 
 
-def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: bool = False) -> dict[str, Any]:
-    """Return one rollout as a line of the log has it; with its tokens and their log-probs where that is asked for."""
+def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
+    """Return one rollout as a line of the log has it, without its tokens."""
     logprobs = np.asarray(rollout.rollout_logprobs)
     sampled = np.concatenate([logprobs[start : start + length] for start, length in rollout.spans] or [logprobs[:0]])
     optional = {
@@ -178,8 +224,6 @@ def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: 
         "steps": rollout.steps,
         "failure": rollout.failure,
         "failure_cause": rollout.failure_cause,
-        "token_ids": np.asarray(rollout.response_ids) if with_tokens else None,
-        "token_logprobs": [round(value, 4) for value in logprobs.tolist()] if with_tokens else None,
         "ended": None if rollout.episode is None else rollout.episode.ended,
         "num_turns": None if rollout.episode is None else len(rollout.episode.turns),
         "episode": None if rollout.episode is None else episode_record(rollout.episode),
@@ -200,6 +244,32 @@ def record_of(rollout: Rollout, advantage: float | None = None, *, with_tokens: 
         "response_length": len(rollout.response_ids),
         "rollout_logprob_mean": float(sampled.mean(dtype="float64")) if len(sampled) else None,
     } | {name: value for name, value in optional.items() if value is not None}
+
+
+def token_record(rollout: Rollout, seen: TokenValues | None) -> dict[str, Any]:
+    """Return the tokens of a rollout as a line of the log has them: ids, log-probs, and what the update saw.
+
+    `token_ratios` are those of the trained policy's probability of a token to the sampling one's. A token that was not
+    trained has no ratio and no advantage.
+    """
+    logprobs = np.asarray(rollout.rollout_logprobs)
+    record: dict[str, Any] = {
+        "token_ids": np.asarray(rollout.response_ids),
+        "token_logprobs": [round(value, 4) for value in logprobs.tolist()],
+    }
+    if seen is not None and seen.policy_logprobs is not None:
+        ratios = np.exp(seen.policy_logprobs.astype("float64") - logprobs[seen.places])
+        record["token_ratios"] = _at_places(ratios, seen.places, len(logprobs))
+    if seen is not None and seen.advantages is not None:
+        record["token_advantages"] = _at_places(seen.advantages, seen.places, len(logprobs))
+    return record
+
+
+def _at_places(values: np.ndarray, places: np.ndarray, length: int) -> list[float | None]:
+    out: list[float | None] = [None] * length
+    for place, value in zip(places.tolist(), values.tolist(), strict=True):
+        out[place] = round(value, 4)
+    return out
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:

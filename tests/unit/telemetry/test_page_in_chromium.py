@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from run_folders import answer, episode, make_run
 
@@ -22,7 +23,7 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.page import page_file
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.page.page_server import PageServer
-from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import TokenValues, write_rollouts
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
 
@@ -100,8 +101,12 @@ def test_nothing_on_a_phone_is_wider_than_the_phone(tab: Tab, page: Path) -> Non
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360, name
 
 
+CHART = "document.querySelector('.card.small canvas')"
+"""The first curve: it is drawn when the browser has said that its place is on the screen."""
+
+
 def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
-    tab.open(address(page, tab="curves", find="kl_loss"))
+    tab.open(address(page, tab="curves", find="kl_loss"), wait_for=CHART)
     assert tab.evaluate("[...document.querySelectorAll('.card.small h3')].map((one) => one.textContent)") == ["actor/kl_loss"]
     # What is saved is caught where it becomes a file.
     tab.evaluate(
@@ -125,7 +130,7 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
 
 
 def test_smoothing_is_the_corrected_exponential_average(tab: Tab, page: Path) -> None:
-    tab.open(address(page, tab="curves", find="kl_loss", smooth=0.5))
+    tab.open(address(page, tab="curves", find="kl_loss", smooth=0.5), wait_for=CHART)
     # 0.01, 0.02, 0.03 at share 0.5: (0.25*0.01 + 0.5*0.02) / 0.75 = 0.01667 at the second.
     tab.evaluate(
         "window.__saved = []; HTMLAnchorElement.prototype.click = () => 0; URL.createObjectURL = (blob) => { window.__saved.push(blob); return ''; }; 0"
@@ -140,7 +145,7 @@ def test_several_runs_lie_over_each_other(tab: Tab, tmp_path: Path) -> None:
     runs = [make_run(tmp_path, name, num_steps=steps) for name, steps in (("one", 4), ("two", 8))]
     page = write_page(runs)
     assert page == tmp_path / "runs.html"
-    tab.open(address(page, tab="curves", find="kl_loss"))
+    tab.open(address(page, tab="curves", find="kl_loss"), wait_for=CHART)
     assert re.search(r"one 0\.04\s+two 0\.08", text(tab, ".card.small"))
     tab.open(address(page, tab="overview", run=1))
     assert text(tab, "h1") == "two" and "8 of 8" in text(tab, ".top")
@@ -177,7 +182,11 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
             episode(row, 1, ["40", "45", "50"], ["more", "more"], ended="turns"),
         )
     ]
-    write_rollouts(run / "rollouts" / "step_2.jsonl", rollouts, [0.7, -0.7] * 2, token_groups=1)
+    first = rollouts[0]
+    places = np.concatenate([np.arange(start, start + length) for start, length in first.spans])
+    policy = np.asarray(first.rollout_logprobs)[places] + np.linspace(-0.5, 0.5, len(places))
+    seen = {(first.prompt.uid, first.sample_index): TokenValues(places, policy, np.linspace(-1.0, 1.0, len(places)))}
+    write_rollouts(run / "rollouts" / "step_2.jsonl", rollouts, [0.7, -0.7] * 2, token_groups=1, seen=seen)
     return write_page([run])
 
 
@@ -209,6 +218,13 @@ def test_an_episode_is_a_conversation_whose_sampled_turns_are_marked(tab: Tab, g
     assert turns(":not(.trained)", "one.querySelectorAll('pre span').length") == [[0], [0, 0]]
     assert turns(".trained", "one.querySelectorAll('pre span').length")[1] == [3, 3, 3]
     assert "log-prob -0.1" in tab.evaluate("document.querySelector('.trained span[title]').title")
+    for way, said in (("ratio", "ratio 0.6065"), ("advantage", "advantage -1")):
+        tab.open(address(games, tab="rollouts", step=2, group="2.0", colour=way), **opened)
+        colours = tab.evaluate(
+            "[...document.querySelector('.rollout').querySelectorAll('.trained pre span')].map((one) => one.style.background)"
+        )
+        assert colours[0].startswith("rgba(220, 60, 60") and colours[-1].startswith("rgba(34, 160, 90"), (way, colours)
+        assert said in tab.evaluate("document.querySelector('.trained span[title]').title")
     assert tab.problems == []
     tab.size(360, 740)
     tab.open(address(games, tab="rollouts", step=2, group="2.0"), **opened)

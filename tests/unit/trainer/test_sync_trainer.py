@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
+from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.data.dataset import PromptDataset, load_dataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
@@ -83,8 +85,16 @@ class Policy:
         assert batch.token_advantages() is not None
         self.calls.append("update")
         self.trained.append(batch)
+        self.seen: dict[int, torch.Tensor] = {}
+        if batch.shown_N is not None:
+            logprobs = with_rollout_logprobs(batch).rollout_logprobs_T
+            parts = (logprobs + math.log(1.5)).split(batch.trained_lengths_N.tolist())
+            self.seen = {number: part for number, part in enumerate(parts) if batch.shown_N[number] >= 0}
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
+
+    def shown_logprobs(self) -> dict[int, torch.Tensor]:
+        return self.seen
 
     def save(self, folder: Path) -> dict[str, tuple[int, str]]:
         self.calls.append("save")
@@ -184,9 +194,10 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         critic: Critic | None = None,
         policy: Policy | None = None,
         pool: Any = None,
+        token_groups: int = 0,
     ) -> tuple[Run, Policy]:
         policy = policy or Policy()
-        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir, token_groups=token_groups))
         reference_role = policy if reference else None
         roles = Roles(actor=policy, rollout=pool or policy, rewarder=rewarder, reference=reference_role, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
@@ -197,6 +208,18 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
     yield trainer
     console.close()
     run_dir.release()
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_the_log_has_the_ratios_of_the_first_groups_tokens_where_they_were_trained(make, warmup):
+    config = make_config()
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, critic_warmup=warmup))
+    trainer, _ = make(config, total_steps=1, with_val=False, token_groups=1)
+    trainer.fit()
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
+    assert ["token_ids" in record for record in records] == [True] * 4 + [False] * 4
+    assert [record.get("token_ratios") for record in records[:4]] == [None if warmup else [1.5, 1.5]] * 4
+    assert not any("token_advantages" in record for record in records), "every token has that of its response"
 
 
 class FarPolicy(Policy):
