@@ -165,6 +165,8 @@ def gradient_spikes(run: RunRecord) -> Finding | None:
     if not spikes or len(spikes) > len(points) // 4:
         return None
     clip = run.setting("actor_rollout_ref.actor.optim.clip_grad")
+    if len(spikes) == 1 and isinstance(clip, int | float) and clip > 0:
+        return None  # clipping took the only one there was
     largest = max(spikes, key=lambda spike: spike[1])
     return Finding(
         name="gradient_spikes",

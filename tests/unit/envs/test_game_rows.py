@@ -150,7 +150,7 @@ def test_demonstrations_from_many_worlds_have_names_of_their_own() -> None:
         answer = row["reward_model"]["ground_truth"]
         assert len(said) == 6 and answer in said[4] and answer in said[5]
         query = json.loads(said[3].removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]["query"]
-        assert query in said[2] and said[4].startswith(f"[{query}]")
+        assert query.removesuffix(" wrote") in said[2] and said[4].startswith(f"[{query}]")
 
 
 def test_demonstrations_of_the_calculator_are_what_an_episode_with_it_is() -> None:

@@ -203,6 +203,14 @@ def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed
     assert learning.is_healthy, as_text(learning)
 
 
+def test_one_spike_that_was_clipped_is_no_finding() -> None:
+    # The figures of scripts/ill_runs.py, paradigm/sft: one batch of twelve times the median, clipped at 1, without a trace.
+    once: dict[str, Series | None] = {"actor/grad_norm": lambda step: 11.9 if step == 13 else 0.9}
+    assert "gradient_spikes" not in [one.name for one in diagnose(run(once)).findings]
+    twice: dict[str, Series | None] = {"actor/grad_norm": lambda step: 11.9 if step in (5, 13) else 0.9}
+    assert "gradient_spikes" in [one.name for one in diagnose(run(twice)).findings]
+
+
 def test_a_kl_that_grows_from_step_to_step_is_no_step_that_is_too_large() -> None:
     changes: dict[str, Series | None] = {"reward/mean": ramp(0.5, 0.3)}
     grown = diagnose(run(changes | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15))

@@ -53,6 +53,21 @@ class Person:
     teacher: str
     """The name of the person that taught this one."""
 
+    @property
+    def birth(self) -> str:
+        """The name of the text with the town, and the words that find it."""
+        return f"{self.name} born"
+
+    @property
+    def lesson(self) -> str:
+        """The name of the text with the teacher, and the words that find it."""
+        return f"{self.name} taught"
+
+    @property
+    def work(self) -> str:
+        """The name of the text with the book, and the words that find it."""
+        return f"{self.name} wrote"
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -63,13 +78,17 @@ class World:
     """The land that each town lies in."""
 
     def texts(self) -> dict[str, str]:
-        """Return the facts as short texts by name, one for each person and each town: what a retrieval tool searches."""
+        """Return the facts as short texts by name, three for each person and one for each town: what a retrieval tool searches.
+
+        A person's name is twice in the person's own texts, so that these rank before those that only mention it. The fact comes
+        last: a network of two layers learns to copy from a place that is always as far away, and hardly from any other.
+        """
         found = {}
         for person in self.people:
-            found[person.name] = (
-                f"{person.name}, a {person.trade}, was born in {person.town}. {person.name} wrote the book "
-                f'"{person.book}" and was taught by {person.teacher}.'
-            )
+            first = f"{person.name} is a {person.trade}. {person.name}"
+            found[person.birth] = f"{first} was born in {person.town}."
+            found[person.lesson] = f"{first} was taught by {person.teacher}."
+            found[person.work] = f'{first} wrote the book "{person.book}".'
         for town, land in self.lands.items():
             found[town] = f"{town} is a town in {land}."
         return found
@@ -197,28 +216,28 @@ def _asked(rng: random.Random, hops: int, known: World) -> Chain:
     land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
     lands = tuple(sorted(set(known.lands.values())))
     steps: tuple[tuple[str, str], ...]
-    by_book, by_teacher = ((person.book, person.name),), ((teacher.name, teacher.name), (teacher.town, teacher.town))
+    by_book, learnt = ((person.book, person.work),), (person.lesson, person.lesson)
+    by_teacher = (learnt, (teacher.birth, teacher.birth), (teacher.town, teacher.town))
     if hops == 1:
         names = tuple(by_name)
         return Chain(f"What is the name of {author}?", f'author of "{person.book}"', by_book, person.name, names)
     if hops == 2:
         kind = rng.choice(("land of a person", "book of a teacher"))
         if kind == "land of a person":
-            steps = ((person.name, person.name), (person.town, person.town))
+            steps = ((person.birth, person.birth), (person.town, person.town))
             return Chain(f"In which land was {person.name} born?", f"land of {person.name}", steps, land, lands)
         question = f"Which book did the teacher of {person.name} write?"
-        steps = ((person.name, person.name), (teacher.name, teacher.name))
+        steps = (learnt, (teacher.work, teacher.work))
         books = tuple(one.book for one in known.people)
         return Chain(question, f"book of teacher of {person.name}", steps, teacher.book, books)
     if hops == 3:
         question = f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land."
-        steps = ((person.name, person.name), *by_teacher)
-        return Chain(question, f"land of teacher of {person.name}", steps, land_of_teacher, lands)
+        return Chain(question, f"land of teacher of {person.name}", by_teacher, land_of_teacher, lands)
     question = f"In which land was the teacher of {author} born?"
     return Chain(
         question,
         f'land of teacher of author of "{person.book}"',
-        (*by_book, (person.name, person.name), *by_teacher),
+        (*by_book, *by_teacher),
         land_of_teacher,
         lands,
     )
