@@ -1,21 +1,32 @@
-"""The distribution of the integration tests over several processes (pytest-xdist, --dist loadgroup)."""
+"""The distribution of the integration tests over several processes (pytest-xdist, --dist loadfile)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_processes import RankProcesses, make_model
+from xdist.scheduler import LoadFileScheduling
 
-ALONE = "test_training.py"
+ALONE = "/test_training.py"
 """Its tests are whole runs and share next to nothing: they go to whoever is free. All others keep to their file."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name != ALONE:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+class FilesOrRuns(LoadFileScheduling):
+    """Give a process all tests of a file, whose fixtures they share, or one test of the file of whole runs.
+
+    `--dist loadgroup` would do, but pytest-xdist 3.8 reads no groups under pytest 9.2 (pytest-xdist, issue 1386).
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return nodeid if file.endswith(ALONE) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrRuns | None:
+    return FilesOrRuns(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 class RanksBySize(dict[int, RankProcesses]):
