@@ -24,7 +24,6 @@ def two_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Ray's processes have to find the probe below, too.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setenv("RAY_gcs_server_port_wait_time_s", f"{START_S:.0f}")
         cluster = RayCluster()
         cluster.add_node(num_cpus=4, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": "0,1"}, include_dashboard=False)
         cluster.add_node(num_cpus=4, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": "5,7"})

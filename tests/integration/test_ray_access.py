@@ -110,6 +110,26 @@ def _gcs() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def test_a_cluster_of_another_kind_starts_in_the_same_process_after_a_local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.cluster_utils import Cluster as RayCluster
+
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with ray_session(RayInitConfig(), 1):
+        assert not auth.answers_without_token(_gcs())
+    assert "RAY_AUTH_MODE" not in os.environ
+    cluster = RayCluster()
+    try:
+        # With token mode left on and no token, its head ends at once, and Ray waits 30 s for a file of it.
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+        ray.init(address=cluster.address, log_to_driver=False)
+        assert ray.get(ray.remote(lambda: 7).remote(), timeout=60) == 7
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 def test_what_ray_reports_by_itself_is_in_its_log_and_not_on_the_screen(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

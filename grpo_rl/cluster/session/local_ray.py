@@ -22,6 +22,7 @@ from grpo_rl.config.secrets import remember
 LOOK_S = 1.0
 """The longest wait for this machine's own address to answer."""
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+MODE_VARIABLE = "RAY_AUTH_MODE"
 
 
 @contextmanager
@@ -30,20 +31,23 @@ def own_token() -> Iterator[None]:
 
     Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all users that may enter
     that folder: with it, another user of the machine could make Ray run code. A variable can be read by this user's
-    processes only.
+    processes only. Afterwards this process is as before, and can start or join clusters of another kind.
     """
-    if any(name in os.environ for name in TOKEN_VARIABLES) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        yield
-        return
-    token = secrets.token_hex(32)
-    remember([token])
-    os.environ["RAY_AUTH_TOKEN"] = token
+    mode = os.environ.get(MODE_VARIABLE)
+    has_token = any(name in os.environ for name in TOKEN_VARIABLES)
+    makes_token = not has_token and (mode or "token").lower() == "token"
+    if makes_token:
+        token = secrets.token_hex(32)
+        remember([token])
+        os.environ["RAY_AUTH_TOKEN"] = token
     try:
         yield
     finally:
-        del os.environ["RAY_AUTH_TOKEN"]
+        if makes_token:
+            del os.environ["RAY_AUTH_TOKEN"]
         if "ray" in sys.modules:
             forget_token()
+            restore_mode(mode)
 
 
 def forget_token() -> None:
@@ -52,6 +56,24 @@ def forget_token() -> None:
 
     raylet: Any = ray._raylet  # which has no types
     raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def restore_mode(mode: str | None) -> None:
+    """Undo that `ray.init` switches tokens on for this process and those below it, for as long as it lives.
+
+    The head of a cluster that is started later by other means, with that mode and no token, ends as soon as it has
+    started; all that is seen of it is that Ray waits for a file in vain.
+    """
+    if os.environ.get(MODE_VARIABLE) == mode:
+        return
+    import ray._raylet
+
+    if mode is None:
+        del os.environ[MODE_VARIABLE]
+    else:
+        os.environ[MODE_VARIABLE] = mode
+    raylet: Any = ray._raylet  # which has no types
+    raylet.Config.initialize("")  # reads the environment again
 
 
 @contextmanager

@@ -81,8 +81,6 @@ def connecting(
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray gives up after 30 s, which a busy machine has exceeded.
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{START_S:.0f}")
     with watched(record) as folder, ExitStack() as stack:
         connection = Connection(config, num_cpus, folder, on_lost, warn, log or folder / LOG_OF_RAY)
         if connection.is_local:
