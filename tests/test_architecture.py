@@ -1,14 +1,11 @@
-"""The house rules that a machine can check: who may import whom, sizes of files, and what is never done."""
+"""The house rules that a machine can check: who may import whom, and what is never done."""
 
 from __future__ import annotations
 
 import ast
-import io
 import json
-import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -73,24 +70,6 @@ NEIGHBOURS = {
     ("commands", "main"),
     # The answer in an original solution is found as a rule finds it in a response.
     ("data", "rewards"),
-}
-LONGEST_FILE = 500
-LONGEST_FUNCTION = 60
-MOST_ENTRIES = 14
-"""The most files and folders in a wing: about what the eye takes in at once."""
-SAYS_NOTHING = {
-    *("parts", "numbers", "order", "update", "presence", "watch", "hiding", "host", "flat", "wire"),
-    *("utils", "util", "helpers", "common", "misc", "base", "core", "tools"),
-}
-NAMED_TWICE = {
-    "registry": "the mechanism, and the tables of the rewards and of the tasks",
-    "text": "the plan's page, and text for people in general",
-    "compose": "the configuration, and the reward, each put together from its parts",
-    "algorithm": "the keys of `algorithm.*`, and the plan's part about them",
-    "critic": "the keys of `critic.*`, and the worker",
-    "contract": "what an estimator, and what a policy loss, takes and returns",
-    "__main__": "all commands, and the preparation of data alone",
-    "registered": "all estimators, and all policy losses",
 }
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
@@ -221,83 +200,6 @@ def cycle_from(start: str, graph: dict[str, set[str]]) -> list[str]:
                 seen.add(following)
                 paths.append([*path, following])
     return []
-
-
-FROM_MAIN_TO_LOSS = [
-    ("main.py", "main", "_run"),
-    ("main.py", "_run", "run"),
-    ("cluster/launch.py", "run", "train"),
-    ("cluster/launch.py", "train", "fit"),
-    ("trainer/run.py", "fit", "_fit"),
-    ("trainer/run.py", "_fit", "_whole_step"),
-    ("trainer/run.py", "_whole_step", "step"),
-    ("trainer/sync.py", "step", "train"),
-    ("trainer/sync.py", "train", "_update"),
-    ("trainer/sync.py", "_update", "update"),
-    ("cluster/roles/actor_role.py", "update", "update"),  # named in the call of all ranks
-    ("workers/trained_rank.py", "update", "_optimizer_step"),
-    ("workers/trained_rank.py", "_optimizer_step", "loss"),
-    ("workers/actor.py", "loss", "objective"),
-    ("algos/objective.py", "__call__", "_policy_loss"),
-    ("algos/objective.py", "_policy_loss", "POLICY_LOSSES"),
-    ("algos/losses/clip.py", "vanilla", "TokenLoss"),
-]
-"""The way of a step's tokens: in which file which function calls what."""
-MOST_FILES_TO_THE_LOSS = 9
-
-
-def test_a_reader_comes_from_the_command_to_the_loss_in_nine_files() -> None:
-    entered = {"objective": "__call__", "POLICY_LOSSES": "vanilla"}
-    for (file, function, called), following in zip(FROM_MAIN_TO_LOSS, [*FROM_MAIN_TO_LOSS[1:], None], strict=True):
-        [body] = [node for node in nodes(file) if isinstance(node, ast.FunctionDef) and node.name == function]
-        calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
-        assert any(called in called_names(call) for call in calls), f"{file}: {function} calls no {called}"
-        assert following is None or following[1] == entered.get(called, called), "the way has a gap"
-    files = list(dict.fromkeys(file for file, _, _ in FROM_MAIN_TO_LOSS))
-    assert len(files) <= MOST_FILES_TO_THE_LOSS, files
-
-
-def called_names(call: ast.Call) -> set[str]:
-    """The words by which something is called: its name, those before its dots, and a method that is named in a string."""
-    words = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
-    words |= {node.attr for node in ast.walk(call.func) if isinstance(node, ast.Attribute)}
-    return words | {argument.value for argument in call.args[:1] if isinstance(argument, ast.Constant)}
-
-
-def test_files_are_short() -> None:
-    lines = {file: len(text_of(file).splitlines()) for file in names()}
-    assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}
-
-
-def test_functions_are_short() -> None:
-    def broken(file: str) -> Iterator[str]:
-        for node in nodes(file):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > LONGEST_FUNCTION:
-                    yield f"{node.lineno}: {node.name} has {length} lines"
-
-    every_file(broken)
-
-
-def test_every_wing_is_read_at_a_glance() -> None:
-    wings = [path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__"]
-    entries = {str(wing.relative_to(PACKAGE)): len(own_entries(wing)) for wing in wings}
-    assert {wing: count for wing, count in entries.items() if count > MOST_ENTRIES} == {}
-
-
-def own_entries(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
-
-
-def test_names_of_files_explain_themselves() -> None:
-    assert [file for file in names() if Path(file).stem in SAYS_NOTHING] == []
-    places: dict[str, list[str]] = {}
-    for file in names():
-        if Path(file).name != "__init__.py":
-            places.setdefault(Path(file).stem, []).append(str(Path(file).parent))
-    twice = {name: folders for name, folders in places.items() if len(folders) > 1}
-    assert set(twice) == set(NAMED_TWICE), "a base name stands twice only where the folders before it tell the two apart"
 
 
 def test_package_files_are_empty() -> None:
@@ -462,68 +364,6 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     unread = [key for key in leaves() if key.rpartition(".")[2] not in read]
     # Both of its values mean FSDP2: the key is there so that verl's commands run.
     assert unread == ["actor_rollout_ref.actor.strategy"]
-
-
-HEADLESS = {
-    *("Of", "For", "With", "To", "In", "As", "At", "From", "By", "On"),
-    *("Who", "Where", "When", "Which", "How", "Why", "What", "Whether", "Told"),
-}
-"""Words that begin a clause and no statement: a docstring says `Return whether ...` and not `Whether ...`."""
-OF_PERSONS = re.compile(r"\b(told|nobody|somebody|anybody|everybody|whoever|who|whom)\b", re.IGNORECASE)
-"""Words of persons: processes, threads, files and functions are things."""
-ABOUT_PERSONS: set[str] = set()
-"""Lines that are about persons, and may have such a word."""
-
-
-def docstrings(module: Sequence[ast.AST]) -> Iterator[ast.Constant]:
-    """Yield the docstring of each module, class and function, and the text below each attribute or constant."""
-    for node in module:
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            constant = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-                yield constant
-
-
-def headless(module: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield line and first line of each docstring that begins in the middle of a sentence."""
-    for constant in docstrings(module):
-        first = str(constant.value).strip().partition("\n")[0]
-        if re.split(r"\W", first)[0] in HEADLESS:
-            yield constant.lineno, first
-
-
-def about_persons(text: str, module: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield each line of a docstring, comment or message with a word of persons; names in backticks do not count."""
-    constants = [node for node in module if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    pieces = [(node.lineno, str(node.value)) for node in constants]
-    # Taking a file apart for its comments is slow: only where such a word stands anywhere in it.
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline) if OF_PERSONS.search(text) else ()
-    pieces += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    for first, piece in pieces:
-        for number, line in enumerate(piece.splitlines()):
-            if OF_PERSONS.search(re.sub(r"`[^`]*`", "", line)) and line.strip() not in ABOUT_PERSONS:
-                yield first + number, line.strip()
-
-
-def test_a_headless_docstring_and_a_word_of_persons_are_found() -> None:
-    texts = ["Whether it is so.", "Of its answers.", "\nWhat is told.\n", "Return whether it is so.", "Offers an answer."]
-    modules = [ast.parse(f'def f():\n    """{text}"""') for text in texts]
-    modules += [ast.parse(f'class C:\n    x: int = 0\n    """{text}"""') for text in texts]
-    assert [bool(list(headless(list(ast.walk(module))))) for module in modules] == [True, True, True, False, False] * 2
-    lines = ["# nobody waits", "x = 'the worker who died'", '"""Whoever asks."""', "# the user `nobody`", "whole = 'known'"]
-    found = [list(about_persons(line + "\n", list(ast.walk(ast.parse(line))))) for line in lines]
-    assert [bool(places) for places in found] == [True, True, True, False, False]
-
-
-def test_docstrings_begin_with_a_statement() -> None:
-    every_file(lambda file: (f"{line}: {first}" for line, first in headless(nodes(file))))
-    scripts = {path.name: list(ast.walk(ast.parse(path.read_text()))) for path in (ROOT / "scripts").glob("*.py")}
-    assert [f"{name}:{line}: {first}" for name, module in scripts.items() for line, first in headless(module)] == []
-
-
-def test_things_are_no_persons() -> None:
-    every_file(lambda file: (f"{line}: {words}" for line, words in about_persons(text_of(file), nodes(file))))
 
 
 def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
