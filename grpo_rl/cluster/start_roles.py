@@ -15,7 +15,7 @@ import ray
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Pool, Slot
+from grpo_rl.cluster.processes.placement import Pool, Slot, raylets
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
@@ -133,7 +133,8 @@ class Cluster:
         """Return each process's rank and the address where the set meets, once its processes run."""
         places = worker_set.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
-        if all(place[0] == address for place in places):
+        # Not where only this set is on one node: by NCCL rank 0 of the actor meets the engines, too.
+        if len({node for node, _ in raylets(self.places()).values()}) == 1:
             address = "127.0.0.1"
         trainer, size = self.config.trainer, len(worker_set)
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
