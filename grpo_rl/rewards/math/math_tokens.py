@@ -44,13 +44,14 @@ FORMULA_MARK = r"(\\\\)|\\[()\[\]]"
 """`\\(` and the like around a formula, and `\\\\`, which ends a row and may stand before a bracket."""
 
 # Thousands. Patterns are text: `re` compiles one when it is first asked for, and keeps it, so that the start of a process
-# does not pay for it. Repeats are possessive: they never read a digit twice, so time stays linear.
+# does not pay for it. A group is never possessive: `re` before Python 3.11.5 gets such repeats wrong. What a repeat gives back
+# is followed by a comma or a digit, which `_END` refuses at once, so time stays linear.
 _FIRST, _END = r"(?<![0-9.,])[1-9][0-9]{0,2}", r"(?![0-9]|[.,][0-9]|,\\!|\{,\})"
-COMMAS = rf"{_FIRST}(?:,[0-9]{{3}})++(?:\.[0-9]++)?+{_END}"
+COMMAS = rf"{_FIRST}(?:,[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
 """`1,000`: the comma may separate thousands or the elements of a list."""
-TIGHT_COMMAS = rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})++(?:\.[0-9]++)?+{_END}"
+TIGHT_COMMAS = rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
 """`1,\\!000` and `1{,}000`: the writer took the space after the comma away, so the comma separates thousands."""
-SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})++(?:\.[0-9]++)?+"
+SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})+(?:\.[0-9]++)?"
 """`12\\,345`, where an answer holds nothing else."""
 DECIMAL_COMMA = rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}"
 LIST_COMMA = r",(?:\s|\\[,;: ]|~|\\q?quad)"

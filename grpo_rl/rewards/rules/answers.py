@@ -10,8 +10,8 @@ OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 PHRASES = ("final answer is", "answer is", "answer:")
 TAIL = 1_000
 """Characters at the end of a response in which an answer without a box or tags is looked for."""
-FORMULA = r"\$\$((?:[^\\$]|\\.)*+)\$\$|\$((?:[^\\$\n]|\\[^\n])++)\$|\\\(((?:[^\\]|\\[^)])*+)\\\)|\\\[((?:[^\\]|\\[^]])*+)\\\]"
-"""A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`."""
+FORMULA = r"\$\$((?:[^\\$]|\\.)*)\$\$|\$((?:[^\\$\n]|\\[^\n])+)\$|\\\(((?:[^\\]|\\[^)])*)\\\)|\\\[((?:[^\\]|\\[^]])*)\\\]"
+"""A formula in `$$`, `$` (where `\\$` is a dollar sign inside), `\\(` or `\\[`. No place inside can be its end."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
