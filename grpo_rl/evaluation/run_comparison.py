@@ -26,7 +26,7 @@ from grpo_rl.errors import DataError
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.terminal.step_line import validation_keys
 
 Axis = Literal["step", "tokens", "seconds"]
@@ -206,10 +206,7 @@ def _tested(
 
 
 def _by_prompt(group: RunGroup, metric: str, axis: Axis, at: float) -> dict[tuple[str, str], float]:
-    """Return the mean value of the responses to each validation prompt, over the group's runs, at the validation nearest there.
-
-    A prompt is known by its uid, the row of the data, and its text.
-    """
+    """Return the mean value of the responses to each validation prompt, over the group's runs, at the validation nearest there."""
     from grpo_rl.evaluation.evaluation_results import values_of
 
     source = metric.removeprefix("val/").rpartition("/")[0]
@@ -223,7 +220,7 @@ def _by_prompt(group: RunGroup, metric: str, axis: Axis, at: float) -> dict[tupl
         try:
             for record in read_rollouts(files[nearest[0]]):
                 if record["data_source"] == source:
-                    records.setdefault((str(record["uid"]), str(record["prompt"])), []).append(record)
+                    records.setdefault(prompt_key(record), []).append(record)
         except (OSError, ValueError, KeyError):
             return {}
         sizes = {len(group) for group in records.values()}

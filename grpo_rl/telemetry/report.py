@@ -12,7 +12,7 @@ from typing import Any
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, read_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, prompt_key, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys, validation_keys
 from grpo_rl.telemetry.terminal.text import duration, number, safe_text
@@ -149,7 +149,7 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
     title = f"The same prompts before (step {first_step}) and after (step {last_step})" if len(states) > 1 else "Some prompts"
     lines = [f"{title}, drawn at random"]
     for prompt in chosen:
-        lines += ["", *_labelled("prompt", prompt)]
+        lines += ["", *_labelled("prompt", prompt[1])]
         truth = before[prompt].get("ground_truth")
         if truth is not None:
             lines += _labelled("truth", str(truth))
@@ -159,9 +159,8 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
     return "\n".join(lines)
 
 
-def _by_prompt(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    # Matched by text: a uid names one occurrence of a row, and each validation is another.
-    return {record["prompt"]: record for record in records if record["sample"] == 0}
+def _by_prompt(records: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {prompt_key(record): record for record in records if record["sample"] == 0}
 
 
 def _reward(record: dict[str, Any]) -> str:

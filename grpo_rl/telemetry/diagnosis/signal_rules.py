@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES
 
 FEW_STEPS = 3
@@ -255,7 +256,7 @@ def validation_noise(run: RunRecord) -> Finding | None:
             continue
         change = points[-1][1] - points[0][1]
         mean = (points[0][1] + points[-1][1]) / 2
-        prompts = len({one.get("prompt") for one in run.rollouts(points[-1][0], val=True)})
+        prompts = len({prompt_key(one) for one in run.rollouts(points[-1][0], val=True)})
         if not prompts or not 0 < mean < 1 or run.num_steps < 5:
             continue
         error = math.sqrt(2 * mean * (1 - mean) / prompts)
@@ -311,7 +312,7 @@ def _rollouts_per_step(run: RunRecord) -> float:
 
 def _standard_error(run: RunRecord, step: int, share: float) -> float:
     """Return the standard error of a share over the prompts of one validation; 0 where their number is not known."""
-    prompts = len({one.get("prompt") for one in run.rollouts(step, val=True)})
+    prompts = len({prompt_key(one) for one in run.rollouts(step, val=True)})
     return math.sqrt(max(0.0, share * (1 - share)) / prompts) if prompts else 0.0
 
 

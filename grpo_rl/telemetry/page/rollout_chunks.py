@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 
 Record = Mapping[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
 """A function from the ids of tokens to their texts."""
 
 INDEX = "index"
-FORMAT = 1
+FORMAT = 2
 """The version of the index; files of another one are written anew."""
 INLINE_BYTES = 12 * 2**20
 """The most bytes of logged rollouts that are kept in the page itself instead of beside it."""
@@ -112,7 +112,7 @@ class _Packer:
         self._pieces = pieces
         self._earlier = {(entry["kind"], entry["step"]): entry for entry in (earlier or {}).get("steps", [])}
         self._stamped = dict((earlier or {}).get("stamps", {}))
-        self._prompts: dict[str, int] = {key: place for place, (key, _) in enumerate((earlier or {}).get("prompts", []))}
+        self._prompts: dict[str, int] = {key: place for place, (key, *_) in enumerate((earlier or {}).get("prompts", []))}
         self._previews: list[list[str]] = list((earlier or {}).get("prompts", []))
         self._sources = list((earlier or {}).get("sources", []))
         self._failures = list((earlier or {}).get("failures", []))
@@ -167,11 +167,12 @@ class _Packer:
 
     def _entry(self, group: Sequence[Record]) -> list[Any]:
         """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables."""
-        prompt, source = str(group[0].get("prompt", "")), str(group[0].get("data_source", ""))
-        key = hashlib.sha1(f"{prompt}\0{group[0].get('ground_truth')}".encode(errors="replace")).hexdigest()[:12]
+        (row, prompt), source = prompt_key(group[0]), str(group[0].get("data_source", ""))
+        key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
         if key not in self._prompts:
             self._prompts[key] = len(self._previews)
-            self._previews.append([key, prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]])
+            preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
+            self._previews.append([key, preview, row if row.startswith("row ") else ""])
         failures = [
             [place, _place(self._failures, str(one["failure"]))] for place, one in enumerate(group) if one.get("failure")
         ]

@@ -307,6 +307,15 @@ def _unpacked(path: Path) -> bytes:
         return bytes(packed.read())
 
 
+def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what names the prompt of a logged rollout at every step: its row of the data, and its text.
+
+    Two rows may have the same text, such as games with one opening. A log without uids has the right answer in the row's place.
+    """
+    row = re.search(r"-r?(\d+)$", str(record.get("uid")))
+    return f"row {row[1]}" if row else f"answer {record.get('ground_truth')}", str(record.get("prompt", ""))
+
+
 def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
     """Return (step, file) of the first and of the last step in `folder`, which may be the same; None without any."""
     files = step_files(folder)

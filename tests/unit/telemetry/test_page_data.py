@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,17 @@ from run_folders import group, make_run
 from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
 from grpo_rl.errors import DataError
+from grpo_rl.telemetry.diagnosis import signal_rules
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.page import metric_columns, rollout_chunks, run_data
 from grpo_rl.telemetry.page.configuration import configuration, differences
 from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, read_chunk, unpack
 from grpo_rl.telemetry.page.token_pieces import pieces_of
+from grpo_rl.telemetry.report import report_text
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.types import Prompt, Rollout
 
 
 def test_the_interval_of_single_answers_is_wilsons() -> None:
@@ -286,3 +293,35 @@ def test_the_command_refuses_what_it_cannot_do(
     run = make_run(tmp_path, num_steps=1)
     assert main(["page", *(word.format(run=run) for word in words)]) == code
     assert said in capsys.readouterr().err
+
+
+def test_rows_with_one_text_are_different_prompts_on_every_screen(tmp_path: Path) -> None:
+    # Games with one opening; the row of a prompt is what its uid ends in, in every epoch and validation.
+    def games(step: int, uid: str, rewards: Sequence[float]) -> list[Rollout]:
+        return [
+            Rollout(
+                Prompt(f"{uid}{row}", (1,), "your move", "game", "x"), 0, (2,), (-0.1,), "stop", ((step, 1),), f"{step}/{row}", reward
+            )
+            for row, reward in enumerate(rewards)
+        ]  # fmt: skip
+
+    run_dir = RunDir.create(tmp_path, "r")
+    validations = {0: [0.0, 0.5, 0.0, 0.5] * 2, 8: [0.5, 0.0, 0.0, 0.5] * 2}
+    file = MetricsFile(run_dir.metrics_file)
+    for step in range(9):
+        if step in validations:
+            write_rollouts(run_dir.val / f"step_{step}.jsonl", games(step, "val-", validations[step]))
+        if step:
+            write_rollouts(run_dir.rollouts / f"step_{step}.jsonl", games(step, f"e{step}-r", [0.0, 1.0]))
+        file.log(step, ({"reward/mean": 0.5} if step else {}) | ({"val/game/mean@1": 0.25} if step in validations else {}))
+    file.close()
+    index = chunks_of(run_dir.path, tmp_path / "files").index
+    change = metric_columns.change(index, "game")
+    assert change is not None and (change["mean"], change["prompts"]) == (0.0, 8)
+    trained = [{group[0] for group in entry["groups"]} for entry in index["steps"] if entry["kind"] == "rollouts"]
+    assert len(trained) == 8 and all(prompts == trained[0] and len(prompts) == 2 for prompts in trained)
+    assert [row for _, text, row in index["prompts"] if text == "your move"][-1] == "row 7"
+    noise = signal_rules.validation_noise(RunRecord.of_folder(run_dir.path))
+    assert noise is not None and "on 8 prompts" in noise.evidence
+    samples = re.findall(r"(?:before|after) .*\] \d/(\d)", report_text(run_dir))
+    assert len(samples) == 8 and samples[::2] == samples[1::2]

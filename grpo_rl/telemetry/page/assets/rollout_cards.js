@@ -50,7 +50,7 @@ function longText(text) {
 
 function historyBox(all, group, history) {
   if (history.length < 2) return null;
-  const box = el('details', { className: 'history', open: true }, el('summary', {}, `This prompt at ${history.length} steps: `, learnt(all, history)));
+  const box = el('details', { className: 'history', open: true }, el('summary', {}, `This prompt at ${history.length} ${group.kind === 'val' ? 'validations' : 'steps'}: `, learnt(all, history)));
   whenShown(box, () => {
     const plot = namedChart(box, {
       x: history.map((one) => one.step),

@@ -98,12 +98,18 @@ function squares(all, group) {
   return el('span', { className: 'squares' }, group.rewards.slice(0, 64).map((reward, place) => el('i', { className: `square${failed.has(place) ? ' failed' : ''}${cut.has(place) ? ' cut' : ''}`, title: `#${place}: ${reward === null ? 'no reward' : number(reward)}${cut.has(place) ? ', cut' : ''}${failed.has(place) ? ', failed' : ''}`, style: { background: all.hue(reward) } })));
 }
 
+// Prompts of two rows may have the same text, such as games with one opening.
+function promptName(all, group) {
+  const [, text, row] = all.prompts[group.prompt];
+  return [row ? el('small', {}, `${row} `) : null, text];
+}
+
 function groupList(list, all, groups, withSteps) {
   refill(list);
   let count = 0;
   const more = el('button', { type: 'button', onclick: () => add() }, 'more');
   function add() {
-    const rows = groups.slice(count, count + ROWS).map((group) => el('button', { type: 'button', className: `row${`${group.step}.${group.place}` === chosen.group ? ' here' : ''}`, 'data-group': `${group.step}.${group.place}`, onclick: () => openGroup(group) }, el('span', { className: 'preview' }, withSteps ? el('b', {}, `${group.step} `) : null, all.prompts[group.prompt][1]), squares(all, group), el('span', { className: 'mean' }, number(group.mean, 3))));
+    const rows = groups.slice(count, count + ROWS).map((group) => el('button', { type: 'button', className: `row${`${group.step}.${group.place}` === chosen.group ? ' here' : ''}`, 'data-group': `${group.step}.${group.place}`, onclick: () => openGroup(group) }, el('span', { className: 'preview' }, withSteps ? el('b', {}, `${group.step} `) : null, promptName(all, group)), squares(all, group), el('span', { className: 'mean' }, number(group.mean, 3))));
     count += rows.length;
     more.remove();
     list.append(...rows);
@@ -131,7 +137,7 @@ function twoSteps(bar, list, detail, all, kind) {
     list.append(el('p', { className: 'muted' }, 'No prompt was answered at both steps.'));
     return;
   }
-  const rows = pairs.slice(0, 500).map((pair) => el('button', { type: 'button', className: 'row', 'data-group': `${pair.after.place}`, onclick: () => open(pair) }, el('span', { className: 'preview' }, all.prompts[pair.after.prompt][1]), el('span', { className: 'squares' }, squares(all, pair.before), el('span', { className: 'arrow' }, '→'), squares(all, pair.after)), el('span', { className: `mean ${pair.change > 0 ? 'up' : pair.change < 0 ? 'down' : ''}` }, signed(pair.change, 3))));
+  const rows = pairs.slice(0, 500).map((pair) => el('button', { type: 'button', className: 'row', 'data-group': `${pair.after.place}`, onclick: () => open(pair) }, el('span', { className: 'preview' }, promptName(all, pair.after)), el('span', { className: 'squares' }, squares(all, pair.before), el('span', { className: 'arrow' }, '→'), squares(all, pair.after)), el('span', { className: `mean ${pair.change > 0 ? 'up' : pair.change < 0 ? 'down' : ''}` }, signed(pair.change, 3))));
   put(list, [rows, pairs.length > 500 ? el('p', { className: 'muted' }, 'the 500 that changed most') : null]);
   async function open(pair) {
     for (const row of list.querySelectorAll('.row')) row.classList.toggle('here', row.dataset.group === String(pair.after.place));
