@@ -39,6 +39,10 @@ class PageBeside:
         self._process: subprocess.Popen[bytes] | None = None
         self._began = self._took = 0.0
         self._has_failed = False
+        if self.run is not None:
+            # Chunks are kept from one page of this run to the next; what lies there already may have come from elsewhere.
+            with contextlib.suppress(OSError):
+                (self.run / "page_files/index.js").unlink()
 
     def step(self, step: int) -> None:
         """Begin a new page where one is due and none is under way. Costs milliseconds."""
@@ -135,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
     state = next((word.removeprefix("state=") for word in words if word.startswith("state=")), None)
     try:
-        write_page([run], state=state)
+        write_page([run], state=state, keep=True)
     except GrpoRlError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -42,11 +42,11 @@ SCRIPTS = (
 LIVE = "live"
 
 
-def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None = None) -> Path:
+def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False) -> Path:
     """Write the page of the runs, which is complete or not there at all, and return its path.
 
     One run's page is `RUN/page.html` unless `out` names another. Chunks of large runs lie in `<name of the page>_files`
-    beside it. Raises DataError for a folder that is no run, ConfigError where the page cannot be written.
+    beside it; with `keep` those of steps that have not changed stay as they are (`chunks_of`). Raises DataError for a folder that is no run, ConfigError where the page cannot be written.
     """
     out = out if out is not None else default_page(runs)
     files = out.with_name(f"{out.stem}_files")
@@ -54,7 +54,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None 
         parts = []
         for number, run in enumerate(runs):
             folder = files if len(runs) == 1 else files / str(number)
-            found = run_data(run, folder, state, INLINE_BYTES)
+            found = run_data(run, folder, state, INLINE_BYTES, keep=keep)
             chunks = {
                 "index": found.chunks.index if found.chunks.folder is None else None,
                 "inlined": found.chunks.inlined,

@@ -65,7 +65,7 @@ class PageServer:
             state = self._state()
             if state != self._seen:
                 try:
-                    write_page(self.runs, self.out)
+                    write_page(self.runs, self.out, keep=True)
                     self._seen = state
                 except GrpoRlError as error:
                     self._warn(str(error))

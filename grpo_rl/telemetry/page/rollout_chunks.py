@@ -24,7 +24,7 @@ from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, st
 
 Record = Mapping[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
-"""A function from the ids of tokens to their texts."""
+"""A function from the ids of tokens to their texts, none where they cannot be told."""
 
 INDEX = "index"
 FORMAT = 2
@@ -49,10 +49,14 @@ class Chunks:
     """The folder with the chunks; None where they are in the page."""
 
 
-def chunks_of(run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES) -> Chunks:
-    """Return the packed rollouts of the run; those of a large one are in `folder`, where only new steps are written.
+def chunks_of(
+    run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
+) -> Chunks:
+    """Return the packed rollouts of the run; those of a large one are files in `folder`.
 
-    Steps whose files cannot be read are left out.
+    With `keep` only new steps are written. The files are scripts that the page runs, so this is for a folder in which this
+    program has written them since it began to look at the run, and not for one that somebody sent. Steps whose files cannot
+    be read are left out.
     """
     files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
     sizes = [size for path in files.values() if (size := _size(path)) is not None]
@@ -66,7 +70,7 @@ def chunks_of(run: Path, folder: Path, pieces: Pieces | None = None, inline_byte
             packer.add(kind, step, path)
         return Chunks(packer.index(), packer.chunks)
     folder.mkdir(parents=True, exist_ok=True)
-    packer = _Packer(pieces, _earlier(folder))
+    packer = _Packer(pieces, _earlier(folder) if keep else None)
     for (kind, step), path in sorted(files.items()):
         packer.add(kind, step, path)
         for name, packed in packer.chunks.items():
@@ -199,9 +203,10 @@ class _Packer:
             if name not in shared and not name.startswith("token_") and value is not None
         }
         kept["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
-        ids = record.get("token_ids")
-        if ids and self._pieces is not None and len(ids) == len(record.get("token_logprobs") or ()):
-            kept["tokens"] = self._pieces(ids)
+        ids = record.get("token_ids") or ()
+        pieces = self._pieces(ids) if ids and self._pieces and len(ids) == len(record.get("token_logprobs") or ()) else []
+        if pieces:
+            kept["tokens"] = pieces
             kept["logprobs"] = [rounded(value, 3) for value in record["token_logprobs"]]
             for name in ("ratios", "advantages"):
                 values = record.get(f"token_{name}") or ()

@@ -38,15 +38,17 @@ class RunData:
     chunks: Chunks
 
 
-def run_data(run: Path, chunk_folder: Path, state: str | None = None, inline_bytes: int = INLINE_BYTES) -> RunData:
-    """Return what the page shows of the run; `state` is put in place of the one in status.json.
+def run_data(
+    run: Path, chunk_folder: Path, state: str | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
+) -> RunData:
+    """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`.
 
     Raises DataError where there is no run, or one without a step.
     """
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
-    chunks = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes)
+    chunks = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes, keep=keep)
     index = chunks.index
     diagnosis = diagnose(record)
     data = {

@@ -44,35 +44,31 @@ class _Tokenizer:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._tokenizer: Any = None
-        self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, which together are the response.
+        """Return the text of each token, which together are the response; nothing where the tokenizer does not take the ids.
 
-        Tokens that are a part of a character only are joined with those behind them: the first has the character, the others
-        are empty.
+        A token is decoded behind the one before it, because some tokenizers (SentencePiece) strip the space of the first. Of
+        tokens that are a part of a character only, the first has the character and the others are empty. Where the whole reads
+        otherwise than its parts, as at an end within a character, the rest is the text of one token.
         """
-        texts = [self._text(token) for token in ids]
-        place = 0
-        while place < len(ids):
-            for num in range(2, LONGEST_CHARACTER + 1) if BROKEN in texts[place] else ():
-                joined = self._decoded(ids[place : place + num])
-                if joined and BROKEN not in joined:
-                    texts[place : place + num] = [joined] + [""] * (len(ids[place : place + num]) - 1)
-                    break
-            place += 1
-        return texts
-
-    def _text(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._decoded([token])
-        return self._known[token]
+        with suppress(Exception):  # the file may be no tokenizer, and an id may be one that no vocabulary has
+            whole, texts, before, done = self._decoded(ids), [""] * len(ids), 0, 0
+            for end in range(1, len(ids) + 1):
+                text = self._decoded(ids[before:end])
+                if text.endswith(BROKEN) and end - done < LONGEST_CHARACTER and end < len(ids):
+                    continue
+                piece = text[len(self._decoded(ids[before:done])) :]
+                if end == len(ids) or not whole.startswith(piece):
+                    piece = whole
+                texts[done], whole = piece, whole[len(piece) :]
+                before, done = done, end
+            return texts
+        return []
 
     def _decoded(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             from tokenizers import Tokenizer
 
             self._tokenizer = Tokenizer.from_file(str(self._file))
-        with suppress(OverflowError, TypeError):  # an id that no vocabulary has
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-        return BROKEN
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_folders import group, make_run
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
@@ -18,7 +19,8 @@ from grpo_rl.errors import DataError
 from grpo_rl.telemetry.diagnosis import signal_rules
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.page import metric_columns, rollout_chunks, run_data
+from grpo_rl.telemetry.page import metric_columns, page_file, rollout_chunks, run_data
+from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.page.configuration import configuration, differences
 from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, read_chunk, unpack
 from grpo_rl.telemetry.page.token_pieces import pieces_of
@@ -180,15 +182,15 @@ def test_only_new_steps_are_packed_again_and_steps_that_went_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, folder = make_run(tmp_path), tmp_path / "files"
-    first = chunks_of(run, folder, inline_bytes=0).index
+    first = chunks_of(run, folder, inline_bytes=0, keep=True).index
     read: list[str] = []
     monkeypatch.setattr(rollout_chunks, "read_rollouts", lambda path: read.append(path.name) or read_rollouts(path))
-    assert chunks_of(run, folder, inline_bytes=0).index["steps"] == first["steps"] and read == []
+    assert chunks_of(run, folder, inline_bytes=0, keep=True).index["steps"] == first["steps"] and read == []
     # A resumed run writes its last step anew, without the one after it.
     (run / "rollouts/step_8.jsonl").unlink()
     records = (run / "rollouts/step_7.jsonl").read_text().splitlines()
     (run / "rollouts/step_7.jsonl").write_text("\n".join(records[:4]) + "\n")
-    index = chunks_of(run, folder, inline_bytes=0).index
+    index = chunks_of(run, folder, inline_bytes=0, keep=True).index
     assert read == ["step_7.jsonl"] and not (folder / "rollouts_8_0.js").exists()
     assert [one["num"] for one in index["steps"] if one["kind"] == "rollouts"] == [24] * 6 + [4]
 
@@ -208,8 +210,26 @@ def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path) ->
     (run / "rollouts/step_3.jsonl").write_text('{"prompt": "a"')
     chunks_of(run, folder, inline_bytes=0)
     (folder / "index.js").write_text("__chunk(")
-    index = chunks_of(run, folder, inline_bytes=0).index
+    index = chunks_of(run, folder, inline_bytes=0, keep=True).index
     assert [one["step"] for one in index["steps"] if one["kind"] == "rollouts"] == [1, 2, 4, 5, 6, 7, 8]
+
+
+def test_scripts_that_came_with_a_folder_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
+    run = make_run(tmp_path, num_steps=2)
+    page_file.write_page([run])
+    chunks = sorted((run / "page_files").glob("*.js"))
+    own = [chunk.read_text() for chunk in chunks]
+    assert len(chunks) == 4  # of two steps and a validation, and the index, which has size and time of their logs
+    for chunk in chunks[1:]:  # the index stays as it was
+        chunk.write_text("alert(1);" + chunk.read_text())
+    page_file.write_page([run])
+    assert [chunk.read_text() for chunk in chunks] == own
+    # A run that goes on in a folder from elsewhere keeps nothing of it either.
+    chunks[1].write_text("alert(1);")
+    PageBeside(run, every=1)
+    page_file.write_page([run], keep=True)
+    assert [chunk.read_text() for chunk in chunks] == own
 
 
 def test_a_chunk_comes_back_as_it_went_in() -> None:
@@ -225,8 +245,6 @@ def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_p
     build("builtin:arithmetic", run / "model")
     pieces = pieces_of(run, {})
     assert pieces is not None
-    from tokenizers import Tokenizer
-
     ids = Tokenizer.from_file(str(run / "model/tokenizer.json")).encode("12+7", add_special_tokens=False).ids
     assert "".join(pieces(ids)) == "12+7" and len(pieces(ids)) == len(ids)
     rollouts = [one for row in (1, 2, 3) for one in group(1, row, 2)]
@@ -238,13 +256,55 @@ def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_p
     assert "tokens" not in last["rollouts"][0]
 
 
-def test_pieces_of_one_character_are_joined(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.BPE(vocab={char: place for place, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
-    )
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+def shared(folder: Path) -> Tokenizer:
+    merges = [tuple(line.split()) for line in (folder / "merges.txt").read_text("utf-8").splitlines() if "#version" not in line]
+    return byte_level(json.loads((folder / "vocab.json").read_text("utf-8")), merges)
+
+
+def sentence_piece() -> Tokenizer:
+    """A tokenizer as the files of Llama 2 and Mistral have it: words begin with a space, which the first one loses."""
+    words = ["\u2581", *"Theparkt", "\u2581t", "\u2581th", "\u2581the", "\u2581p"]
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("\u2581", "p")]
+    vocab = {part: place for place, part in enumerate(dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + words))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    stripped = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *stripped])
+    return tokenizer
+
+
+TOKENIZERS = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "tokenizers"
+SHARED = sorted(TOKENIZERS.iterdir()) if TOKENIZERS.is_dir() else []
+
+
+@pytest.mark.parametrize(
+    "folder", [None, *(SHARED or [TOKENIZERS])], ids=lambda folder: folder.name if folder else "sentence_piece"
+)
+def test_pieces_join_to_the_response(tmp_path: Path, folder: Path | None) -> None:
+    if folder is not None and not SHARED:
+        pytest.skip("../shared/data/tokenizers is not there")
+    tokenizer = shared(folder) if folder else sentence_piece()
+    (tmp_path / "model").mkdir()
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    pieces = pieces_of(tmp_path, {})
+    assert pieces is not None
+    text = "The park the  the\n\tpark: 漢字 é 👩\u200d🚀 park"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert "".join(pieces(ids)) == text and len(pieces(ids)) == len(ids)
+    assert sum(bool(piece) for piece in pieces(ids)) > len(text.split()) and " the" in pieces(ids)
+    for end in range(len(ids)):  # a response may be cut within a character
+        assert "".join(pieces(ids[:end])) == tokenizer.decode(ids[:end], skip_special_tokens=False)
+    assert pieces([-1]) == []
+
+
+def test_pieces_of_one_character_are_joined(tmp_path: Path) -> None:
+    tokenizer = byte_level({char: place for place, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
     (tmp_path / "model").mkdir()
     tokenizer.save(str(tmp_path / "model/tokenizer.json"))
     pieces = pieces_of(tmp_path, {})
