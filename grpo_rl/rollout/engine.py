@@ -174,7 +174,10 @@ class RolloutEngine(Protocol):
         """Forget every unfinished request; no Completion comes for them."""
 
     def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Join the group that weights are broadcast in, in place of an earlier one; only with weight_backend=nccl."""
+        """Join the group that weights are broadcast in, in place of an earlier one; only with weight_backend=nccl.
+
+        Also after an update has begun: members are lost then, too.
+        """
 
     def start_weight_update(self, version: int) -> None:
         """Begin to receive weights `version`, which must not be below the present one.

@@ -85,8 +85,6 @@ class VllmEngine:
     def connect(self, rendezvous: NcclRendezvous) -> None:
         if self._spec.weight_backend != "nccl":
             raise WeightTransferError(f"weights come by {self._spec.weight_backend}: there is nothing to connect")
-        # The group before, where there was one: its memory is freed, and members of it may be gone.
-        self._rpc("shutdown_weight_transfer_engine")
         self._rpc(
             "init_weight_transfer_engine",
             init_info={

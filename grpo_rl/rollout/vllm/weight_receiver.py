@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -150,6 +150,15 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+class NcclEngine(NCCLWeightTransferEngine):
+    """vLLM's own, which may be connected anew at any time: members of its group can be lost after an update has begun."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        # vLLM's own call to leave the group before, `shutdown_weight_transfer_engine`, is refused during an update.
+        self.shutdown()
+        super().init_transfer_engine(init_info)
+
+
 class VerifiedObjectStoreEngine(_Verified, ObjectStoreEngine):
     pass
 
@@ -158,14 +167,14 @@ class VerifiedIpcEngine(_Verified, IPCWeightTransferEngine):
     pass
 
 
-class VerifiedNcclEngine(_Verified, NCCLWeightTransferEngine):
+class VerifiedNcclEngine(_Verified, NcclEngine):
     pass
 
 
 for _name, _engine, _verified in (
     ("object_store", ObjectStoreEngine, VerifiedObjectStoreEngine),
     ("ipc", IPCWeightTransferEngine, VerifiedIpcEngine),
-    ("nccl", NCCLWeightTransferEngine, VerifiedNcclEngine),
+    ("nccl", NcclEngine, VerifiedNcclEngine),
 ):
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}", _engine)
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}{VERIFY_SUFFIX}", _verified)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -422,6 +425,58 @@ def test_the_present_version_may_be_sent_again(replica: Replica) -> None:
 def test_weights_without_a_connection_to_make_refuse_to_connect(replica: Replica) -> None:
     with pytest.raises(WeightTransferError, match="nothing to connect"):
         replica.engine.connect(NcclRendezvous("localhost", 1, 2))
+
+
+class Group:
+    """A stand-in for vLLM's NCCL group, whose sender has put the bytes of its next broadcast into `sent`."""
+
+    sent: torch.Tensor
+    alive = True
+
+    def broadcast(self, packed: torch.Tensor, src: int) -> None:
+        assert self.alive, "members of this group are gone"
+        packed.copy_(self.sent)
+
+    def destroy(self) -> None:
+        self.alive = False
+
+
+def test_a_group_is_made_anew_after_an_update_has_begun(tiny_qwen3: Callable[[bool], Path], monkeypatch) -> None:
+    nccl_engine = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine", reason="needs vLLM")
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    groups: list[Group] = []
+
+    def join(*_: Any) -> Group:
+        groups.append(Group())
+        return groups[-1]
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [stream] * count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    folder = str(tiny_qwen3(True))
+    spec = EngineSpec(folder, max_model_len=320, max_num_seqs=8, weight_backend="nccl", verify_checksum=True)
+    engine = ENGINES.get("vllm")(spec)
+    try:
+        replica = Replica(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), spec)
+        replica.change_model()
+        engine.connect(NcclRendezvous("127.0.0.1", 1, world_size=3))
+        engine.start_weight_update(1)
+        # A member was lost after that: the others meet again.
+        engine.connect(NcclRendezvous("127.0.0.1", 2, world_size=2))
+        assert [group.alive for group in groups] == [False, True]
+        sender = ObjectStoreSender(1 << 16, verify=True)
+        for bucket in sender.buckets(replica.model.state_dict().items()):
+            groups[-1].sent = torch.from_numpy(bucket.data)
+            engine.load_bucket(replace(bucket, data=None))
+        engine.finish_weight_update()
+        check_digests(sender.sent_digests(), engine.received_digests(), "the engine")
+        requests = requests_for("anew", 3)
+        assert_logprobs_match(replica, requests, replica.run(requests))
+    finally:
+        engine.close()
 
 
 def test_sleeping_on_cpu_keeps_the_weights(replica: Replica) -> None:
