@@ -17,6 +17,10 @@ MAX_LENGTH = 1000
 MAX_DEPTH = 40
 MAX_DIGITS = 30
 MAX_EXPONENT = 64
+MAX_BITS = 8_000
+"""Bits of a fraction, numerator and denominator together: about 2,400 digits."""
+LITERAL = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+"""A number as it may be written: Python's 1e1_000_000, with a million digits, is none."""
 CHARACTERS = re.compile(r"[0-9A-Za-z_+\-*/(). \t\n]*")
 ARITHMETIC = re.compile(r"[0-9+\-*/() \t\n]*")
 INTEGERS = re.compile(r"[0-9]+")
@@ -38,7 +42,7 @@ def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             value = follow(node.operand)
             return -value if isinstance(node.op, ast.USub) else value
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS and not isinstance(node.op, ast.Pow):
             return _apply(node.op, follow(node.left), follow(node.right))
         raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
 
@@ -58,7 +62,7 @@ def formula(
 
     def follow(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            return number(ast.get_source_segment(source, node) or "")
+            return number(_literal(source, node))
         if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
         called = _called(node)
@@ -67,10 +71,9 @@ def formula(
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             value = follow(node.operand)
             return -value if isinstance(node.op, ast.USub) else value
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            _check_power(node)
-            return follow(node.left) ** follow(node.right)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            if isinstance(node.op, ast.Pow):
+                _check_power(node)
             return _apply(node.op, follow(node.left), follow(node.right))
         raise NotAnExpression(f"{type(node).__name__} is not read in a formula")
 
@@ -83,7 +86,15 @@ OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Sub: lambda left, right: left - right,
     ast.Mult: lambda left, right: left * right,
     ast.Div: lambda left, right: left / right,
+    ast.Pow: lambda left, right: left**right,
 }
+
+
+def _literal(source: str, node: ast.Constant) -> str:
+    written = ast.get_source_segment(source, node) or ""
+    if not LITERAL.fullmatch(written):
+        raise NotAnExpression("a number is digits with a point and an exponent of at most 3 digits, if any")
+    return written
 
 
 def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
@@ -94,10 +105,18 @@ def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
 
 
 def _apply(operator: ast.operator, left: Any, right: Any) -> Any:
+    power = isinstance(operator, ast.Pow)
+    if (_bits(left) * abs(right) if power and isinstance(right, Fraction) else _bits(left) + _bits(right)) > MAX_BITS:
+        raise NotAnExpression(f"a number on the way has more than {MAX_BITS} bits")
     try:
         return OPERATIONS[type(operator)](left, right)
     except ZeroDivisionError as error:
         raise NotAnExpression("a division by zero") from error
+
+
+def _bits(value: Any) -> int:
+    """The bits of a fraction; 0 for anything else, whose size is bounded by itself."""
+    return value.numerator.bit_length() + value.denominator.bit_length() if isinstance(value, Fraction) else 0
 
 
 def _tree(text: str) -> ast.expr:

@@ -19,7 +19,7 @@ LIST_CHARACTERS = re.compile(r"[\[\](),'\"\w\s.+-]*")
 LONGEST_LIST = 4096
 DEEPEST_LIST = 4
 MAX_OPERATIONS = 400
-"""Characters of a formula whose derivative is simplified."""
+"""Operations of a derivative that is simplified."""
 
 
 class Unreadable(ValueError):

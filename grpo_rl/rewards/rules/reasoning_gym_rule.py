@@ -21,8 +21,9 @@ REPEATS = frozenset({"rubiks_cube", "rush_hour"})
 """Data sets whose scorer makes as many moves as a number demands: R99999999 is one of their moves."""
 SHORT_ANSWERS = {"codeio": 1000, "propositional_logic": 400}
 """Data sets whose scorer takes more than linear time; the longest answer, or three times the right one."""
-DIGITS = re.compile(r"[0-9]+")
-HUGE_EXPONENT = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
+DIGITS = re.compile(r"\d+")
+"""Digits of any script: Python reads them all as numbers."""
+HUGE_EXPONENT = re.compile(r"[\d.][eE][+-]?\d{4,}")
 
 
 def reasoning_gym(
@@ -69,6 +70,7 @@ def _may_be_read(name: str, answer: str, truth: Any) -> bool:
         return False
     if name in SHORT_ANSWERS and len(answer) > max(SHORT_ANSWERS[name], 3 * len(right)):
         return False
+    answer = answer.replace("_", "")  # which Python allows between digits
     longest = max(map(len, DIGITS.findall(answer)), default=0)
     if name in REPEATS and longest > LONGEST_REPEAT:
         return False

@@ -70,6 +70,7 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
         "9" * 500,
         "1 if 1 else 2",
         "0x10",
+        "1e-1000000",
     ],
 )
 def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:

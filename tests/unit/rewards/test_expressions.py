@@ -77,6 +77,13 @@ def test_a_formula_is_built_from_the_given_names_and_functions(text, value):
         "x@x",
         "lambda: 0",
         "x<1",
+        "1e10000",
+        "1e-10000",
+        "1e1_0",
+        "9_9",
+        "(9e99)**64",
+        "9e999*9e999*9e999",
+        "1/9e999/9e999/9e999",
     ],
 )
 def test_a_formula_cannot_reach_anything_else_nor_grow_without_bound(text):

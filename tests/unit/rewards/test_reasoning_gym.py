@@ -203,6 +203,11 @@ def test_hostile_answers_score_near_nothing_at_once_and_run_no_code(name, tmp_pa
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("answer", ["1e10000", "1e1_0_0_0", "1e\uff11\uff10\uff10\uff10", "1_0" * 60])
+def test_a_number_too_large_to_make_is_not_shown_to_a_scorer(answer):
+    assert answered(task_rows("reasoning_gym:coin_flip?num_rows=1")[0], answer)["refused"] == 1
+
+
 def test_puzzle24_wants_the_numbers_of_the_puzzle():
     row = next(
         r
