@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the environment that it makes if need be.
 #
-#   scripts/test.sh                        everything
-#   scripts/test.sh PART [argument ...]    one of: lint types gpu unit faults integration; arguments go to its tool
+#   scripts/test.sh                        everything that guards a commit: at most 15 minutes on two cores
+#   scripts/test.sh PART [argument ...]    one of: lint types unit integration faults gpu; arguments go to its tool
+#   scripts/test.sh campaign [FILE ...]    the long tests (marked `campaign` or `slow`): before a release, and after a change of
+#                                          what they are about; hours on two cores
+#   scripts/test.sh size                   lines, tokens and files by room
 #   scripts/test.sh unit FILE ...          the tests of these files or folders alone; likewise `integration FILE`, `faults FILE`
 #   scripts/test.sh light [FILE ...]       the unit tests that need neither Ray nor vLLM, in an environment made in a minute
 set -uo pipefail
@@ -14,6 +17,8 @@ if [[ ${1:-} == light ]]; then
     if (($# == 0)); then set -- tests/unit/{algos,config,data,rewards,telemetry}; fi
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 exec .venv-light/bin/python -m pytest "$@"
 fi
+
+if [[ ${1:-} == size ]]; then exec python3 scripts/size.py; fi
 
 extras=(dev simulate docs envs)
 # One package of the tasks is built from source; without a compiler their tests are skipped, with the reason.
@@ -112,15 +117,20 @@ gpu() {
     "$PYTHON" -m pytest tests/gpu -m gpu -rs "$@"
 }
 
+campaign() {
+    "$PYTHON" -m pytest -m "campaign or slow" -rs --durations=20 "$@"
+}
+
 case ${1:-all} in
     all)
-        for name in lint types gpu unit faults integration; do part "$name" "$name"; done
+        for name in lint types unit integration faults; do part "$name" "$name"; done
+        if nvidia-smi -L 2>/dev/null | grep -q GPU; then part gpu gpu; fi
         ;;
-    lint | types | unit | faults | integration | gpu)
+    lint | types | unit | integration | faults | gpu | campaign)
         part "$1" "$@"
         ;;
     *)
-        echo "scripts/test.sh: no part '$1'; there are lint types gpu unit faults integration" >&2
+        echo "scripts/test.sh: no part '$1'; there are lint types unit integration faults gpu campaign size light" >&2
         exit 2
         ;;
 esac

@@ -180,6 +180,7 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
     oracles.assert_nothing_left(run)
 
 
+@pytest.mark.campaign
 def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_run_ends(runs, two_nodes):
     run = runs["node"]
     run.until(lambda status: status["phase"] == "gen" and status.get("last_commit") == 1, START_S)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from grpo_rl.cluster.processes import fork_server, forks
+
+pytestmark = pytest.mark.campaign
 
 
 def parent(pid: int) -> int:

@@ -17,7 +17,7 @@ from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.session import run_watcher
 
 START_S = 280.0
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 WAITS = "driver.response:delay=200@step=1,count=1"
 
 

@@ -65,6 +65,7 @@ def assert_same(broken: Training, whole: Training, step: int) -> None:
         assert (broken.path / "model" / file).read_bytes() == (whole.path / "model" / file).read_bytes()
 
 
+@pytest.mark.campaign
 def test_a_killed_supervised_training_ends_with_the_bits_of_an_undisturbed_one(
     training: Callable[..., Training], model: Path, tmp_path: Path
 ) -> None:

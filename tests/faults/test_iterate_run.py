@@ -15,7 +15,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 END_S = 300.0
 STEPS, BATCH_SIZE, SAMPLES = 10, 4, 4
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
 
 # Steps 1, 2 and 6, 7 are the reward model's, 3 to 5 and 8 to 10 the policy's; each second one is saved.
 KILLS = [

@@ -15,7 +15,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 END_S = 300.0
 STEPS = 3
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
 
 POLICY = "actor_rollout_ref"
 # A random model gets no sum right: these make a difference between its responses, and between their characters.

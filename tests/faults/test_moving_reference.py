@@ -20,6 +20,8 @@ from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
 from grpo_rl.cluster.roles.reference_role import MovingReferenceRole
 from grpo_rl.errors import CheckpointError
 
+pytestmark = pytest.mark.campaign
+
 
 @dataclass
 class Pair:

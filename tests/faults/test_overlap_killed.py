@@ -29,6 +29,7 @@ def words_of(run_words: list[str], schedule: str, *more: str) -> list[str]:
     return [*kept, f"trainer.schedule={schedule}", f"trainer.total_training_steps={STEPS_OF_STORY}", *more]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("schedule", "staleness"), [("async", 2), ("one_step_off", 1)])
 def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
     training: Any, run_words: list[str], schedule: str, staleness: int

@@ -11,7 +11,7 @@ from oracles import Training
 from tiny_run import STEPS
 
 END_S = 300.0
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
 IN_REFERENCE = "driver.reference:kill9@part=train,n=2,once"
 IN_UPDATE = "driver.phase:kill9@step=3,phase=update_actor,once"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=dpo"

@@ -15,11 +15,11 @@ from grpo_rl.errors import ClusterError
 BACK_IN_TRAINING_S = 60.0
 
 PLACES = [
-    ("actor.update.start:kill9", 0),
+    pytest.param("actor.update.start:kill9", 0, marks=pytest.mark.campaign),
     ("actor.update.mid_backward:kill9@micro_batch=1", 1),
     ("actor.update.before_optimizer:kill9@n=2", 0),
-    ("actor.update.after_optimizer:kill9", 1),
-    ("actor.update.mid_backward:stop", 0),
+    pytest.param("actor.update.after_optimizer:kill9", 1, marks=pytest.mark.campaign),
+    pytest.param("actor.update.mid_backward:stop", 0, marks=pytest.mark.campaign),
 ]
 
 
@@ -41,6 +41,7 @@ def test_a_rank_lost_in_an_update_leaves_no_trace_in_the_state(actor_ranks, faul
     lose_a_rank(actor_ranks, fault, rank)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_trains_adapters_lost_in_an_update_leaves_no_trace_in_them_nor_in_the_base(lora_ranks):
     lora_ranks.train(3)
     undisturbed = lora_ranks.worker_set.call("whole_weights")
@@ -48,10 +49,12 @@ def test_a_rank_that_trains_adapters_lost_in_an_update_leaves_no_trace_in_them_n
     assert lora_ranks.worker_set.call("whole_weights") == undisturbed
 
 
+@pytest.mark.campaign
 def test_a_critic_rank_lost_in_its_second_optimizer_step_leaves_no_trace_in_the_state(critic_ranks):
     lose_a_rank(critic_ranks, "critic.update.loss:kill9@micro_batch=1,n=2", 1)
 
 
+@pytest.mark.campaign
 def test_a_reward_models_rank_lost_in_its_optimizer_step_leaves_no_trace_in_the_state(reward_model_ranks):
     lose_a_rank(reward_model_ranks, "reward_model.update.loss:kill9@micro_batch=1", 1)
 
@@ -76,6 +79,7 @@ def test_without_a_copy_in_memory_the_checkpoint_and_the_updates_since_give_the_
     assert "1 updates made again" in scene.ground.lines.warnings[-1][1]
 
 
+@pytest.mark.campaign
 def test_a_group_whose_restarts_are_switched_off_says_what_failed(actor_ranks):
     worker_set = actor_ranks.worker_set
     worker_set.is_restarted = False

@@ -124,9 +124,9 @@ def test_an_undisturbed_pool_samples_what_the_oracle_says(scene):
 WHILE_SAMPLING = [
     "rollout.submitted:kill9",
     "rollout.step:kill9@n=5",
-    "rollout.step:stop@n=5",
-    "rollout.step:hold_gil@n=5",
-    "rollout.step:loop@n=5",
+    pytest.param("rollout.step:stop@n=5", marks=pytest.mark.campaign),
+    pytest.param("rollout.step:hold_gil@n=5", marks=pytest.mark.campaign),
+    pytest.param("rollout.step:loop@n=5", marks=pytest.mark.campaign),
 ]
 
 
@@ -153,11 +153,11 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
 
 
 WHILE_WEIGHTS_MOVE = [
-    "rollout.weights.begun:kill9",
-    "rollout.weights.bucket:kill9@n=1",
+    pytest.param("rollout.weights.begun:kill9", marks=pytest.mark.campaign),
+    pytest.param("rollout.weights.bucket:kill9@n=1", marks=pytest.mark.campaign),
     "rollout.weights.bucket:kill9@n=3",
-    "rollout.weights.before_finish:kill9",
-    "rollout.weights.bucket:stop@n=2",
+    pytest.param("rollout.weights.before_finish:kill9", marks=pytest.mark.campaign),
+    pytest.param("rollout.weights.bucket:stop@n=2", marks=pytest.mark.campaign),
 ]
 
 
@@ -175,7 +175,7 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
     scene.generate()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGKILL, marks=pytest.mark.campaign), signal.SIGSTOP])
 def test_a_replica_lost_while_idle_is_noticed_and_replaced_before_it_is_needed(scene, sent):
     victim = scene.pool.replicas.serving[0]
     os.kill(victim.pid, sent)
@@ -191,6 +191,7 @@ def test_a_replica_lost_while_idle_is_noticed_and_replaced_before_it_is_needed(s
     scene.generate()
 
 
+@pytest.mark.campaign
 def test_all_replicas_lost_at_once_are_replaced(scene):
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
@@ -200,7 +201,9 @@ def test_all_replicas_lost_at_once_are_replaced(scene):
     scene.wait_until_all_serve()
 
 
-@pytest.mark.parametrize("fault", ["actor.weights.bucket:kill9@n=1", "actor.weights.bucket:kill9@n=3"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("actor.weights.bucket:kill9@n=1", marks=pytest.mark.campaign), "actor.weights.bucket:kill9@n=3"]
+)
 def test_an_actor_lost_while_weights_move_is_made_again_and_the_transfer_goes_on(scene, fault):
     scene.actor.train()
     scene.arm(scene.actor.worker_set.workers[0], fault)

@@ -21,7 +21,7 @@ from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, sco
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 RUN_S = 280
 KINDS = {
     "pairs": [

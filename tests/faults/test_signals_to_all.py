@@ -20,7 +20,7 @@ from tiny_run import BAD_GRADIENT, STEPS
 from grpo_rl.cluster.session import run_watcher
 
 END_S = 300.0
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
 NOISE = ("(raylet)", "worker died", "OOM", "application-level", "cluster is lost", "Traceback")
 
 

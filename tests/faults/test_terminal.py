@@ -16,7 +16,7 @@ from terminal import CTRL_C, Terminal
 
 from grpo_rl.telemetry.status import read_status
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 REACHED_S = 200.0
 END_S = 100.0
 NAME = "shared"

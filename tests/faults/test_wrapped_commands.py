@@ -15,7 +15,7 @@ import pytest
 from terminal import CTRL_C, Terminal
 from test_terminal import END_S, REACHED_S, Scene
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
 
 def press(terminal: Terminal, scene: Scene) -> None:

@@ -11,7 +11,7 @@ from whole_runs import RUN_TIMEOUT_S, arithmetic, train
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.models import builtin
 
-pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(RUN_TIMEOUT_S)]
 MINE = "def always_one(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
 
 

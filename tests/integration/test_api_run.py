@@ -11,6 +11,8 @@ import pytest
 
 import grpo_rl
 
+pytestmark = pytest.mark.campaign
+
 EXAMPLE = Path(grpo_rl.__file__).parents[1] / "examples" / "train_from_python.py"
 
 

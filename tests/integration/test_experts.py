@@ -47,7 +47,7 @@ BALANCED = Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.1, router_aux_los
 TWO_PASSES = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("qwen3_moe", marks=pytest.mark.campaign), "olmoe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 2 layers with 5 experts each: 2 ranks have 3 and 2 of them."""
     kind, own = KINDS[request.param]

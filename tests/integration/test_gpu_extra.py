@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 OFFLINE = ("Failed to fetch", "error sending request", "dns error", "client error", "Network")

@@ -16,6 +16,8 @@ from grpo_rl.__main__ import main
 from grpo_rl.models import builtin, lora
 from grpo_rl.models.load import load_tokenizer
 
+pytestmark = pytest.mark.campaign
+
 WORDS = [
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.model.lora_rank=4",

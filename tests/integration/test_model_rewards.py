@@ -122,6 +122,7 @@ def plain_scores(folder: Path, texts: list[str]) -> list[float]:
     return [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]
 
 
+@pytest.mark.campaign
 def test_a_run_trains_on_what_the_reward_model_says_of_each_response(folders: dict[str, Path], tmp_path: Path) -> None:
     own_pool = [
         "reward.reward_model.enable_resource_pool=true",
@@ -160,6 +161,7 @@ def test_a_run_trains_on_the_rewards_of_steps_that_the_model_gives(folders: dict
     assert run.steps[1]["reward/reward_model/num_steps"] > 1
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
 def test_reward_model_and_critic_work_beside_the_sampling(folders: dict[str, Path], tmp_path: Path, schedule: str) -> None:
     apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1"]

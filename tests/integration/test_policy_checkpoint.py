@@ -24,7 +24,7 @@ BATCHES = [make_batch(seed) for seed in range(5)]
 CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[pytest.param(True, marks=pytest.mark.campaign), False], ids=["tied", "untied"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=request.param)
 

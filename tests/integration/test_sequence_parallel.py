@@ -44,7 +44,9 @@ def test_shared_prompts_are_split_like_any_tokens(ranks, path, layout):
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["each with its prompt", "one prompt"])
-@pytest.mark.parametrize("layout", TOGETHER)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=() if number == 1 else pytest.mark.campaign) for number, one in enumerate(TOGETHER)]
+)
 def test_contexts_between_the_turns_of_an_episode_lie_in_any_slice(ranks, path, layout, share):
     """Slices begin in turns and in the contexts between them, which have no states for the head and no columns."""
     batches = [several_turns(seed, one_prompt=share) for seed in (1, 2)]

@@ -11,7 +11,7 @@ from whole_runs import RUN_TIMEOUT_S, arithmetic, train
 
 from grpo_rl.models import builtin
 
-pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(2 * RUN_TIMEOUT_S)]
 
 
 def test_a_chosen_step_is_traced_on_a_chosen_rank_and_every_step_is_measured(tmp_path: Path) -> None:

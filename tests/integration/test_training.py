@@ -139,6 +139,7 @@ def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
     assert {log.name for log in run.path.glob("logs/*.log")} == {"console.log"} | workers
 
 
+@pytest.mark.campaign
 def test_a_run_that_only_validates_starts_no_actor_but_to_read_a_checkpoint(model, tmp_path):
     words = [word for word in arithmetic(model) if not word.startswith("data.train_files")]
     validates = [*words, "trainer.val_only=true", "trainer.total_training_steps=1"]
@@ -185,6 +186,7 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
     assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
 
 
+@pytest.mark.campaign
 def test_two_ranks_that_split_sequences_train_like_one(model, tmp_path):
     """Actor and reference split each micro-batch, with shared prompts; the same responses, loss and gradient."""
     words = [
@@ -207,6 +209,7 @@ def test_two_ranks_that_split_sequences_train_like_one(model, tmp_path):
     assert together.steps[2]["actor/kl_loss"] == pytest.approx(alone.steps[2]["actor/kl_loss"], rel=0.05)
 
 
+@pytest.mark.campaign
 def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
     train_file, val_file = DATA / "gsm8k" / "gsm8k_train.parquet", DATA / "gsm8k" / "gsm8k_test.parquet"
     tokenizer_folder = DATA / "tokenizers" / "qwen2.5"
@@ -265,6 +268,7 @@ def _tiny_qwen2(folder: Path, tokenizer: Any) -> Path:
     return folder
 
 
+@pytest.mark.campaign
 def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path):
     actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
     words = ["algorithm.adv_estimator=gdpo", f"{actor}.policy_loss.loss_mode=kl_cov", f"{actor}.policy_loss.kl_cov_ratio=0.1"]
@@ -286,6 +290,7 @@ def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path
         assert abs(row["rollout_corr/kl"]) < 1e-4
 
 
+@pytest.mark.campaign
 def test_remax_with_a_penalty_for_long_responses_trains_on_the_engines_logprobs(model, tmp_path):
     words = [word for word in arithmetic(model) if not word.startswith("actor_rollout_ref.rollout.n=")]
     words += ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax", "trainer.total_training_steps=2"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from whole_runs import arithmetic, train
 
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
+
+pytestmark = pytest.mark.campaign
 
 CONFIG = """
 hydra:

@@ -74,7 +74,15 @@ class Replica:
         return sender
 
 
-@pytest.fixture(scope="module", params=["vllm-tied", "vllm-untied", "hf-tied", "hf-untied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("vllm-tied", marks=pytest.mark.campaign),
+        "vllm-untied",
+        "hf-tied",
+        pytest.param("hf-untied", marks=pytest.mark.campaign),
+    ],
+)
 def replica(request: pytest.FixtureRequest, tiny_qwen3: Callable[[bool], Path]) -> Iterator[Replica]:
     name, head = request.param.split("-")
     folder = str(tiny_qwen3(head == "tied"))

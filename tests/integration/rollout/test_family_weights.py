@@ -47,7 +47,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[one if one in ("qwen2", "phi3") else pytest.param(one, marks=pytest.mark.campaign) for one in FAMILIES],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of the family whose distributions are far from uniform; each engine process is left to one test."""
     kind, own = FAMILIES[request.param]
