@@ -60,6 +60,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.
         docs.navigation()
 
 
+@pytest.mark.campaign
 def test_the_site_is_built_strictly_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: bash scripts/setup.sh docs")
     pytest.importorskip("material", reason="mkdocs-material is not installed: bash scripts/setup.sh docs")

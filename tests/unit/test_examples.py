@@ -58,6 +58,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ALONE)
 def test_an_example_shows_what_it_says(name: str, tmp_path: Path) -> None:
     assert re.search(EXPECTED[name], run(tmp_path, str(EXAMPLES / name)))
@@ -72,6 +73,7 @@ def test_a_run_is_read_and_drawn(runs: Path, tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_from_top_to_bottom(name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")

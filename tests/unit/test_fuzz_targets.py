@@ -9,6 +9,7 @@ import fuzz_targets
 import pytest
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", fuzz_targets.TARGETS)
 def test_the_first_inputs_break_nothing(name: str, tmp_path: Path) -> None:
     for seed in fuzz_targets.SEEDS[name]:

@@ -45,6 +45,7 @@ def write_run(folder: Path, name: str, reward: float) -> None:
     (place / "ended.json").write_text('{"exit_code": 0, "seconds": 31.5}')
 
 
+@pytest.mark.campaign
 def test_every_run_is_one_that_the_checks_let_start(ill_runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ill_runs.write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -55,6 +56,7 @@ def test_every_run_is_one_that_the_checks_let_start(ill_runs: Any, tmp_path: Pat
     assert len(ill_runs.MISTAKES) >= 20 and len(ill_runs.HEALTHY) == 10
 
 
+@pytest.mark.campaign
 def test_its_data_are_what_they_are_named(ill_runs: Any, tmp_path: Path) -> None:
     ill_runs.write_inputs(tmp_path)
     rows = {

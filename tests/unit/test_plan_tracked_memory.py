@@ -74,7 +74,9 @@ def tracked(name: str) -> dict[str, int]:
     return track_memory.scaled(few_layers(name), int(planned(name)[2].settings["num_hidden_layers"]))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [one if i % 4 == 0 else pytest.param(one, marks=pytest.mark.campaign) for i, one in enumerate(CASES)]
+)
 def test_the_planned_peak_is_within_15_percent_of_the_tracked_one(name) -> None:
     size, load, _ = planned(name)
     assert peak(size, load) == pytest.approx(max(tracked(name).values()), rel=0.15)

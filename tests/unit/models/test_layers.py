@@ -59,6 +59,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory_and_give_the_same_bits(
         assert torch.equal(moved[1][name], gradient), name
 
 
+@pytest.mark.campaign
 def test_compiled_layers_give_the_same_values_and_gradients(tmp_path: Path) -> None:
     path = make_folder(tmp_path, "qwen3", tied=True)
     torch._dynamo.utils.counters.clear()
@@ -120,6 +121,7 @@ def test_each_trained_token_belongs_to_the_rank_that_has_the_token_before_it(siz
     assert torch.equal(owners, torch.ones_like(owners))
 
 
+@pytest.mark.campaign
 def test_ranks_that_compute_a_pass_together_have_a_part_of_its_activations_each() -> None:
     """The real model code on fake tensors: what a layer keeps and computes with is a quarter, what is sharded stays the same."""
     spec = importlib.util.spec_from_file_location("track_memory", SCRIPTS / "track_memory.py")

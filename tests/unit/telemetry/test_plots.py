@@ -39,6 +39,7 @@ def sampled_pair_record(step: int) -> dict[str, float]:
     return full_record(step) | {"pairs/num_pairs": 3.0, "actor/reward_accuracy": 0.5, "actor/reward_margin": -0.1}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "records",
     [
