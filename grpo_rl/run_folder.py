@@ -17,7 +17,7 @@ from grpo_rl.config.convert import unknown_key
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rundir import RunDir, named_run, no_run
 from grpo_rl.telemetry.status import read_status
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`. Raises DataError where there is none."""
-        self.path = Path(folder).expanduser()
+        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError where there is none."""
+        found = named_run(str(folder))
+        if found is None:
+            raise DataError(no_run(str(folder)))
+        self.path = found
         """The run's folder."""
-        if not (self.path / "config.yaml").is_file():
-            raise DataError(f"{self.path}: this is not the folder of a run, for it has no config.yaml{_runs_below(self.path)}")
         self._folder = RunDir(self.path)
 
     def __repr__(self) -> str:
@@ -99,7 +100,8 @@ class Run:
         """Return the metrics, one row per step, one column per metric; all of them, or those with these names.
 
         Step 0 is the validation before training. What a step did not measure is NaN; the column `time` is in UTC. Raises
-        DataError for a name that no step has, with the nearest one, and where pandas is not installed.
+        DataError for a name that no step has, with the nearest one, and where pandas is not installed
+        (the extra `frames`).
         """
         pandas = _pandas()
         records = read_metrics(self.path / "metrics.jsonl")
@@ -121,7 +123,8 @@ class Run:
 
         Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage, lengths, `uid` (equal
         for all responses to one prompt) and more. `val` chooses the responses to validation prompts. Raises DataError
-        for a step without a log, and where pandas is not installed.
+        for a step without a log, and where pandas is not installed
+        (the extra `frames`).
         """
         pandas = _pandas()
         files = dict(step_files(self._rollouts_folder(val)))
@@ -201,7 +204,7 @@ def _pandas() -> Any:
     try:
         return importlib.import_module("pandas")
     except ImportError:
-        raise DataError(f"frames need pandas, which is not installed: {INSTALL_PANDAS}") from None
+        raise DataError(f"frames need pandas, which is not installed: {INSTALL_PANDAS} (the extra `frames`)") from None
 
 
 def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
@@ -215,10 +218,3 @@ def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
 def _listed(values: Iterable[object], most: int = 12) -> str:
     words = [str(value) for value in values]
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
-
-
-def _runs_below(folder: Path) -> str:
-    if not folder.is_dir():
-        return "; there is no such folder"
-    names = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
-    return f"; the runs below it are {_listed(names)}" if names else ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.commands.arguments import Arguments, counted, not_negative
+from grpo_rl.arguments import Arguments, counted, not_negative
 from grpo_rl.commands.generate import NO_DATA
 from grpo_rl.commands.sampling_plan import EPISODES, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_rl.commands.arguments import Arguments
-from grpo_rl.commands.targets import find_run
+from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.evaluation_results import p_text
 from grpo_rl.evaluation.response_file import write_whole
@@ -23,6 +22,7 @@ from grpo_rl.evaluation.run_comparison import (
     read_run,
 )
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import duration, safe_text
 

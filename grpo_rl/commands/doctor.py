@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import encodable
 
 if TYPE_CHECKING:
@@ -27,13 +29,13 @@ WIDTH = 100
 def main(argv: Sequence[str]) -> int:
     """Print the diagnosis of a finished or a running run, or of the start that the words describe.
 
-    Returns 0, or with --strict 1 where something is wrong. Raises DataError where there is no run, and ConfigError or
-    DataError where the words describe a run that would be refused.
+    Returns 0, or with --strict 1 where something is wrong. Raises ConfigError where there is no run, DataError where it has no step, and either
+    where the words describe a run that would be refused.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().read(argv)
     if len(arguments.run) > 1 or _is_word(arguments.run[0]):
         return _before_start(arguments)
-    diagnosis = diagnose(RunRecord.of_folder(Path(arguments.run[0]).expanduser()))
+    diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run[0])))
     findings = [one.as_json() for one in diagnosis.findings]
     return _show(arguments, findings, as_text(diagnosis), ill=not diagnosis.is_healthy)
 
@@ -42,9 +44,7 @@ def _before_start(arguments: argparse.Namespace) -> int:
     """Look at a run that is about to start."""
     unread = [word for word in arguments.run if not _is_word(word)]
     if unread:
-        raise ConfigError(
-            f"{unread[0]!r} is neither key=value nor alone: give the folder of one run, or recipe=NAME key=value ..."
-        )
+        raise ConfigError(f"{unread[0]!r} is neither key=value nor alone: give one run, or recipe=NAME key=value ...")
     sights = looked_at(arguments.run)
     troubles = [sight for sight in sights if sight.advice]
     lines = [line for sight in sights for line in _wrapped(f"{'WATCH' if sight.advice else 'ok   '}  {sight.as_line()}")]
@@ -101,15 +101,15 @@ def _show(arguments: argparse.Namespace, found: list[dict[str, Any]], text: str,
     return 1 if arguments.strict and ill else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_rl doctor",
-        description="Say what is wrong with a run, from its metrics and its rollouts: evidence, meaning, what to change. "
-        "With words of a configuration: what can be seen before the start, the reward tried on rows included.",
-        epilog="examples: python -m grpo_rl doctor runs/my_run; python -m grpo_rl doctor recipe=arithmetic/grpo data.train_batch_size=32",
+def _parser() -> Arguments:
+    parser = Arguments(
+        "doctor",
+        "Say what is wrong with a run, from its metrics and its rollouts: evidence, meaning, what to change. With words of a\n"
+        "configuration: what can be seen before the start, the reward tried on rows included.",
+        "grpo-rl doctor my_run\n  grpo-rl doctor recipe=arithmetic/grpo data.train_batch_size=32",
     )
     parser.add_argument(
-        "run", nargs="+", metavar="RUN", help="the folder of a run, or recipe=NAME key=value ... of one to start"
+        "run", nargs="+", metavar="RUN", help="the folder or the name of a run, or recipe=NAME key=value ... of one to start"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 where something is wrong")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.arguments import Arguments
 from grpo_rl.commands import verl_words
-from grpo_rl.commands.arguments import Arguments
 from grpo_rl.commands.response_files import is_response_file
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl import hub
-from grpo_rl.commands.arguments import Arguments
+from grpo_rl.arguments import Arguments
 from grpo_rl.commands.targets import Target, find_target, model_folder, run_config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_rl.arguments import Arguments, counted
 from grpo_rl.commands import verl_words
-from grpo_rl.commands.arguments import Arguments, counted
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,
     add_sampling_options,

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.page.page_server import HOST, PageServer
+from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import encodable
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the page of the runs and print its path, or serve it until Ctrl-C. Returns 0.
 
-    Raises DataError for a folder that is no run, ConfigError where the page cannot be written or served.
+    Raises ConfigError for what is no run, and where the page cannot be written or served; DataError for a run without a step.
     """
-    arguments = _parser().parse_args(argv)
-    runs = [Path(run).expanduser() for run in arguments.run]
+    arguments = _parser().read(argv)
+    runs = [find_run(run) for run in arguments.run]
     out = Path(arguments.out).expanduser() if arguments.out is not None else None
     if out is not None and out.suffix != ".html":
         raise ConfigError(f"--out {out}: the name of a page ends in .html")
@@ -46,15 +47,14 @@ def _print(text: str) -> None:
     print(encodable(text, sys.stdout.encoding or "utf-8"), flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_rl page",
-        description="Write one HTML file with everything about a run: state, health, curves, rollouts, time, configuration. "
-        "Of several runs the curves lie over each other.",
-        epilog="examples: python -m grpo_rl page runs/my_run      "
-        "python -m grpo_rl page runs/one runs/two --out both.html      python -m grpo_rl page runs/my_run --serve",
+def _parser() -> Arguments:
+    parser = Arguments(
+        "page",
+        "Write one HTML file with everything about a run: state, health, curves, rollouts, time, configuration. Of several\n"
+        "runs the curves lie over each other.",
+        "grpo-rl page my_run\n  grpo-rl page runs/grpo_rl/one runs/grpo_rl/two --out both.html\n  grpo-rl page my_run --serve",
     )
-    parser.add_argument("run", nargs="+", help="the folder of a run, finished or running")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="the folder or the name of a run, finished or running")
     parser.add_argument("--out", metavar="FILE", help="the page; RUN/page.html if not given, runs.html beside several")
     parser.add_argument("--serve", action="store_true", help=f"serve it on {HOST}, and keep it new while the run goes on")
     parser.add_argument("--port", type=int, default=0, help="the port for --serve; a free one if not given")

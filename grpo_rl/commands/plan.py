@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_rl import main as training
-from grpo_rl.commands.arguments import Arguments
+from grpo_rl.arguments import Arguments
 
 DRY = "trainer.dry_run=true"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo_rl.commands.arguments import Arguments, counted, not_negative
+from grpo_rl.arguments import Arguments, counted, not_negative
 from grpo_rl.commands.targets import Target, run_config
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
@@ -125,7 +125,7 @@ def data_of_run(run: Path) -> list[str]:
 def source_run(options: argparse.Namespace, targets: Sequence[Target]) -> Path | None:
     """Return the run that settings are taken from: the one that is named, else the first among the targets."""
     if options.settings_of is not None:
-        from grpo_rl.commands.targets import find_run
+        from grpo_rl.telemetry.rundir import find_run
 
         return find_run(options.settings_of)
     return next((target.run for target in targets if target.run is not None), None)

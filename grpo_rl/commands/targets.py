@@ -5,9 +5,7 @@ A checkpoint of a run becomes a Hugging Face folder once, in `RUN/exports/step_N
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +14,12 @@ import yaml
 
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rundir import RunDir, named_run, no_run
 
 if TYPE_CHECKING:
     from grpo_rl.telemetry.terminal.console import Console
 
 BUILTIN = "builtin:"
-RUNS = Path("runs")
-"""The folder in which runs lie unless another one is configured: a name is looked for there as well."""
 START = "start"
 _AT = re.compile(r"(?P<run>.+)@(?P<step>\d+|last|start)")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -55,25 +51,22 @@ def find_target(text: str) -> Target:
 
         get_builtin(text)
         return Target(text, text)
-    run = _run_folder(text)
+    run = named_run(text)
     if run is not None:
         return _newest(text, run)
     if (Path(text).expanduser() / "config.json").is_file():
         return Target(text, str(Path(text).expanduser()))
     match = _AT.fullmatch(text)
-    if match is not None and (run := _run_folder(match["run"])) is not None:
+    if match is not None and (run := named_run(match["run"])) is not None:
         return _at(text, run, match["step"])
     if _HUB.fullmatch(text) and not Path(text).exists():
         return Target(text, text)
-    raise ConfigError(_unknown(text, match["run"] if match is not None else text))
-
-
-def find_run(text: str) -> Path:
-    """Return the folder of the run that `text` names. Raises ConfigError where there is none."""
-    run = _run_folder(text)
-    if run is None:
-        raise ConfigError(_unknown(text, text))
-    return run
+    raise ConfigError(
+        no_run(
+            match["run"] if match is not None else text,
+            ", no model (a folder with config.json), no builtin:NAME and no owner/name of the hub",
+        )
+    )
 
 
 def run_config(run: Path) -> dict[str, Any]:
@@ -123,19 +116,6 @@ def _trained_from(run: Path) -> dict[str, Any]:
     return found
 
 
-def _run_folder(text: str) -> Path | None:
-    for folder in (Path(text).expanduser(), *_below_runs(text)):
-        if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-            return folder
-    return None
-
-
-def _below_runs(text: str) -> Iterator[Path]:
-    if not Path(text).is_absolute() and ".." not in Path(text).parts:
-        yield RUNS / text
-        yield from (folder / text for folder in sorted(RUNS.glob("*/")))
-
-
 def _newest(text: str, run: Path) -> Target:
     """Return the model of a run as it is now: the exported one, else that of its newest checkpoint."""
     run_dir = RunDir(run)
@@ -160,13 +140,3 @@ def _at(text: str, run: Path, step: str) -> Target:
     if number not in steps:
         raise CheckpointError(f"{run}: there is no checkpoint of step {number}; there are {', '.join(map(str, steps))}")
     return Target(text if step != "last" else f"{run}@{number}", "", run, number)
-
-
-def _unknown(text: str, name: str) -> str:
-    known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
-    near = difflib.get_close_matches(name, [*known, *(Path(one).name for one in known)], n=1, cutoff=0.5)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return (
-        f"{text!r} is no run (a folder with config.yaml), no model (a folder with config.json), no builtin:NAME and no "
-        f"owner/name of the hub.{meant}"
-    )

@@ -17,12 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.commands.arguments import Arguments, not_negative
-from grpo_rl.commands.targets import find_run
+from grpo_rl.arguments import Arguments, not_negative
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.diagnosis.alarms import ALARM
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.status import read_status
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text

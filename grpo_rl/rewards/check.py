@@ -8,7 +8,6 @@ Shows what each response is worth, how long it took, and what failed and why. Ex
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo_rl.arguments import Arguments
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.rows import column
 from grpo_rl.data.sources.locate import open_source
@@ -255,8 +255,8 @@ def _printable(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_rl.rewards.check", description="Try a reward function on rows of a file."
+    parser = Arguments(
+        "check-reward", "Try a reward function on rows of a file.", "grpo-rl check-reward my_reward.py --data rows.jsonl"
     )
     parser.add_argument("function", help="my_reward.py, my_reward.py:name, package.module:name, or a registered name")
     parser.add_argument("--data", required=True, help="data in verl's row format: a file, a folder, task:NAME")
@@ -272,9 +272,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         default=RewardConfig().timeout_s,
         help="longest call, as reward.timeout_s (default: %(default)g)",
     )
-    given = parser.parse_args(arguments)
     console = console or Console()
     try:
+        given = parser.read(sys.argv[1:] if arguments is None else arguments)
         if given.rows < 1:
             raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
         if not given.timeout_s > 0:

@@ -1,4 +1,4 @@
-"""`python -m grpo_rl.telemetry.browse RUN [--where "reward<0.5"] [--sort reward] [--html out.html]`: a run's rollouts, chosen and shown."""
+"""`grpo-rl browse RUN [--where "reward<0.5"] [--sort reward] [--html out.html]`: a run's rollouts, chosen and shown."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import io
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.telemetry.rollouts.filters import FIELDS, Condition, Record, check_names, field, parse_condition
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rollouts.rollout_pages import as_html, as_text
+from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import encodable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rollouts that the command line asks for. Return exit code 0; 2 for wrong options, 3 where there are no rollouts or they cannot be read."""
-    arguments = _parser().parse_args(argv)
+    """Print the rollouts that the command line asks for. Return exit code 0; 2 for wrong options and what is no run, 3 where there are no rollouts or they cannot be read."""
     try:
-        print(encodable(browse(arguments), sys.stdout.encoding or "utf-8"))
+        print(encodable(browse(_parser().read(sys.argv[1:] if argv is None else argv)), sys.stdout.encoding or "utf-8"))
     except GrpoRlError as error:
         print(f"error: {encodable(str(error), sys.stderr.encoding or 'utf-8')}", file=sys.stderr)
         return error.exit_code
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def browse(arguments: argparse.Namespace) -> str:
     """Return what is shown: the rollouts, or where the page with them was written."""
     conditions = [parse_condition(text) for text in arguments.where]
-    step, path = choose_file(Path(arguments.run).expanduser(), "val" if arguments.val else "rollouts", arguments.step)
+    step, path = choose_file(find_run(arguments.run), "val" if arguments.val else "rollouts", arguments.step)
     records = _read(path)
     wanted = [condition.name for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
     check_names(wanted, records)
@@ -102,13 +104,14 @@ def _read(path: Path) -> list[Record]:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_rl.telemetry.browse",
-        description="Shows rollouts of a run, one step at a time.",
-        epilog=f"Names in --where and --sort: {', '.join(FIELDS)}, and the components of the reward.",
+def _parser() -> Arguments:
+    parser = Arguments(
+        "browse",
+        "Show rollouts of a run, one step at a time. Names in --where and --sort are the components of the reward, and\n"
+        + textwrap.fill(", ".join(FIELDS), 110),
+        "grpo-rl browse my_run --where 'reward<0.5' --sort=-response_length",
     )
-    parser.add_argument("run", help="the folder of a run")
+    parser.add_argument("run", metavar="RUN", help="the folder or the name of a run")
     parser.add_argument("--step", type=int, help="the step; the last one if not given")
     parser.add_argument("--val", action="store_true", help="validation instead of training")
     parser.add_argument(

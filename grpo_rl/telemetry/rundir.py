@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +17,8 @@ import yaml
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
 
+RUNS = Path("runs")
+"""The folder in which runs lie unless another one is configured: a name is looked for there as well."""
 _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
 _EARLIER = "earlier"
 
@@ -200,6 +204,40 @@ class RunDir:
             if entry.is_file() or any(entry.iterdir()):
                 return True
         return False
+
+
+def named_run(text: str) -> Path | None:
+    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None where there is none."""
+    folders = [Path(text).expanduser()]
+    if not Path(text).is_absolute() and ".." not in Path(text).parts:
+        folders += [place / text for place in (RUNS, *sorted(RUNS.glob("*/")))]
+    for folder in folders:
+        # A folder with config.json is a model.
+        if os.path.isfile(folder / "config.yaml") and not os.path.isfile(folder / "config.json"):
+            return folder
+    return None
+
+
+def find_run(text: str) -> Path:
+    """Return the folder of the run that `text` names, or any other folder: part of a run may be all that there is to look at.
+
+    Raises ConfigError where there is neither.
+    """
+    run, folder = named_run(text), Path(text).expanduser()
+    if run is None and not os.path.isdir(folder):
+        raise ConfigError(no_run(text))
+    return run or folder
+
+
+def no_run(text: str, nor: str = "") -> str:
+    """Return the message that `text` names no run, `nor` what else was looked for; with the nearest run, or those below it."""
+    known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
+    near = difflib.get_close_matches(text, [*known, *(Path(one).name for one in known)], n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    if os.path.isdir(text) and (below := sorted(path.parent.name for path in Path(text).glob("*/config.yaml"))):
+        more = f" and {len(below) - 12} more" if len(below) > 12 else ""
+        hint = f" The runs below it are {', '.join(below[:12])}{more}"
+    return f"{text!r} is no run (a folder with config.yaml, or its name){nor}.{hint}"
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -167,6 +167,6 @@ def test_a_plot_has_the_curves_or_a_panel_per_metric(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, "mine")
     monkeypatch.chdir(tmp_path)
-    hint: Any = {"missing": "there is no such folder", ".": "the runs below it are mine"}[folder]
+    hint: Any = {"missing": "'missing' is no run", ".": "The runs below it are mine"}[folder]
     with pytest.raises(DataError, match=hint):
         grpo_rl.Run(folder)

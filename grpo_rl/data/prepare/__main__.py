@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.arguments import Arguments, counted
 from grpo_rl.data.prepare.formats import FORMATS, Row
 from grpo_rl.data.prepare.original import read_original
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
@@ -19,9 +20,8 @@ SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return exit code 0 when the file is written, else 2 for wrong options or 3 for rows that cannot be read."""
-    arguments = _parser().parse_args(argv)
     try:
-        print(prepare(arguments))
+        print(prepare(_parser().read(sys.argv[1:] if argv is None else argv)))
     except GrpoRlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -49,9 +49,11 @@ def prepare(arguments: argparse.Namespace) -> str:
     return f"{target}: {len(rows)} rows of {arguments.format}, split {arguments.split}, longest prompt {longest} characters"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_rl.data.prepare", description="Writes a data set's original files in verl's row format."
+def _parser() -> Arguments:
+    parser = Arguments(
+        "prepare",
+        "Write a data set's original files in verl's row format.",
+        "grpo-rl prepare gsm8k --from train.jsonl --to data",
     )
     parser.add_argument("format", choices=sorted(FORMATS), help="what the original files hold")
     parser.add_argument(
@@ -65,16 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where SPLIT.parquet or SPLIT.jsonl is written")
     parser.add_argument("--split", default="train", help="name of the file, and of the split in extra_info (train)")
     parser.add_argument("--type", choices=sorted(SUFFIXES), default="parquet", help="kind of file (parquet)")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N rows only")
+    parser.add_argument("--limit", type=counted, metavar="N", help="the first N rows only")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 import grpo_rl
 from grpo_rl.__main__ import COMMANDS, main
-from grpo_rl.commands.arguments import Arguments
+from grpo_rl.arguments import Arguments
 from grpo_rl.commands.verl_words import of_evaluation, of_generation
 from grpo_rl.errors import ConfigError
 
-OWN = ["plan", "watch", "compare", "eval", "generate", "chat", "export"]
+OWN = [name for name in COMMANDS if name != "train"]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -55,13 +55,14 @@ def test_words_without_a_command_train(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", OWN)
 def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"plan": "--halp", "watch": "--onse", "compare": "--outpt", "export": "--pusch"}
-    wrong = options.get(name, "--temprature")
-    words = [name, "runs/x", "runs/y", wrong, "1"] if name == "compare" else [name, "runs/x", wrong, "1"]
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    near = {"--halp": "--help", "--onse": "--once", "--outpt": "--output", "--pusch": "--push"}.get(wrong, "--temperature")
-    assert f"there is no option {wrong}. Did you mean {near}?" in err and "Traceback" not in err
+    near = {"plan": "--help", "watch": "--once", "compare": "--output", "export": "--push", "doctor": "--strict"}
+    near |= {"page": "--serve", "browse": "--where", "prepare": "--split", "check-reward": "--batched"}
+    wanted = near.get(name, "--temperature")
+    needed = {"compare": ["y"], "prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
+    words = ["gsm8k" if name == "prepare" else "runs/x", *needed.get(name, [])]
+    assert main([name, *words, f"{wanted}x", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert f"there is no option {wanted}x. Did you mean {wanted}?" in " ".join((out + err).split()) and "Traceback" not in err
 
 
 def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
@@ -156,6 +157,6 @@ def test_a_documented_command_has_the_options(words: tuple[str, ...]) -> None:
 
 
 def test_every_command_is_documented() -> None:
-    assert {words[0] for words in documented()} == set(OWN) - {"plan"}
+    assert {words[0] for words in documented()} == {"watch", "compare", "eval", "generate", "chat", "export"}
     page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from command_folders import make_run
 
-from grpo_rl.commands.targets import Target, find_run, find_target
+import grpo_rl
+from grpo_rl.__main__ import main
+from grpo_rl.commands.targets import Target, find_target
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
+from grpo_rl.telemetry.rundir import find_run
 
 
 @pytest.fixture
@@ -55,6 +58,17 @@ def test_a_run_is_found_by_its_name_below_runs(run: Path) -> None:
     assert find_run("grpo_rl/first").resolve() == run.resolve()
     with pytest.raises(ConfigError, match="Did you mean"):
         find_run("frist")
+
+
+def test_every_command_that_looks_at_a_run_takes_its_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["doctor"], ["page"], ["browse"], ["watch", "--once"]):
+        code = main([words[0], "first", *words[1:]])
+        assert "is no run" not in capsys.readouterr().err and code != 70
+        assert main([words[0], "frist", *words[1:]]) == 2
+        assert "'frist' is no run (a folder with config.yaml, or its name). Did you mean first?" in capsys.readouterr().err
+    assert grpo_rl.Run("first").path.resolve() == run.resolve()
+    with pytest.raises(DataError, match="Did you mean first"):
+        grpo_rl.Run("frist")
 
 
 def test_models_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
