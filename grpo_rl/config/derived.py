@@ -117,6 +117,11 @@ def max_staleness(config: Config) -> int:
     return 1 if config.trainer.schedule == ONE_STEP_OFF else config.trainer.asynchronous.max_staleness
 
 
+def updates_in_flight(config: Config) -> bool:
+    """Return whether engines get new weights while responses are unfinished, which then go on with them."""
+    return config.trainer.schedule == ASYNC and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
+
+
 def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
     """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
 

@@ -240,7 +240,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     if plan.overlaps:
-        yield "schedule", _overlap(config)
+        yield "schedule", _overlap(config) + _without_async_scheduling(plan.engine)
     yield from _selection(config)
     if sizes.iteration is not None:
         yield "iteration", _iteration(config, *sizes.iteration)
@@ -288,6 +288,15 @@ def _overlap(config: Config) -> str:
         f"async: {staleness + 1} batches of prompts in flight, no token more than {_count(staleness, 'version')} old; weights are "
         f"sent {sent}, {under}"
     )
+
+
+def _without_async_scheduling(engine: EngineSpec | None) -> str:
+    """Describe what vLLM on GPUs does differently where weights come under unfinished responses; empty elsewhere."""
+    if engine is None or not engine.updates_in_flight or engine.device == "cpu" or engine.name != "vllm":
+        return ""
+    if engine.engine_kwargs.get("async_scheduling"):
+        return "; but with engine_kwargs.vllm.async_scheduling=true they end before each update"
+    return "; vLLM's async scheduling is off, under which they would have to end before each update"
 
 
 def _iteration(config: Config, model_steps: int, steps: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from grpo_rl.config.derived import max_num_seqs
+from grpo_rl.config.derived import max_num_seqs, updates_in_flight
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -50,6 +50,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     sleep_mode: bool = False
     """GPU: the engine can give its memory back (sleep, wake_up)."""
+    updates_in_flight: bool = False
+    """Weights come while requests are unfinished: vLLM on GPUs hands each token over in the step that samples it."""
     weight_backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
     verify_checksum: bool = False
@@ -94,6 +96,7 @@ class EngineSpec:
             kv_cache_gib=rollout.kv_cache_gib,
             enable_prefix_caching=rollout.enable_prefix_caching,
             sleep_mode=on_gpu and colocated and rollout.free_cache_engine,
+            updates_in_flight=updates_in_flight(cfg),
             weight_backend=weight_backend(cfg, device),
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=rollout.checkpoint_engine.verify_checksum,

@@ -74,6 +74,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode
+        if spec.updates_in_flight:
+            # Its default: tokens are handed over a step late, so that all requests would have to end before an update.
+            arguments["async_scheduling"] = False
         if spec.kv_cache_memory_bytes is not None:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_memory_bytes
     return arguments | spec.engine_kwargs

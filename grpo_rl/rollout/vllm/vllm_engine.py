@@ -57,8 +57,8 @@ class VllmEngine:
     def updates_in_flight(self) -> bool:
         """Return whether tokens are handed over in the step that samples them, as on CPU.
 
-        With vLLM's asynchronous scheduling, its default on GPUs, the newest tokens are handed over one step later and
-        would get the version of the weights that are live by then.
+        With vLLM's asynchronous scheduling, its default on GPUs and switched off where `EngineSpec.updates_in_flight` asks
+        for it, the newest tokens are handed over one step later and would get the version of the weights that are live by then.
         """
         return not self._llm.vllm_config.scheduler_config.async_scheduling
 

@@ -99,6 +99,7 @@ def main(file: str) -> None:
                 "longest": config.model_config.max_model_len,
                 "device": config.device_config.device_type,
                 "eager": config.model_config.enforce_eager,
+                "schedules_ahead": config.scheduler_config.async_scheduling,
             }
         )
     print("FOUND" + json.dumps(found))

@@ -29,6 +29,7 @@ OTHERS: dict[str, list[str]] = {
     "eager": ["actor_rollout_ref.rollout.enforce_eager=true"],
     "engines apart": ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"],
     "few at once": ["actor_rollout_ref.rollout.max_num_seqs=24"],
+    "drained": ["trainer.schedule=async", "trainer.asynchronous.partial_rollout=false"],
     "without sleep": ["actor_rollout_ref.rollout.free_cache_engine=false"],
 }
 
@@ -104,6 +105,14 @@ def test_graphs_are_captured_up_to_what_is_sampled_at_once(taken: Any) -> None:
             assert max(sizes) <= max(512, 2 * spec.max_num_seqs), name
     assert max(taken["few at once", 1][1]["graph_sizes"]) <= 2 * 24
     assert taken["eager", 1][1]["eager"]
+
+
+def test_vllm_schedules_ahead_except_where_weights_come_under_unfinished_requests(taken: Any) -> None:
+    for parallel in (1, 2):
+        ahead = {
+            name: taken[name, parallel][1]["schedules_ahead"] for name in ("arithmetic/grpo", "arithmetic/async", "drained")
+        }
+        assert ahead == {"arithmetic/grpo": True, "arithmetic/async": False, "drained": True}
 
 
 def test_the_keys_for_gpus_arrive_in_vllm(taken: Any) -> None:

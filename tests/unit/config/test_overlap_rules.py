@@ -13,6 +13,7 @@ from grpo_rl.config.derived import Machine, max_staleness, settled
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.make import make_plan
+from grpo_rl.rollout.vllm.build import engine_arguments
 
 APART = {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
 ASYNC = {"trainer.schedule": "async"} | APART
@@ -71,6 +72,25 @@ def test_a_ratio_against_the_wrong_policy_is_refused() -> None:
     said = " ".join(plan.render().split())
     assert "async: 2 batches of prompts in flight, no token more than 1 version old" in said
     assert "the policy of at most 1 training step before" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "passed", "said"),
+    [
+        ([], {"async_scheduling": False}, "vLLM's async scheduling is off"),
+        ([f"{OWN}.partial_rollout=false"], {}, None),
+        ([f"+{R}.engine_kwargs.vllm.async_scheduling=true"], {"async_scheduling": True}, "they end before each update"),
+    ],
+)
+def test_engines_that_get_weights_under_unfinished_requests_hand_tokens_over_at_once(more, passed, said) -> None:
+    words = ["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=builtin:arithmetic", "trainer.schedule=async"]
+    words += ["trainer.n_gpus_per_node=4", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=4", *more]
+    plan = make_plan(compose(words), EIGHT_GPUS)
+    assert plan.engine is not None
+    assert {key: value for key, value in engine_arguments(plan.engine).items() if key == "async_scheduling"} == passed
+    text = " ".join(plan.render().split())
+    assert text.count("async scheduling is off") + text.count("they end before each update") == (said is not None)
+    assert said is None or said in text
 
 
 @pytest.mark.parametrize(
