@@ -1,6 +1,6 @@
 """Ways to break a save and a checkpoint: a process that dies, or a disk that fails, at any call; damage of every kind.
 
-A library for the tests of checkpoints and for scripts/fuzz_checkpoints.py.
+A library for the tests of checkpoints.
 """
 
 from __future__ import annotations

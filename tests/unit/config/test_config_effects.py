@@ -19,7 +19,7 @@ EVERY = 7
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_change_of_one_key_has_an_effect_or_is_refused_or_noted(context: str) -> None:
-    # Each context takes another seventh of the keys; scripts/check_valid_configs.py --changes takes all of them.
+    # Each context takes another seventh of the keys.
     keys = list(leaves())[list(CONTEXTS).index(context) % EVERY :: EVERY]
     changes = list(silent_changes(context, keys))
     assert [change for change, is_silent in changes if is_silent] == []

@@ -1,4 +1,4 @@
-"""The package takes seconds to import, so all that needs it is here; every data set: scripts/check_reasoning_gym.py."""
+"""The package takes seconds to import, so all that needs it is here."""
 
 import json
 import os
