@@ -95,8 +95,13 @@ def picture(look: Look) -> list[str]:
     lines = [_head(look), *_trouble(look)]
     shown = [record for record in look.records if len(record) > 2][-8:]
     if shown:
-        lines += ["", _plain(step_line.header(shown[-1]))]
-        lines += [_plain(step_line.line(int(one["step"]), int(look.status.get("total") or 0), one)) for one in shown]
+        lines.append("")
+        header: list[step_line.Cell] = []
+        for one in shown:
+            if (named := step_line.header(one)) and named != header:
+                lines.append(_plain(named))
+                header = named
+            lines.append(_plain(step_line.line(int(one["step"]), int(look.status.get("total") or 0), one)))
     alarms = [
         (int(record["step"]), key.removeprefix(ALARM)) for record in look.records for key in record if key.startswith(ALARM)
     ]

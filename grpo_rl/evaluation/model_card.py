@@ -11,8 +11,8 @@ import yaml
 import grpo_rl
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import shown_keys
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.step_line import validation_keys
 from grpo_rl.telemetry.terminal.text import safe_text
 
 _LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path", "data.cache_dir")
@@ -70,7 +70,7 @@ def _data(config: Mapping[str, Any]) -> list[str]:
 
 def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
     """Return a table of validation and reward before and after."""
-    keys = [*dict.fromkeys(key for record in records for key in validation_keys(record)), "reward/mean", "response_length/mean"]
+    keys = [*shown_keys(records), "reward/mean", "response_length/mean"]
     rows = []
     for key in keys:
         points = [(int(record["step"]), record[key]) for record in records if key in record]

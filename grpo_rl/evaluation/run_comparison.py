@@ -26,8 +26,8 @@ from grpo_rl.errors import DataError
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
-from grpo_rl.telemetry.terminal.step_line import validation_keys
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: dict[Axis, str] = {"step": "", "tokens": "perf/total_num_tokens", "seconds": "timing_s/step"}

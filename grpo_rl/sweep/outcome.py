@@ -18,9 +18,9 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
 from grpo_rl.sweep.points import Point, name_of, read_points
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.plots.sweep_plot import Curve, plot_sweep
 from grpo_rl.telemetry.status import read_status
-from grpo_rl.telemetry.terminal.step_line import validation_score
 from grpo_rl.telemetry.terminal.text import encodable, number
 
 LAST_STEPS = 5

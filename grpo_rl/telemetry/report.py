@@ -12,9 +12,10 @@ from typing import Any
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import shown_keys, validation_name
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, prompt_key, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys, validation_keys
+from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys
 from grpo_rl.telemetry.terminal.text import duration, number, safe_text
 
 _WIDTH = 100
@@ -79,9 +80,9 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
     """
     changed: list[tuple[str, float, float]] = []
     measured: list[tuple[str, float]] = []
-    for key in dict.fromkeys(key for record in records for key in validation_keys(record)):
+    for key in shown_keys(records):
         points = [(record["step"], record[key]) for record in records if key in record]
-        name = f"validation {safe_text(key.removeprefix('val/'), limit=44)}"
+        name = safe_text(validation_name(key), limit=54)
         if points[0][0] != points[-1][0]:
             changed.append((name, points[0][1], points[-1][1]))
         else:

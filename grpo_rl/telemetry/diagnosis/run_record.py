@@ -15,6 +15,7 @@ import yaml
 
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 
 Point = tuple[int, float]
@@ -88,9 +89,8 @@ class RunRecord:
 
     @cached_property
     def validation_keys(self) -> list[str]:
-        """The metrics `val/<source>/reward` and `val/<source>/mean@n` of the run, those of the rule first."""
-        keys = dict.fromkeys(key for record in self.records for key in record)
-        return [key for key in keys if key.startswith("val/") and key.count("/") == 2 and "/mean@" in key]
+        """The metrics `val/<source>/mean@n` of the run."""
+        return list(dict.fromkeys(key for record in self.records for key in validation_keys(record)))
 
     @property
     def reward_range(self) -> tuple[float, float]:

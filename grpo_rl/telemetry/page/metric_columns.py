@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_rl.telemetry.diagnosis.alarms import ALARM
 from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline
+from grpo_rl.telemetry.metrics.validation import shown_keys
 from grpo_rl.telemetry.page.rollout_chunks import rounded
 
 Z95 = 1.959964
@@ -18,6 +19,9 @@ MOST_POINTS = 4000
 """The most steps of which a curve has points; of longer runs every second, third, ... step is drawn."""
 TIMELINE_STEPS = 200
 """The last steps whose intervals are drawn."""
+
+Series = dict[str, Any]
+"""Lists over steps, by name: steps, mean, and where responses were logged low, high, prompts."""
 
 
 def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -55,68 +59,100 @@ def alarms(records: Sequence[Mapping[str, float]]) -> list[list[Any]]:
     return [[int(record["step"]), name.removeprefix(ALARM)] for record in records for name in record if name.startswith(ALARM)]
 
 
-def interval(by_prompt: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[float, float, float]:
     """Return the mean over prompts, and the bounds of its 95 % interval.
 
     Prompts are the independent draws, responses to one prompt are not: the variance is that of the means of prompts
-    (Miller, "Adding Error Bars to Evals", section 2.2). Where every prompt is all right or all wrong it is Wilson's
-    interval (Wilson 1927), which is also right where all of them are.
+    (Miller, "Adding Error Bars to Evals", section 2.2). Where all prompts have the same mean it estimates nothing, and the
+    bounds are NaN. With `single`, for prompts that are all right or all wrong, it is Wilson's interval (Wilson 1927).
     """
     means = [statistics.fmean(rewards) for rewards in by_prompt]
     mean, n = statistics.fmean(means), len(means)
-    if all(one in (0.0, 1.0) for one in means):
+    if single:
         middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
         half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
         # At the ends the bound is exactly 0 or 1, up to rounding.
         return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
-    half = Z95 * statistics.stdev(means) / math.sqrt(n) if n > 1 else math.nan
-    if all(0.0 <= one <= 1.0 for one in means):  # shares stay shares
+    half = Z95 * statistics.stdev(means) / math.sqrt(n) if len(set(means)) > 1 else math.nan
+    if all(0.0 <= one <= 1.0 for one in means) and not math.isnan(half):  # shares stay shares
         return mean, max(0.0, mean - half), min(1.0, mean + half)
     return mean, mean - half, mean + half
 
 
-def bands(index: Mapping[str, Any], kind: str) -> dict[str, dict[str, list[Any]]]:
+def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[str, Series]:
     """Return mean and 95 % interval of the reward by step for each source, from an index of rollouts.
 
-    `kind` is rollouts or val. Of several sources `all` is the mean over all prompts.
+    `kind` is rollouts or val, whose failed rewards count as 0; `value` is reward, or for val mean@N. A series has one kind
+    of interval at all of its steps. Of several sources of training `all` is the mean over all prompts.
     """
-    found: dict[str, dict[str, list[Any]]] = {}
+    by_source: dict[str, dict[int, list[list[float]]]] = {}
     for entry in sorted((one for one in index["steps"] if one["kind"] == kind), key=lambda one: one["step"]):
-        by_source: dict[str, list[list[float]]] = {}
-        for _, source, rewards, *_ in entry["groups"]:
-            known = [reward for reward in rewards if reward is not None]
-            if known:
-                by_source.setdefault(index["sources"][source], []).append(known)
-        if len(by_source) > 1:
-            by_source["all"] = [rewards for groups in list(by_source.values()) for rewards in groups]
-        for source, groups in by_source.items():
-            series = found.setdefault(source, {"steps": [], "mean": [], "low": [], "high": [], "prompts": []})
-            mean, low, high = interval(groups)
-            for name, value in (("mean", mean), ("low", low), ("high", high)):
-                series[name].append(rounded(value))
-            series["steps"].append(entry["step"])
-            series["prompts"].append(len(groups))
+        for group in entry["groups"]:
+            if values := _values(group, kind, value):
+                for name in (index["sources"][group[1]], "all"):
+                    by_source.setdefault(name, {}).setdefault(entry["step"], []).append(values)
+    if kind == "val" or len(by_source) == 2:
+        by_source.pop("all", None)
+    found = {}
+    for source, steps in by_source.items():
+        single = all(len(set(values)) == 1 and values[0] in (0.0, 1.0) for groups in steps.values() for values in groups)
+        bounds = [interval(groups, single=single) for groups in steps.values()]
+        found[source] = {
+            "steps": list(steps),
+            **{name: [rounded(one[at]) for one in bounds] for at, name in enumerate(("mean", "low", "high"))},
+            "prompts": [len(groups) for groups in steps.values()],
+        }
     return found
 
 
-def change(index: Mapping[str, Any], source: str) -> dict[str, Any] | None:
-    """Return how the validation reward of a source changed between the first and the last validation, by prompt.
+def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
+    """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps.
+
+    Intervals are there where the responses were logged. Of several sources their mean comes first, which the console prints;
+    its interval is that of a sum of independent estimates (Newcombe 1998, "square and add").
+    """
+    found: dict[str, Series] = {}
+    for key in shown_keys(records):
+        source, _, value = key.removeprefix("val/").rpartition("/")
+        points = [(int(record["step"]), rounded(record[key])) for record in records if key in record]
+        measured: Series = {"steps": [step for step, _ in points], "mean": [mean for _, mean in points]}
+        found[f"{source}/{value}"] = bands(index, "val", value).get(source, measured) | {"source": source, "value": value}
+    main = [series for series in found.values() if series["value"] != "reward"]
+    if len(main) < 2 or any(series["steps"] != main[0]["steps"] for series in main):
+        return found
+    ends: Series = {"steps": main[0]["steps"], "source": None, "value": main[0]["value"]}
+    ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(one["mean"] for one in main), strict=True)]
+    if all("low" in one for one in main):
+        for end, sign in (("low", -1), ("high", 1)):
+            halves = zip(*(_distances(one, end) for one in main), strict=True)
+            reach = [math.hypot(*each) / len(main) for each in halves]
+            ends[end] = [rounded(mean + sign * half) for mean, half in zip(ends["mean"], reach, strict=True)]
+        ends["prompts"] = [sum(counts) for counts in zip(*(one["prompts"] for one in main), strict=True)]
+    return {f"mean of {len(main)} sources, {ends['value']}": ends} | found
+
+
+def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
+    """Return how the validation of a source changed between the first and the last one, by prompt.
 
     The interval is that of the mean of the differences of prompts that both have: pairing takes out how hard each is.
     """
     entries = sorted((one for one in index["steps"] if one["kind"] == "val"), key=lambda one: one["step"])
     if len(entries) < 2:
         return None
-    ends = [_by_prompt(entries[place], None if source == "all" else index["sources"].index(source)) for place in (0, -1)]
-    both = [(ends[0][prompt], ends[1][prompt]) for prompt in ends[0] if prompt in ends[1]]
+    number = index["sources"].index(source)
+    before, after = (
+        {group[0]: statistics.fmean(_values(group, "val", value)) for group in entries[place]["groups"] if group[1] == number}
+        for place in (0, -1)
+    )
+    both = [(before[prompt], after[prompt]) for prompt in before if prompt in after]
     if len(both) < 2:
         return None
-    differences = [after - before for before, after in both]
+    differences = [later - earlier for earlier, later in both]
     mean = statistics.fmean(differences)
     if len(set(differences)) == 1:  # no variance to estimate an interval from
         return {"mean": rounded(mean), "low": None, "high": None, "prompts": len(both)}
     half = Z95 * statistics.stdev(differences) / math.sqrt(len(both))
-    limit = 1.0 if all(0.0 <= value <= 1.0 for pair in both for value in pair) else math.inf
+    limit = 1.0 if all(0.0 <= one <= 1.0 for pair in both for one in pair) else math.inf
     low, high = max(-limit, mean - half), min(limit, mean + half)
     return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(both)}
 
@@ -134,13 +170,14 @@ def timeline(path: Path) -> dict[str, Any] | None:
     return {"roles": roles, "kinds": kinds, "rows": rows}
 
 
-def _by_prompt(entry: Mapping[str, Any], source: int | None) -> dict[int, float]:
-    found = {}
-    for prompt, of_source, rewards, *_ in entry["groups"]:
-        known = [reward for reward in rewards if reward is not None]
-        if known and source in (None, of_source):
-            found[prompt] = statistics.fmean(known)
-    return found
+def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
+    """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
+    values = group[6] if value != "reward" and len(group) > 6 else group[2]
+    return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
+
+
+def _distances(series: Series, end: str) -> list[float]:
+    return [math.nan if at is None else at - mean for at, mean in zip(series[end], series["mean"], strict=True)]
 
 
 def _finite(value: Any) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
+from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 
 Record = Mapping[str, Any]
@@ -153,7 +154,7 @@ class _Packer:
         waiting: list[dict[str, Any]] = []
         size = 0
         for group in groups.values():
-            entry["groups"].append(self._entry(group))
+            entry["groups"].append(self._entry(group, kind))
             waiting.append(self._texts(group))
             size += sum(len(str(record.get("response", ""))) for record in group) + len(str(group[0].get("prompt", "")))
             if size > CHUNK_BYTES:
@@ -169,8 +170,11 @@ class _Packer:
         entry["chunks"].append([name, first, len(groups)])
         self.chunks[name] = pack(groups)
 
-    def _entry(self, group: Sequence[Record]) -> list[Any]:
-        """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables."""
+    def _entry(self, group: Sequence[Record], kind: str) -> list[Any]:
+        """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables.
+
+        After them, of validation, the values that mean@N is of, where they are others than the rewards.
+        """
         (row, prompt), source = prompt_key(group[0]), str(group[0].get("data_source", ""))
         key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
         if key not in self._prompts:
@@ -180,13 +184,17 @@ class _Packer:
         failures = [
             [place, _place(self._failures, str(one["failure"]))] for place, one in enumerate(group) if one.get("failure")
         ]
+        rewards, values = (
+            [rounded(one) for one in each] for each in ([r.get("reward") for r in group], map(logged_value, group))
+        )
         return [
             self._prompts[key],
             _place(self._sources, source),
-            [rounded(record.get("reward")) for record in group],
+            rewards,
             [record.get("response_length") for record in group],
             [place for place, record in enumerate(group) if record.get("finish_reason") == "length"],
             failures,
+            *([values] if kind == "val" and values != rewards else ()),
         ]
 
     def _texts(self, group: Sequence[Record]) -> dict[str, Any]:

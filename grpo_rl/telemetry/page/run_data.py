@@ -18,12 +18,11 @@ from grpo_rl.telemetry.diagnosis.diagnose import RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.page.configuration import configuration
-from grpo_rl.telemetry.page.metric_columns import alarms, bands, change, columns, timeline
+from grpo_rl.telemetry.page.metric_columns import Series, alarms, bands, change, columns, timeline, validations
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, rounded
 from grpo_rl.telemetry.page.token_pieces import pieces_of
 from grpo_rl.telemetry.report import LOSSES, PACE_STEPS
 from grpo_rl.telemetry.status import read_status
-from grpo_rl.telemetry.terminal.step_line import validation_keys
 
 ENDED = ("done", "failed", "preempted", "killed")
 _SECTION = re.compile(r"\S")
@@ -51,6 +50,7 @@ def run_data(
     chunks = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes, keep=keep)
     index = chunks.index
     diagnosis = diagnose(record)
+    measured = validations(index, record.records)
     data = {
         "name": run.name,
         "folder": str(run),
@@ -63,8 +63,8 @@ def run_data(
         "metrics": columns(record.records),
         "alarms": alarms(record.records),
         "rewards": bands(index, "rollouts"),
-        "validation": bands(index, "val"),
-        "results": results(record, index),
+        "validation": measured,
+        "results": results(record, index, measured),
         "timeline": timeline(run / "timeline.jsonl"),
         "configuration": configuration(run, record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
@@ -103,24 +103,19 @@ def plan_sections(run: Path) -> list[dict[str, Any]]:
     return sections
 
 
-def results(record: RunRecord, index: Mapping[str, Any]) -> list[dict[str, Any]]:
+def results(record: RunRecord, index: Mapping[str, Any], measured: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Return what the run changed: validation with intervals, losses on given answers, and the training reward.
 
     Intervals are there where the responses of a validation were logged.
     """
-    found = []
-    measured = bands(index, "val")
-    for source, series in measured.items():
-        ends = [
-            {"step": series["steps"][at], "value": series["mean"][at], "low": series["low"][at], "high": series["high"][at]}
-            for at in (0, -1)
-        ]
-        name = f"validation reward, {source}" if len(measured) > 1 else "validation reward"
-        prompts = series["prompts"][-1]
-        found.append({"name": name, "before": ends[0], "after": ends[1], "change": change(index, source), "prompts": prompts})
-    keys = dict.fromkeys(key for one in record.records for key in validation_keys(one))
-    names = {} if measured else {key: f"validation {key.removeprefix('val/')}" for key in keys}
-    for key, name in (names | LOSSES).items():
+    found: list[dict[str, Any]] = []
+    for name, series in measured.items():
+        fields = {"value": "mean"} | ({"low": "low", "high": "high"} if "low" in series else {})
+        ends = [{"step": series["steps"][at]} | {to: series[of][at] for to, of in fields.items()} for at in (0, -1)]
+        changed = change(index, series["source"], series["value"]) if "low" in series and series["source"] else None
+        prompts = series["prompts"][-1] if "prompts" in series else None
+        found.append({"name": f"validation {name}", "before": ends[0], "after": ends[1], "change": changed, "prompts": prompts})
+    for key, name in LOSSES.items():
         points = record.validation(key)
         if points:
             found.append({"name": name, "before": _point(points[0]), "after": _point(points[-1])})

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import shown_keys, validation_name
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.step_line import validation_keys
 from grpo_rl.telemetry.terminal.text import safe_text
 
 if TYPE_CHECKING:
@@ -229,15 +229,14 @@ def _draw_scores(axes: Axes, records: Records, title: str = "Reward and validati
 
 
 def _draw_validation(axes: Axes, records: Records) -> None:
-    """Draw the validation score of each data source."""
-    keys = list(dict.fromkeys(key for record in records for key in validation_keys(record)))
-    for index, key in enumerate(keys):
+    """Draw the validation of each data source; the reward, where it is another number, in dashes."""
+    for index, key in enumerate(shown_keys(records)):
         steps, values = _series(records, key)
         if not values:
             continue
         color = _SOURCES[index % len(_SOURCES)]
-        label = safe_text(key.removeprefix("val/"), limit=60)
-        axes.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=6, label=f"validation {label}")
+        label, dashes = safe_text(validation_name(key), limit=72), "--" if key.endswith("/reward") else "-"
+        axes.plot(steps, values, color=color, linewidth=1.6, linestyle=dashes, marker="o", markersize=6, label=label)
         _annotate_ends(axes, steps, values, color)
 
 

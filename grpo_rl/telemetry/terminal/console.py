@@ -97,7 +97,8 @@ class Console:
         self._last_line = time.monotonic()
         self._pulse: threading.Thread | None = None
         self._closed = threading.Event()
-        self._lines_since_header = HEADER_EVERY
+        self._lines_since_header = 0
+        self._header: list[step_line.Cell] = []
         self._log: TextIO | None = None
 
     # ---- messages ----------------------------------------------------------------------------------
@@ -210,13 +211,14 @@ class Console:
     # ---- steps -------------------------------------------------------------------------------------
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
-        """Print one line for a training step, under a header that comes back every 25 lines.
+        """Print one line for a training step, under a header that comes back every 25 lines, and where the columns change.
 
         `left_s` is the time that the remaining steps will take.
         """
-        if self._lines_since_header >= HEADER_EVERY:
-            self._print(step_line.header(metrics))
-            self._lines_since_header = 0
+        header = step_line.header(metrics)
+        if header and (header != self._header or self._lines_since_header >= HEADER_EVERY):
+            self._print(header)
+            self._header, self._lines_since_header = header, 0
         self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1
 

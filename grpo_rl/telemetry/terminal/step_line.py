@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from grpo_rl.telemetry.metrics.validation import shown_keys, validation_keys, validation_score
 from grpo_rl.telemetry.terminal.text import number, safe_text
 
 PHASES = {
@@ -53,7 +54,12 @@ class Cell:
 
 
 def header(metrics: Mapping[str, float] = MappingProxyType({})) -> list[Cell]:
-    """Return the names of the columns for a run with such metrics, each as wide as its values."""
+    """Return the names of the columns of the table that `line` writes for such metrics, each as wide as its values.
+
+    Nothing for metrics of validations of prompts alone, which every kind of run has, and whose line names them itself.
+    """
+    if metrics and _is_validation(metrics):
+        return []
     if is_supervised(metrics):
         columns = _PAIR_COLUMNS if compares_pairs(metrics) else _SUPERVISED_COLUMNS
         return [Cell(f"{'step':>9}" + "".join(name.rjust(width) for name, width in columns), "bold")]
@@ -69,6 +75,11 @@ def is_supervised(metrics: Mapping[str, float]) -> bool:
 def compares_pairs(metrics: Mapping[str, float]) -> bool:
     """Return whether these are metrics of a run that learns from given pairs of answers."""
     return "train/accuracy" in metrics or "val/accuracy" in metrics
+
+
+def _is_validation(metrics: Mapping[str, float]) -> bool:
+    """Return whether these are validations of prompts before the training, from which no kind of run can be told."""
+    return bool(validation_keys(metrics)) and "reward/mean" not in metrics and not is_supervised(metrics)
 
 
 def _pair_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
@@ -116,6 +127,8 @@ def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | No
 
     A run that learns given answers has other columns, under the header for them.
     """
+    if _is_validation(metrics):
+        return [Cell(f"{step}/{total}".rjust(9)), _validation(metrics)]
     if is_supervised(metrics):
         return _supervised_line(step, total, metrics, left_s)
     seconds = metrics.get("timing_s/step")
@@ -135,6 +148,7 @@ def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | No
         Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
         Cell("  |" + "".join(_seconds(value, 7) for value in (*phases.values(), other)), "dim"),
         *_rewards(metrics),
+        *([_validation(metrics)] if len(shown_keys([metrics])) > len(validation_keys(metrics)) else []),
     ]
 
 
@@ -154,6 +168,16 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
         kinds = ", ".join(f"{count:g} {text}" for text, count in failures.items() if count)
         cells.append(Cell(f"  {failed:g} scores failed ({kinds})", "bold red"))
     return cells
+
+
+def _validation(metrics: Mapping[str, float]) -> Cell:
+    """Return the validation by name: what has the column `valid`, and the reward where that is another number."""
+    keys = validation_keys(metrics)
+    text = f"{keys[0].rpartition('/')[2]}{number(validation_score(metrics), 7)}"
+    if len(shown_keys([metrics])) > len(keys):
+        rewards = [metrics[key.rpartition("/")[0] + "/reward"] for key in keys]
+        text += f", reward{number(statistics.fmean(rewards), 7)}"
+    return Cell(f"  |  valid: {text}", "dim")
 
 
 def _seconds(value: float | None, width: int) -> str:
@@ -200,23 +224,3 @@ _PAIR_COLUMNS = [
     ("seconds", 8),
     ("left", 8),
 ]
-
-
-def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
-
-    Not `val/<source>/<function>/mean@N`, which stands beside that of its source and has no length of its own.
-    """
-    means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
-    places = {key.rsplit("/", 1)[0] for key in means}
-    return [
-        key
-        for key in means
-        if (place := key.rsplit("/", 1)[0]).rsplit("/", 1)[0] not in places or f"{place}/response_length" in metrics
-    ]
-
-
-def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """Return the mean of `val/<source>/mean@N` over the sources, or None on a step without validation."""
-    values = [metrics[key] for key in validation_keys(metrics)]
-    return statistics.fmean(values) if values else None

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from grpo_rl.rewards.validation_metrics import majority, validation_metrics
-from grpo_rl.telemetry.terminal.step_line import validation_keys
+from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.types import Prompt, Rollout
 
 

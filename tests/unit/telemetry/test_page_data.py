@@ -16,9 +16,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
 from grpo_rl.errors import DataError
+from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.telemetry.diagnosis import signal_rules
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.page import metric_columns, page_file, rollout_chunks, run_data
 from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.page.configuration import configuration, differences
@@ -27,19 +29,20 @@ from grpo_rl.telemetry.page.token_pieces import pieces_of
 from grpo_rl.telemetry.report import report_text
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.types import Prompt, Rollout
 
 
 def test_the_interval_of_single_answers_is_wilsons() -> None:
     # Wilson 1927, for 8 of 10: 0.8 [0.490, 0.943].
-    mean, low, high = metric_columns.interval([[1.0]] * 8 + [[0.0]] * 2)
+    mean, low, high = metric_columns.interval([[1.0]] * 8 + [[0.0]] * 2, single=True)
     assert mean == pytest.approx(0.8) and low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
-    assert metric_columns.interval([[1.0]] * 10)[1:] == (pytest.approx(0.7225, abs=1e-4), pytest.approx(1.0))
+    assert metric_columns.interval([[1.0]] * 10, single=True)[1:] == (pytest.approx(0.7225, abs=1e-4), pytest.approx(1.0))
 
 
 def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_not() -> None:
     prompts = [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
-    mean, low, high = metric_columns.interval(prompts)
+    mean, low, high = metric_columns.interval(prompts, single=False)
     error = 1.0 / math.sqrt(3)  # the standard deviation of 0, 2 and 1 is 1
     assert (mean, high - mean, mean - low) == (
         1.0,
@@ -49,10 +52,22 @@ def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_n
 
 
 def test_intervals_of_shares_end_at_nothing_and_at_all() -> None:
-    assert metric_columns.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]]) == (0.5, 0.0, 1.0)
-    assert metric_columns.interval([[0.0]] * 6)[:2] == (0.0, 0.0)
-    # Groups that are all right leave as much doubt as single right answers.
-    assert metric_columns.interval([[1.0, 1.0]] * 10) == metric_columns.interval([[1.0]] * 10)
+    assert metric_columns.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]], single=False) == (0.5, 0.0, 1.0)
+    assert metric_columns.interval([[0.0]] * 6, single=True)[:2] == (0.0, 0.0)
+
+
+def test_a_series_has_one_kind_of_interval_at_all_of_its_steps() -> None:
+    def series(*steps: list[list[float]]) -> dict[str, list[float]]:
+        groups = [[[prompt, 0, rewards, [], [], []] for prompt, rewards in enumerate(step)] for step in steps]
+        entries = [{"kind": "rollouts", "step": step, "groups": one} for step, one in enumerate(groups)]
+        return metric_columns.bands({"sources": ["a"], "steps": entries}, "rollouts")["a"]
+
+    # The first step has no group of unequal rewards; Wilson's interval of it would be [0.38, 1].
+    uneven = series([[1.0, 1.0]] * 4 + [[0.0, 0.0]], [[1.0, 1.0]] * 4 + [[0.5, 0.0]])
+    assert uneven["low"][0] == pytest.approx(0.8 - 1.96 * math.sqrt(0.2 / 5), abs=1e-4)
+    # Where all groups are equal, their variance says nothing; groups that are all right, all the time, are as single answers.
+    assert series([[1.0, 1.0]] * 10, [[1.0, 0.5]] * 10)["low"] == [None, None]
+    assert series([[1.0, 1.0]] * 10)["low"] == [pytest.approx(0.7225, abs=1e-4)]
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -60,7 +75,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for _ in range(400):
         rates = draw.beta(2, 2, size=80)
-        low, high = metric_columns.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates])[1:]
+        low, high = metric_columns.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates], single=False)[
+            1:
+        ]
         held += low <= 0.5 <= high
     assert 0.92 <= held / 400 <= 0.98
 
@@ -152,7 +169,7 @@ def test_results_have_before_and_after_with_intervals(tmp_path: Path) -> None:
     run = make_run(tmp_path, rows=20)
     found = run_data.run_data(run, tmp_path / "files").data
     first = found["results"][0]
-    assert first["name"] == "validation reward" and first["prompts"] == 20
+    assert first["name"] == "validation arithmetic/mean@1" and first["prompts"] == 20
     assert first["before"]["step"] == 0 and first["after"]["step"] == 8 and first["after"]["low"] < first["after"]["value"]
     assert first["change"]["low"] < first["change"]["mean"] < first["change"]["high"]
     assert found["rewards"]["arithmetic"]["steps"] == list(range(1, 9))
@@ -385,3 +402,39 @@ def test_rows_with_one_text_are_different_prompts_on_every_screen(tmp_path: Path
     assert noise is not None and "on 8 prompts" in noise.evidence
     samples = re.findall(r"(?:before|after) .*\] \d/(\d)", report_text(run_dir))
     assert len(samples) == 8 and samples[::2] == samples[1::2]
+
+
+def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "r")
+    sources = {"game": "val/my/game", "sums": "val/sums"}
+    values: dict[int, dict[str, float]] = {}
+    file = MetricsFile(run_dir.metrics_file)
+    for step, won in {0: 1, 9: 4}.items():
+        # A won game is accurate; one that is lost has half of a reward. Failed rewards count as 0.
+        rollouts = [
+            Rollout(
+                Prompt(f"val-{row}", (1,), f"{row}", source, "x"), 0, (2,), (-0.1,), "stop", ((step, 1),), "x",
+                None if row == 7 else 1.0 if row % 8 < won else 0.5, {} if row == 7 else {"acc": float(row % 8 < won)},
+                "timeout" if row == 7 else None,
+            )
+            for row, source in enumerate(["my/game"] * 8 + ["sums"] * 8)
+        ]  # fmt: skip
+        write_rollouts(run_dir.val / f"step_{step}.jsonl", rollouts)
+        values[step] = validation_metrics(rollouts, 1)
+        file.log(step, values[step] | ({"reward/mean": 0.5} if step else {}))
+    file.close()
+    before, after = (values[step][f"{sources['game']}/mean@1"] for step in (0, 9))
+    reward = values[9][f"{sources['game']}/reward"]
+    assert (before, after, reward) == (0.125, 0.5, (4 + 3 * 0.5) / 8)
+    found = {one["name"]: one for one in run_data.run_data(run_dir.path, tmp_path / "files").data["results"]}
+    shown = found["validation my/game/mean@1"]
+    assert (shown["before"]["value"], shown["after"]["value"], shown["change"]["mean"]) == (before, after, after - before)
+    assert found["validation my/game/reward"]["after"]["value"] == reward
+    table = [line.split() for line in report_text(run_dir).splitlines()]
+    assert ["validation", "my/game/mean@1", "0.125", "0.500", "+0.375"] in table
+    assert ["validation", "my/game/reward", "0.500", f"{reward:.3f}", "+0.188"] in table
+    assert RunRecord.of_folder(run_dir.path).validation_keys == ["val/my/game/mean@1", "val/sums/mean@1"]
+    # The console has the mean of the sources, and so has the page, with the interval of two independent estimates.
+    mean = found["validation mean of 2 sources, mean@1"]["after"]
+    assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(one.text for one in step_line.line(9, 9, values[9]))
+    assert mean["value"] == validation_score(values[9]) and shown["after"]["low"] < mean["low"] < mean["value"]

@@ -89,7 +89,7 @@ def test_the_overview_says_what_was_trained_and_whether_it_worked(tab: Tab, page
     tab.open(address(page, tab="overview"))
     head, shown = text(tab, ".top"), text(tab)
     assert "a_run" in head and "done" in head and "12 of 12" in head and "step 4" in head
-    assert "max(-A r, -A clip(r, 0.8, 1.2))" in shown and "validation reward" in shown
+    assert "max(-A r, -A clip(r, 0.8, 1.2))" in shown and "validation arithmetic/mean@1" in shown
     assert re.search(r"\n[\d.]+\n\[[\d.]+, [\d.]+\] step 12", shown), shown
     tab.wait("document.querySelectorAll('canvas').length > 0")
 

@@ -112,11 +112,8 @@ function seriesCard(one, title, parts) {
 function rewardCard(one) {
   const banded = one.rewards.all || Object.values(one.rewards)[0] || null;
   const parts = [{ label: 'training reward', found: curveOf(one, 'reward/mean'), bounds: banded, colour: HUES[0] }];
-  const measured = Object.entries(one.validation);
-  const logged = Object.keys(one.metrics.columns).filter((name) => /^val\/[^/]+\/(reward|mean@\d+)$/.test(name));
-  const validated = measured.length ? measured : logged.slice(0, 5).map((name) => [name.split('/')[1], curveOf(one, name)]);
-  validated.forEach(([source, found], place) => {
-    parts.push({ label: validated.length > 1 ? `validation, ${source}` : 'validation', found, colour: HUES[1 + (place % (HUES.length - 1))], points: true, width: 2.2 });
+  Object.entries(one.validation).forEach(([name, found], place) => {
+    parts.push({ label: `validation ${name}`, found, colour: HUES[1 + (place % (HUES.length - 1))], points: true, ...(found.value === 'reward' ? { dash: [5, 4], width: 1.4 } : { width: 2.2 }) });
   });
   return seriesCard(one, one.metrics.columns['reward/mean'] ? 'Reward and validation' : 'Validation', parts);
 }
