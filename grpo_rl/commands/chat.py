@@ -21,6 +21,7 @@ from grpo_rl.arguments import Arguments, counted, not_negative
 from grpo_rl.commands.generate import NO_DATA
 from grpo_rl.commands.sampling_plan import EPISODES, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model
+from grpo_rl.commands.trust import add_trust_option
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
@@ -90,7 +91,7 @@ class Conversation:
 def main(argv: Sequence[str]) -> int:
     """Answer what is typed until /quit or the end of the input. Returns 0. Raises this package's errors."""
     options, words = _parser().read_with_settings(argv)
-    target = find_target(options.target)
+    target = find_target(options.target, trusted=options.trust_run)
     # Progress is no answer either.
     console = Console(None if sys.stdin.isatty() else sys.stderr)
     with ExitStack() as stack:
@@ -98,8 +99,10 @@ def main(argv: Sequence[str]) -> int:
         folder = stack.enter_context(_folder())
         from grpo_rl.cluster.sampling import sampling_session, unscored
 
-        model = model_folder(target, console)
-        keys = run_keys(target.run, options.engine) | _keys(options, ready_model(model, console), words)
+        model = model_folder(target, console, trusted=options.trust_run)
+        keys = run_keys(target.run, options.engine, words, trusted=options.trust_run) | _keys(
+            options, ready_model(model, console), words
+        )
         plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
         session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
         sampler = stack.enter_context(session.sampler(plan))
@@ -108,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_keys(run: Path | None, engine: str | None) -> dict[str, Any]:
+def run_keys(run: Path | None, engine: str | None, words: Sequence[str] = (), *, trusted: bool = False) -> dict[str, Any]:
     """Return the keys of a run that bear on a conversation: a person is there in place of rewards and environments."""
-    return {key: value for key, value in settings_of_run(run, engine).items() if not key.startswith(("reward.", EPISODES))}
+    return settings_of_run(run, engine, words, trusted=trusted, without=("reward.", EPISODES))
 
 
 def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:
@@ -235,4 +238,5 @@ def _parser() -> Arguments:
     parser.add_argument(
         "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
     )
+    add_trust_option(parser)
     return parser

@@ -68,14 +68,14 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
     if files:
         _evaluate_files(options, words, console)
         return
-    targets = [find_target(text) for text in options.targets]
+    targets = [find_target(text, trusted=options.trust_run) for text in options.targets]
     if len({target.label for target in targets}) < len(targets):
         raise ConfigError("the same model is named twice")
     run = source_run(options, targets)
-    data = options.data or (data_of_run(run) if run is not None else [])
+    data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
     if not data:
         raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
-    keys = settings_of_run(run, options.engine) | option_keys(options, data)
+    keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
     folder = Path(options.output) if options.output else FOLDER / _name(targets[0], data, keys, words)
     run_dir = RunDir(folder)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
     console.info(f"evaluation folder: {folder}")
     if run is not None:
         console.info(f"data columns, templates, lengths and reward are those of {run}")
-    models = list(_models(targets, keys, words, EvaluationFolder(folder), console))
+    models = list(_models(targets, keys, words, EvaluationFolder(folder), console, options.trust_run))
     _answer_missing(models, run_dir, console)
     values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
     groups = [model.file.groups(values.n) for model in models]
@@ -115,12 +115,17 @@ def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: 
 
 
 def _models(
-    targets: Sequence[Target], keys: dict[str, Any], words: Sequence[str], folder: EvaluationFolder, console: Console
+    targets: Sequence[Target],
+    keys: dict[str, Any],
+    words: Sequence[str],
+    folder: EvaluationFolder,
+    console: Console,
+    trusted: bool,
 ) -> Iterator[_Model]:
     """Yield each model with its plan. All is refused here that can be, before an engine starts."""
     settled: dict[str, Any] | None = None
     for number, target in enumerate(targets):
-        path = model_folder(target, console)
+        path = model_folder(target, console, trusted=trusted)
         planned = sampling_plan(keys, words, path, folder.path / "logs" / f"settings_{number + 1}.yaml")
         if settled is None:
             settled = planned.settings | _data_settings(planned)

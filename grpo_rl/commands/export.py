@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_rl import hub
 from grpo_rl.arguments import Arguments
 from grpo_rl.commands.targets import Target, find_target, model_folder, run_config
+from grpo_rl.commands.trust import add_trust_option
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation.model_card import model_card
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     Raises ConfigError for words, and for a push without a hub; CheckpointError for a checkpoint that cannot be trusted.
     """
     options = _parser().read(argv)
-    target = find_target(options.target)
+    target = find_target(options.target, trusted=options.trust_run)
     if target.run is None:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
     if options.push:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     try:
         folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
-        _fill(target, folder, console, adapter=options.adapter)
+        _fill(target, folder, console, adapter=options.adapter, trusted=options.trust_run)
         what = "adapter" if options.adapter else "model, tokenizer"
         console.info(f"written: {folder} ({what}, {CARD}, {CONFIG}, {METRICS}{_and_curve(folder)})")
         if options.push:
@@ -44,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _fill(target: Target, folder: Path, console: Console, *, adapter: bool) -> None:
+def _fill(target: Target, folder: Path, console: Console, *, adapter: bool, trusted: bool) -> None:
     assert target.run is not None
-    model, marks = Path(model_folder(target, console)), "config.json"
+    model, marks = Path(model_folder(target, console, trusted=trusted)), "config.json"
     if adapter:
         model, marks = model / ADAPTER, "adapter_config.json"
         if not (model / marks).is_file():
@@ -146,4 +147,5 @@ def _parser() -> Arguments:
     )
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as a peft folder, without the model")
     parser.add_argument("--public", action="store_true", help="make a new repository public")
+    add_trust_option(parser)
     return parser

@@ -63,17 +63,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, console: Console, stack: ExitStack) -> None:
-    target = find_target(options.targets[0])
+    target = find_target(options.targets[0], trusted=options.trust_run)
     run = source_run(options, [target])
-    data = options.data or (data_of_run(run) if run is not None else [])
+    data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
     if not data:
         raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
-    keys = settings_of_run(run, options.engine) | option_keys(options, data)
+    keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
     work = output.with_name(f"{output.name}.work")
     (work / "logs").mkdir(parents=True, exist_ok=True)
     stack.callback(RunLock.take(work).release)
     run_dir = RunDir(work)
-    model = model_folder(target, console)
+    model = model_folder(target, console, trusted=options.trust_run)
     recipe = work / "logs" / "settings.yaml"
     planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
     episodes = planned.composed.config.actor_rollout_ref.rollout.multi_turn.enable

@@ -16,6 +16,7 @@ import yaml
 
 from grpo_rl.arguments import Arguments, counted, not_negative
 from grpo_rl.commands.targets import Target, run_config
+from grpo_rl.commands.trust import add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.schema.fields import leaves
@@ -79,6 +80,7 @@ def add_sampling_options(parser: Arguments, *, n: int, temperature: float) -> No
         "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
     )
     parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
+    add_trust_option(parser)
 
 
 def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:
@@ -101,25 +103,41 @@ def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, A
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def settings_of_run(run: Path | None, engine: str | None = None) -> dict[str, Any]:
+def settings_of_run(
+    run: Path | None,
+    engine: str | None = None,
+    words: Sequence[str] = (),
+    *,
+    trusted: bool = False,
+    without: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return the keys of a run that bear on sampling and scoring, where they are not the defaults; none without a run.
 
-    Where another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it.
+    Where another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it. So are the keys
+    that are typed (`words`), and those that begin as one of `without`. Raises ConfigError for settings that may run code or
+    reach an address, unless the run is `trusted`.
     """
     if run is None:
         return {}
     tree = flat(run_config(run))
-    kept = {key: value for key, value in tree.items() if _is_taken(key) and value != _default(key)}
-    if engine in (None, tree.get(f"{_R}.name")):
-        return kept
-    return {key: value for key, value in kept.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
+    left_out = _typed(words)
+    kept = {key: value for key, value in tree.items() if _is_taken(key) and key not in left_out and value != _default(key)}
+    kept = {key: value for key, value in kept.items() if not key.startswith(tuple(without))}
+    if engine not in (None, tree.get(f"{_R}.name")):
+        kept = {key: value for key, value in kept.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
+    if not trusted:
+        refuse_settings(run, kept)
+    return kept
 
 
-def data_of_run(run: Path) -> list[str]:
-    """Return the validation data of a run."""
+def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
+    """Return the validation data of a run. Raises ConfigError for a task of its own, unless the run is `trusted`."""
     section = run_config(run).get("data", {})
     files = section.get("val_files") or section.get("val_prompt_files") if isinstance(section, dict) else None
-    return [str(file) for file in files] if isinstance(files, list) else []
+    found = [str(file) for file in files] if isinstance(files, list) else []
+    if not trusted:
+        refuse_settings(run, {"data.val_files": found})
+    return found
 
 
 def source_run(options: argparse.Namespace, targets: Sequence[Target]) -> Path | None:
@@ -136,7 +154,7 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
 
     Raises ConfigError and DataError as `make_plan` does.
     """
-    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    typed = _typed(words)
     own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
     planned = _planned({**own, **keys}, typed, words, recipe)
     share = f"{_R}.gpu_memory_utilization"
@@ -179,6 +197,10 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         place[name] = value
     return tree
+
+
+def _typed(words: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].lstrip("+~") for word in words}
 
 
 def _is_taken(key: str) -> bool:

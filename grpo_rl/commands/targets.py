@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.commands.trust import refuse_model, refuse_settings
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.telemetry.rundir import RunDir, named_run, no_run
 
@@ -44,8 +45,11 @@ class Target:
         return self.run / "exports" / f"step_{self.step}"
 
 
-def find_target(text: str) -> Target:
-    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step."""
+def find_target(text: str, *, trusted: bool = False) -> Target:
+    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step.
+
+    A run that is not `trusted` has no expression in the name of the model that it began with.
+    """
     if text.startswith(BUILTIN):
         from grpo_rl.models.builtin import get_builtin
 
@@ -58,7 +62,7 @@ def find_target(text: str) -> Target:
         return Target(text, str(Path(text).expanduser()))
     match = _AT.fullmatch(text)
     if match is not None and (run := named_run(match["run"])) is not None:
-        return _at(text, run, match["step"])
+        return _at(text, run, match["step"], trusted)
     if _HUB.fullmatch(text) and not Path(text).exists():
         return Target(text, text)
     raise ConfigError(
@@ -81,20 +85,25 @@ def run_config(run: Path) -> dict[str, Any]:
     return found
 
 
-def model_folder(target: Target, console: Console) -> str:
-    """Return the model of a target: its folder or name, after the export of a checkpoint that has not been exported yet."""
+def model_folder(target: Target, console: Console, *, trusted: bool = False) -> str:
+    """Return the model of a target: its folder or name, after the export of a checkpoint that has not been exported yet.
+
+    Raises ConfigError for a run that is not `trusted` and whose model brings code or links, before anything of it is read.
+    """
     if target.model:
         return target.model
     assert target.run is not None and target.step is not None
     from grpo_rl.checkpoint.exporting import export_policy, is_exported
 
+    base = _trained_from(target.run)
+    if not trusted:
+        refuse_model(target.run, base)
     checkpoint = RunDir(target.run).checkpoints / f"step_{target.step}"
     if not is_exported(checkpoint, target.export_folder):
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # the screen has a bar of its own
         with console.progress(f"exporting step {target.step} of {target.run.name}"):
-            base = _trained_from(target.run)
             export_policy(checkpoint, ready_model(base["path"], console), base, target.export_folder)
     return str(target.export_folder)
 
@@ -130,9 +139,12 @@ def _newest(text: str, run: Path) -> Target:
     )
 
 
-def _at(text: str, run: Path, step: str) -> Target:
+def _at(text: str, run: Path, step: str, trusted: bool) -> Target:
     if step == START or step == "0":
-        return Target(text, _trained_from(run)["path"], run)
+        path = _trained_from(run)["path"]
+        if not trusted:
+            refuse_settings(run, {"actor_rollout_ref.model.path": path})
+        return Target(text, path, run)
     steps = CheckpointStore(RunDir(run).checkpoints).steps()
     if not steps:
         raise CheckpointError(f"{run}: has no checkpoint (trainer.save_freq); {run} alone names its exported model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
 
 RUNS = Path("runs")
@@ -207,13 +207,17 @@ class RunDir:
 
 
 def named_run(text: str) -> Path | None:
-    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None where there is none."""
+    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None where there is none.
+
+    Raises DataError for links in it that lead out of it.
+    """
     folders = [Path(text).expanduser()]
     if not Path(text).is_absolute() and ".." not in Path(text).parts:
         folders += [place / text for place in (RUNS, *sorted(RUNS.glob("*/")))]
     for folder in folders:
         # A folder with config.json is a model.
         if os.path.isfile(folder / "config.yaml") and not os.path.isfile(folder / "config.json"):
+            refuse_links(folder)
             return folder
     return None
 
@@ -221,12 +225,15 @@ def named_run(text: str) -> Path | None:
 def find_run(text: str) -> Path:
     """Return the folder of the run that `text` names, or any other folder: part of a run may be all that there is to look at.
 
-    Raises ConfigError where there is neither.
+    Raises ConfigError where there is neither, and DataError for links in it that lead out of it.
     """
     run, folder = named_run(text), Path(text).expanduser()
-    if run is None and not os.path.isdir(folder):
+    if run is not None:
+        return run
+    if not os.path.isdir(folder):
         raise ConfigError(no_run(text))
-    return run or folder
+    refuse_links(folder)
+    return folder
 
 
 def no_run(text: str, nor: str = "") -> str:
@@ -263,6 +270,36 @@ def _one_line(value: Any) -> str:
         yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True) if value is not None else "null"
     )
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def refuse_links(run: Path) -> None:
+    """Raise DataError for a link in a run's folder that leads out of it: what is read or copied from a run lies in the run.
+
+    `checkpoints` may be a link to a larger disk; commands that read it ask.
+    """
+    for link in links_out(run):
+        if link != Path(os.path.realpath(run), "checkpoints"):
+            raise DataError(
+                f"{link}: is a link to {os.path.realpath(link)}, out of the run's folder, and a run is read there alone; "
+                "put the file itself there"
+            )
+
+
+def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
+    """Yield the links in a folder that lead out of it: anywhere, or with `deep=False` in itself and its direct subfolders.
+
+    Those of a snapshot of the hub's cache may lead to its blobs.
+    """
+    root = os.path.realpath(folder)
+    inside = [root]
+    if Path(root).parent.name == "snapshots":
+        inside.append(str(Path(root).parents[1] / "blobs"))
+    for place, folders, files in os.walk(root):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in inside):
+                yield path
+        if not deep and place != root:
+            folders.clear()
 
 
 def dated_name() -> str:
