@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import oracles
@@ -20,6 +22,7 @@ import pytest
 import ray
 from oracles import Training
 
+from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.session import liveness, run_watcher
 
 START_S, NAMED_S = 240.0, 10.0
@@ -73,20 +76,44 @@ def two_workers(words: list[str]) -> list[str]:
     return [*kept, "actor_rollout_ref.actor.use_kl_loss=false"]
 
 
-def process_of(training: Training, name: str) -> int | None:
+def process_of(training: Training, name: str) -> int:
     """The process of the run's own cluster that has this name."""
-    for session in training.sessions:
-        for pid in run_watcher.processes(session["token"]):
-            try:
-                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                    return pid
-            except OSError:
-                continue
-    return None
+    assert training.process is not None
+    for pid in descendants(training.process.pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                return pid
+    raise AssertionError(f"no {name} below the controller")
 
 
-LOST_IN = {"gcs_server": "start", "raylet": "gen"}
-"""The process of the cluster that is killed, and the phase of the run in which it is."""
+LOST_IN = {
+    "gcs_server": ("start", 200, "its head (gcs_server)"),
+    "raylet": ("update_actor", 1, "its raylet"),
+    "ray::RuntimeEnv": ("gen", 1, "its raylet"),
+    "ray::DashboardA": ("save", 1, "its raylet"),
+}
+"""The process of the cluster that is killed; the phase of the run in which it is, and for how many seconds the controller is
+asleep then; what the run names. A raylet ends with its agents, and Ray a controller that hands an object to one that has gone."""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """How a run ended after a process of its cluster was killed."""
+
+    run: Training
+    code: int
+    took: float
+
+
+def kill_one(run: Training, victim: str) -> Killed:
+    """Kill -9 this process of the run's cluster in its phase, and wait for the run's end."""
+    phase, *_ = LOST_IN[victim]
+    # Ray is connected when the first worker has a log.
+    run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
+    os.kill(process_of(run, victim), signal.SIGKILL)
+    began = time.monotonic()
+    code = run.wait(START_S)
+    return Killed(run, code, time.monotonic() - began)
 
 
 class TwoNodes:
@@ -138,42 +165,43 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
 
 
 @pytest.fixture(scope="module")
-def runs(run_words: list[str], two_nodes: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
+def killed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Killed]]]:
     """A run for each, side by side: most of a start keeps one processor busy."""
     folder, made = tmp_path_factory.mktemp("lost"), {}
+    for number, (victim, (phase, seconds, _)) in enumerate(LOST_IN.items()):
+        fault = f"driver.phase:delay={seconds}@step=1,phase={phase}"
+        words = [*two_workers(run_words), "trainer.save_freq=1"]
+        made[victim] = Training(folder, f"lost{number}", words, fault)
     try:
-        for victim, phase in LOST_IN.items():
-            fault = f"driver.phase:delay=200@step=1,phase={phase}"
-            made[victim] = Training(folder, victim, two_workers(run_words), fault).start()
-        at = [f"ray_kwargs.ray_init.address={two_nodes.address}", "ray_kwargs.ray_init.wait_for_nodes_s=60"]
-        fault = "driver.phase:delay=200@step=2,phase=gen"
-        saves = ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=false"]
-        made["node"] = Training(folder, "node", [*two_workers(run_words), *at, *saves], fault)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in two_nodes.access.items():
-                patch.setenv(name, value)
-            made["node"].start()
-        yield made
+        with ThreadPoolExecutor(len(made)) as pool:
+            yield {victim: pool.submit(kill_one, run.start(), victim) for victim, run in made.items()}
     finally:
         for run in made.values():
             run.end()
 
 
+@pytest.fixture
+def on_two_nodes(
+    run_words: list[str], two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Training]:
+    at = [f"ray_kwargs.ray_init.address={two_nodes.address}", "ray_kwargs.ray_init.wait_for_nodes_s=60"]
+    saves = ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=false"]
+    run = Training(tmp_path, "node", [*two_workers(run_words), *at, *saves], "driver.phase:delay=200@step=2,phase=gen")
+    for name, value in two_nodes.access.items():
+        monkeypatch.setenv(name, value)
+    yield run.start()
+    run.end()
+
+
 @pytest.mark.parametrize("victim", LOST_IN)
-def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
-    run, phase = runs[victim], LOST_IN[victim]
-    # Ray is connected when the first worker has a log.
-    run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
-    os.kill(process_of(run, victim), signal.SIGKILL)
-    began = time.monotonic()
-    code = run.wait(START_S)
-    took = time.monotonic() - began
-    print(f"MEASURED {victim} killed: the run ended after {took:.2f} s")
-    assert code == 6, run.describe()
-    assert took < NAMED_S
+def test_a_run_whose_cluster_is_killed_says_so_and_ends(killed, victim):
+    end = killed[victim].result()
+    run = end.run
+    print(f"MEASURED {victim} killed: the run ended after {end.took:.2f} s")
+    assert end.code == 6, run.describe()
+    assert end.took < NAMED_S
     [line] = [line for line in run.error_lines() if "the Ray cluster is lost" in line]
-    name = {"gcs_server": "its head (gcs_server)", "raylet": "its raylet"}[victim]
-    assert line.startswith("error: ") and f"{name} has not answered for " in line
+    assert line.startswith("error: ") and f"the Ray cluster is lost: {LOST_IN[victim][-1]} " in line
     assert "the same command begins anew" in line
     status = run.status
     assert (status["state"], status["error"]["exit_code"], status["error"]["type"]) == ("failed", 6, "ClusterError")
@@ -181,8 +209,8 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(runs, victim):
 
 
 @pytest.mark.campaign
-def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_run_ends(runs, two_nodes):
-    run = runs["node"]
+def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_run_ends(on_two_nodes, two_nodes):
+    run = on_two_nodes
     run.until(lambda status: status["phase"] == "gen" and status.get("last_commit") == 1, START_S)
     two_nodes.kill("node")
     began = time.monotonic()

@@ -200,6 +200,7 @@ class Connection(threading.Thread):
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
         auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
+            self._patched.enter_context(liveness.called_at_exit_of_ray(self._on_lost))
             self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))
 
 
