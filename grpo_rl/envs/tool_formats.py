@@ -82,8 +82,8 @@ def _collected(found: Iterator[Any]) -> Parsed:
     for value in found:
         try:
             calls.append(_call(value, len(calls)))
-        except ValueError as error:
-            malformed.append(str(error))
+        except (ValueError, RecursionError) as error:
+            malformed.append(_cause(error))
     return Parsed(tuple(calls), tuple(malformed))
 
 
@@ -133,7 +133,8 @@ def llama3_json(text: str) -> Iterator[Any]:
             yield ValueError(f"the tool call is no JSON: {_cause(error)}")
             return
         yield value
-        place += len(text[place:]) - len(text[place:].lstrip("; \n\t"))
+        while place < len(text) and text[place] in "; \n\t":
+            place += 1
 
 
 @FORMATS.register("mistral")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,13 @@ from grpo_rl.envs.endpoint.chat_format import ChatAnswer, ChatRequest, Refused, 
 
 LONGEST_REQUEST = 16 * 2**20
 """Bytes of a request; more is refused."""
+LONGEST_HEAD = 16 * 2**10
+"""Bytes of a request's head; more is refused."""
+REQUEST_S = 60.0
+"""Seconds in which a request has to arrive as a whole."""
+MOST_STRANGERS = 32
+"""Connections that have not shown the token yet. One more ends the oldest of them, which an agent's request never gets to be:
+any user of this machine may connect, and hold memory and files of this process."""
 LAST_ANSWERS_S = 1.0
 """Seconds that requests have to read that the conversation is over."""
 
@@ -41,10 +49,11 @@ class ChatServer:
         self._token = secrets.token_urlsafe(16)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
+        self._strangers: list[asyncio.Task[Any]] = []
 
     async def start(self) -> str:
         """Begin to listen; return the base URL, which ends with /v1."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=LONGEST_HEAD)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._token}/v1"
 
     async def close(self, waiting: Asked | None) -> None:
@@ -65,6 +74,10 @@ class ChatServer:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        self._strangers.append(task)
+        task.add_done_callback(self._known)
+        if len(self._strangers) > MOST_STRANGERS:
+            self._strangers.pop(0).cancel()
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 try:
@@ -76,15 +89,43 @@ class ChatServer:
         finally:
             writer.close()
 
+    def _known(self, task: asyncio.Task[Any] | None) -> None:
+        """Note that this connection has shown the token, or is over."""
+        if task in self._strangers:
+            self._strangers.remove(task)
+
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
+        """Return a request's method, path below the token, and body. Raises Refused; nobody's body is read without the token."""
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except asyncio.LimitOverrunError:
+            raise Refused(431, "the head of the request is too long") from None
+        method, path, *_ = [*head[0].split(" "), "", ""]
+        _, token, *below = [*path.split("/", 2), ""]
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
+            raise _nowhere()
+        self._known(asyncio.current_task())
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        if method == "POST" and "content-length" not in headers:
+            raise Refused(411, "a request needs a Content-Length")
+        size = headers.get("content-length", "0")
+        if not re.fullmatch("[0-9]{1,9}", size) or int(size) > LONGEST_REQUEST:
+            raise Refused(413, f"a request has a Content-Length of at most {LONGEST_REQUEST} bytes")
+        return method, below[0], await reader.readexactly(int(size))
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Write the answer to the request that is read. Raises Refused."""
-        method, path, body = await _read(reader)
-        if method == "GET" and path == f"/{self._token}/v1/models":
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                method, path, body = await self._read(reader)
+        except TimeoutError:
+            raise Refused(408, f"the request has not arrived within {REQUEST_S:g} s") from None
+        if method == "GET" and path == "v1/models":
             model = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo_rl"}
             _write(writer, 200, {"object": "list", "data": [model]})
             return
-        if method != "POST" or path != f"/{self._token}/v1/chat/completions":
-            raise Refused(404, "there is POST .../v1/chat/completions and GET .../v1/models")
+        if method != "POST" or path != "v1/chat/completions":
+            raise _nowhere()
         request = read_request(body)
         asked = Asked(request, asyncio.get_running_loop().create_future())
         await self.requests.put(asked)
@@ -100,20 +141,8 @@ class ChatServer:
             await writer.drain()
 
 
-async def _read(reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-    """Return method, path and body of a request. Raises Refused for one that is too large, or whose size is not given."""
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    except asyncio.LimitOverrunError:
-        raise Refused(431, "the head of the request is too long") from None
-    method, path, *_ = [*head[0].split(" "), "", ""]
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-    if method == "POST" and "content-length" not in headers:
-        raise Refused(411, "a request needs a Content-Length")
-    size = headers.get("content-length", "0")
-    if not size.isdecimal() or int(size) > LONGEST_REQUEST:
-        raise Refused(413, f"a request has a Content-Length of at most {LONGEST_REQUEST} bytes")
-    return method, path, await reader.readexactly(int(size))
+def _nowhere() -> Refused:
+    return Refused(404, "there is POST .../v1/chat/completions and GET .../v1/models")
 
 
 def _write(writer: asyncio.StreamWriter, status: int, body: Any, more: str = "") -> None:

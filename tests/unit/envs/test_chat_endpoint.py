@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from grpo_rl.envs.contract import Observation, Start, Turn
+from grpo_rl.envs.endpoint import chat_server
 from grpo_rl.envs.endpoint.chat_endpoint import ChatEndpoint
+from grpo_rl.envs.endpoint.chat_server import ChatServer
 
 AGENT = """
 import asyncio, json, urllib.error, urllib.request
@@ -279,3 +281,39 @@ def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(p
             break
         time.sleep(0.02)
     assert noted(tmp_path) == [[410, "episode_over"]]
+
+
+def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_server(monkeypatch) -> None:
+    monkeypatch.setattr(chat_server, "REQUEST_S", 0.5)
+    large, digits = f"Content-Length: {chat_server.LONGEST_REQUEST}", f"Content-Length: {'9' * 5000}"
+
+    async def course() -> None:
+        server = ChatServer()
+        url = await server.start()
+        host, token = url.removeprefix("http://").split("/")[:2]
+
+        async def connect(request: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(*host.split(":"))
+            writer.write(request.encode())
+            return reader, writer
+
+        async def status(path: str, header: str, body: str = "") -> int:
+            """Return what a request is answered of whose body no more than this comes."""
+            reader, writer = await connect(f"POST /{path}/v1/chat/completions HTTP/1.1\r\n{header}\r\n\r\n{body}")
+            answer = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+            return int(answer.split()[1])
+
+        assert await status("x" * len(token), large) == 404
+        assert await status("", digits) == 404 and await status(token, digits) == 413
+        assert await status(token, large, "{") == 408
+        monkeypatch.setattr(chat_server, "REQUEST_S", 600.0)
+        silent = [await connect() for _ in range(chat_server.MOST_STRANGERS + 1)]
+        assert await asyncio.wait_for(silent[0][0].read(), 30) == b""
+        assert await status(token, "Content-Length: 2", "{}") == 400
+        assert not silent[-1][0].at_eof()
+        for _, writer in silent:
+            writer.close()
+        await server.close(None)
+
+    asyncio.run(course())
