@@ -17,6 +17,7 @@ from grpo_rl.rewards.contract.calls import ARGUMENTS, BATCH_ARGUMENTS, Component
 from grpo_rl.rewards.contract.failures import INVALID, RewardFailure
 from grpo_rl.rewards.contract.results import Result
 from grpo_rl.rewards.contract.steps import NO_STEPS, Decode, Step, read_steps
+from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
 
@@ -153,8 +154,15 @@ class RewardFunction:
 
 
 def sample_of(rollout: Rollout) -> Sample:
-    """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too."""
-    prompt, extra_info, episode = rollout.prompt, rollout.prompt.extra_info, rollout.episode
+    """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too.
+
+    A short `question` is what was asked last, where the row has none: a rule can tell a task of arithmetic by it.
+    """
+    prompt, episode = rollout.prompt, rollout.episode
+    question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
+    extra_info = prompt.extra_info
+    if isinstance(question, str) and len(question) <= LONGEST_QUESTION and any(map(str.isdigit, question)):
+        extra_info = {"question": question} | extra_info
     if episode is not None:
         turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}
         extra_info = extra_info | turns | {"turn_rewards": [turn.reward for turn in episode.turns]}

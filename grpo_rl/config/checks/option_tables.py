@@ -45,7 +45,7 @@ REWARD_OPTIONS: dict[str, str] = {
     "gsm8k_flexible": "",
     "language_consistency": "script",
     "length": "minimum maximum target slack unit",
-    "math": "boxed_only algebra skip_thought",
+    "math": "boxed_only algebra skip_thought evaluated",
     "multiple_choice": "letters anywhere",
     "reasoning_gym": "",
     "repetition": "ngram max_penalty unit",

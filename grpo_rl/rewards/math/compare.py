@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from grpo_rl.rewards.math.math_tokens import MAX_TEXT, readings, spelling, squeezed
+from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
 from grpo_rl.rewards.math.math_values import Number, TwoNumbers, Unreadable, close, values
 
 MAX_ELEMENTS = 60
@@ -21,6 +21,8 @@ SIGNIFICANT = 6
 MATRICES = ("matrix", "smallmatrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix")
 DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
+OPERATIONS = frozenset(("+", "-", "*", "/", "^", "!", "(", "\\frac", "\\sqrt", "\\binom", "\\choose"))
+"""A bracket behind a factor, too, is a product."""
 
 Tokens = tuple[str, ...]
 Kind = Literal["number", "approximation", "word", "tuple", "set", "union", "matrix", "equation", "unreadable"]
@@ -42,7 +44,10 @@ class Answer:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Return whether `answer` is `gold`; None where only algebra can decide. `nan` is equal to nothing."""
+    """Return whether `answer` is `gold`; None where only algebra can decide. `nan` is equal to nothing.
+
+    `1,200` as the gold is 1200, which the list `1, 200` is not; as an answer it is either.
+    """
     one, other = squeezed(gold), squeezed(answer)
     if "nan" in (one.casefold(), other.casefold()):
         return False
@@ -50,7 +55,9 @@ def compare(gold: str, answer: str) -> bool | None:
         return True
     if len(gold) > MAX_TEXT or len(answer) > MAX_TEXT:
         return None
-    found = [_same(a, b) for a in _readings(gold) for b in _readings(answer)]
+    wanted = readings(gold)[0]
+    right = _read(wanted.tokens)
+    found = [not differ(wanted, given) and _same(right, _read(given.tokens)) for given in readings(answer)]
     return True if True in found else None if None in found else False
 
 
@@ -58,7 +65,7 @@ def number(text: str) -> float | None:
     """The value of an answer that is one number; None for anything else."""
     if len(text) > MAX_TEXT:
         return None
-    read = _readings(text)[0]
+    read = _read(tokens(text))
     if read.kind != "number" or len(read.value) != 1:
         return None
     try:
@@ -68,9 +75,15 @@ def number(text: str) -> float | None:
     return value.real if value.imag == 0 else None
 
 
-def _readings(text: str) -> list[Answer]:
-    """Return what the text can mean: `1,200` is a number and a list of two."""
-    return [_read(reading) for reading in readings(text)]
+def operations(text: str) -> int:
+    """The operations of an answer, behind its last `=`: 1 of `17*23` and `\\frac12`, 0 of 391 and -8."""
+    if len(text) > MAX_TEXT:
+        return 0
+    found = _split(tokens(text), "=")[-1]
+    return sum(
+        token in OPERATIONS and not (token in "+-(" and (place == 0 or before in OPERATIONS or before in OPENING))
+        for place, (before, token) in enumerate(zip(("", *found), found, strict=False))
+    )
 
 
 def _read(found: Tokens, nesting: int = 0) -> Answer:

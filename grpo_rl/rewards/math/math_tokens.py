@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from decimal import Decimal
+from typing import NamedTuple
 
 MAX_TEXT = 2_000
 """A longer answer is compared as text and not read."""
@@ -82,91 +83,77 @@ SAME = {
     "\\rvert": "|",
 }
 AND = ("and", "or")
+MEASURES = {
+    name: unit
+    for unit, names in {
+        "mm": "mm millimeter millimeters millimetre millimetres",
+        "cm": "cm centimeter centimeters centimetre centimetres",
+        "m": "m meter meters metre metres",
+        "km": "km kilometer kilometers kilometre kilometres",
+        "in": "in inch inches",
+        "ft": "ft foot feet",
+        "yd": "yd yard yards",
+        "mi": "mi mile miles",
+        "g": "gram grams",
+        "kg": "kg kilogram kilograms",
+        "lb": "lb lbs pound pounds",
+        "oz": "oz ounce ounces",
+        "l": "liter liters litre litres",
+        "ml": "ml milliliter milliliters millilitre millilitres",
+        "gal": "gal gallon gallons",
+        "s": "sec secs second seconds",
+        "min": "min mins minute minutes",
+        "h": "hr hrs hour hours",
+        "day": "day days",
+        "week": "week weeks",
+        "month": "month months",
+        "year": "year years",
+        "mi*h": "mph",
+        "$": "dollar dollars usd",
+        "cent": "cent cents",
+        "euro": "euro euros",
+        "%": "percent",
+        "deg": "degree degrees",
+        "rad": "rad radian radians",
+        "am": "am",
+        "pm": "pm",
+    }.items()
+    for name in names.split()
+}
+"""Words for units of measure: two answers with different ones differ. Other words, as in `21\\text{ dogs}`, say nothing."""
+HALVES = frozenset(("am", "pm"))
+HALF = r"(?i)(?<![a-z])([ap])\.?\s?m(?![a-z])\.?"
+"""`p.m.` behind a time of day."""
+SIGNS = {"\\circ": "deg", "\\degree": "deg", "\\$": "$", "%": "%"}
+POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 UNITS = frozenset(
-    [
-        "degree",
-        "degrees",
-        "dollar",
-        "dollars",
-        "cent",
-        "cents",
-        "euro",
-        "euros",
-        "unit",
-        "units",
-        "square",
-        "sq",
-        "cubic",
-        "inch",
-        "inches",
-        "foot",
-        "feet",
-        "ft",
-        "yard",
-        "yards",
-        "mile",
-        "miles",
-        "mm",
-        "cm",
-        "km",
-        "meter",
-        "meters",
-        "metre",
-        "metres",
-        "kilometer",
-        "kilometers",
-        "centimeter",
-        "centimeters",
-        "gram",
-        "grams",
-        "kg",
-        "kilogram",
-        "kilograms",
-        "pound",
-        "pounds",
-        "ounce",
-        "ounces",
-        "liter",
-        "liters",
-        "second",
-        "seconds",
-        "sec",
-        "minute",
-        "minutes",
-        "min",
-        "hour",
-        "hours",
-        "day",
-        "days",
-        "week",
-        "weeks",
-        "month",
-        "months",
-        "year",
-        "years",
-        "mph",
-        "percent",
-        "people",
-        "students",
-        "ways",
-        "times",
-        "points",
-        "hr",
-        "hrs",
-        "miles",
-        "per",
-        "mi",
-        "integers",
-        "numbers",
-    ]
+    re.findall(
+        "[a-z]+",
+        """
+degree degrees dollar dollars cent cents euro euros unit units square sq cubic inch inches foot feet ft yard yards
+mile miles mm cm km meter meters metre metres kilometer kilometers centimeter centimeters gram grams kg kilogram
+kilograms pound pounds ounce ounces liter liters second seconds sec minute minutes min hour hours day days week
+weeks month months year years mph percent people students ways times points hr hrs per mi integers numbers
+""",
+    )
 )
+"""Words that are a unit at the end of an answer without `\\text` around them, too."""
+
+
+class Reading(NamedTuple):
+    """What an answer can mean."""
+
+    tokens: tuple[str, ...]
+    """Without units."""
+    units: frozenset[str]
+    """The units of measure of its parts, with their powers: `cm^2`."""
 
 
 def squeezed(text: str) -> str:
-    """Return the text without white space, except between two digits: `1 2` is not 12."""
+    """Return the text without white space, except between two digits, where a comma may stand before it: `1 2` is not 12."""
     words = text.split()
     spaced = [
-        " " + word if before[-1] in "0123456789." and word[0] in "0123456789." else word
+        " " + word if before[-1] in "0123456789.," and word[0] in "0123456789." else word
         for before, word in itertools.pairwise(words)
     ]
     return "".join([*words[:1], *spaced])
@@ -174,10 +161,17 @@ def squeezed(text: str) -> str:
 
 def tokens(text: str) -> tuple[str, ...]:
     """Return the tokens of the first reading of an answer; see `readings`."""
-    return readings(text)[0]
+    return readings(text)[0].tokens
 
 
-def readings(text: str) -> list[tuple[str, ...]]:
+def differ(one: Reading, other: Reading) -> bool:
+    """Return whether both have units, and each one that the other lacks. Two times of day have the same half of the day."""
+    if ":" in one.tokens and ":" in other.tokens and one.units & HALVES != other.units & HALVES:
+        return True
+    return bool(one.units - other.units and other.units - one.units)
+
+
+def readings(text: str) -> list[Reading]:
     """Return what an answer of at most `MAX_TEXT` characters can mean, as tokens spelt in one way: one or two readings.
 
     There are two where a comma between digits without a space may separate thousands or the elements of a list:
@@ -185,6 +179,8 @@ def readings(text: str) -> list[tuple[str, ...]]:
     """
     assert len(text) <= MAX_TEXT
     plain = text.translate(CHARACTERS).strip().rstrip(".")
+    if ":" in plain:
+        plain = re.sub(HALF, lambda match: f"{match[1].lower()}m", plain)
     if "=" in plain:
         for relation, command in RELATIONS:
             plain = re.sub(relation, command, plain)
@@ -218,13 +214,16 @@ def _thousands(plain: str) -> list[str]:
     return [joined] if joined == apart else [joined, apart]
 
 
-def _tokens(plain: str) -> tuple[str, ...]:
+def _tokens(plain: str) -> Reading:
     raw = TOKEN.findall(plain)
     found: list[str] = []
+    units: set[str] = set()
     place = 0
     while place < len(raw):
         token = SAME.get(raw[place], raw[place])
         place += 1
+        if unit := SIGNS.get(token):
+            units.add(unit)
         if token in NOTHING:
             continue
         if token in ("\\text", "\\phantom") and place < len(raw) and raw[place] == "{":
@@ -240,7 +239,8 @@ def _tokens(plain: str) -> tuple[str, ...]:
                 found.pop()
         else:
             found.append(format(Decimal(token), "f") if token[0].isdigit() and "e" in token.lower() else token)
-    return _without_units(found)
+    kept, words = _without_units(found)
+    return Reading(kept, frozenset(units | _measured(words)))
 
 
 def spelling(found: tuple[str, ...]) -> str:
@@ -271,18 +271,32 @@ def _word(word: str) -> str:
     return '"' + (word if len(word) == 1 else word.casefold())
 
 
-def _without_units(found: list[str]) -> tuple[str, ...]:
-    """Units at the end go, with their power; `and` between elements is a comma."""
-    kept = ["," if token.strip('"') in AND else token for token in found]
+def _without_units(found: list[str]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+    """The tokens without the units at their end, and those units with their powers; `and` between elements is a comma."""
+    kept, units = ["," if token.strip('"') in AND else token for token in found], list[tuple[str, str]]()
+    halves = HALVES if ":" in kept else ()
     while len(kept) > 1:
-        end = len(kept)
-        if end > 2 and kept[-2] == "^" and _is_unit(kept[-3]):
-            end -= 2
-        if kept[end - 1] == "." or _is_unit(kept[end - 1]):
-            del kept[end - 1 :]
-        else:
+        power = 2 if len(kept) > 2 and kept[-2] == "^" else 4 if len(kept) > 4 and kept[-4] == "^" and kept[-1] == "}" else 0
+        power = power if power and _is_unit(kept[-power - 1]) else 0
+        unit = kept[-power - 1]
+        if unit != "." and unit not in halves and not _is_unit(unit):
             break
-    return tuple(token.removeprefix('"') if len(token) == 2 else token for token in kept)
+        units.append((unit.strip('"'), "".join(kept[-power:]).strip("^{}") if power else ""))
+        del kept[-power - 1 :]
+    return tuple(token.removeprefix('"') if len(token) == 2 else token for token in kept), units[::-1]
+
+
+def _measured(units: list[tuple[str, str]]) -> set[str]:
+    """The units of measure among the words: `square feet`, and `feet` with the power 2, are `ft^2`."""
+    measures: list[str] = []
+    before = ""
+    for word, power in units:
+        if word in ("squared", "cubed") and measures:
+            measures[-1] += POWERS[word]
+        elif word in MEASURES:
+            measures += [name + (f"^{power}" if power else before) for name in MEASURES[word].split("*")]
+        before = POWERS.get(word, "")
+    return set(measures)
 
 
 def _is_unit(token: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER = TAGS = ("<think>", "</think
 def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
     """1 when the response is one thought and then one answer, each in its tags, with only space around them; else 0.
 
-    Every tag must be there exactly once; the answer must not be blank. Takes time linear in the length.
+    Every tag must be there exactly once; thought and answer have a letter, a digit or a mathematical sign each. Takes time linear in the length.
     """
     text = solution_str.strip()
     if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):
@@ -19,9 +20,13 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     thought_end, answer_start = text.index(CLOSE_THINK), text.index(OPEN_ANSWER)
     if answer_start < thought_end:
         return 0.0
-    between = text[thought_end + len(CLOSE_THINK) : answer_start]
+    thought, between = text[len(OPEN_THINK) : thought_end], text[thought_end + len(CLOSE_THINK) : answer_start]
     answer = text[answer_start + len(OPEN_ANSWER) : -len(CLOSE_ANSWER)]
-    return float(not between.strip() and bool(answer.strip()))
+    return float(not between.strip() and _says_something(thought) and _says_something(answer))
+
+
+def _says_something(text: str) -> bool:
+    return any(character.isalnum() or unicodedata.category(character) == "Sm" for character in text)
 
 
 def tags(

@@ -135,8 +135,24 @@ SAME = [
     ("x \\le 3", "x <= 3"),
     ("x \\ge 3", "x >= 3"),
     ("120", "5!=120"),
+    ("5 \\text{ square feet}", "5\\text{ ft}^{2}"),
+    ("\\$5", "5 \\text{ dollars per hour}"),
+    ("34\\text{ sq. units}", "34 \\text{ cm}^2"),
+    ("8\\!:\\!34 \\text{ p.m.}", "8:34 PM"),
+    ("5", "5\\text{ PM}"),
+    ("1, 200", "1,200"),
 ]
 DIFFERENT = [
+    ("1,200", "1, 200"),
+    ("5\\text{ cm}", "5\\text{ km}^2"),
+    ("5\\text{ cm}", "5\\text{ m}"),
+    ("5\\text{ cm}", "5\\text{ cm}^2"),
+    ("5\\text{ feet per second}", "5\\text{ feet per minute}"),
+    ("36^\\circ", "\\$36"),
+    ("36\\%", "36^\\circ"),
+    ("90^\\circ", "90\\text{ rad}"),
+    ("12:30", "12:30 \\text{ PM}"),
+    ("12:30 \\text{ a.m.}", "12:30 PM"),
     ("2100", "2, 100"),
     ("12345", "12, 345"),
     ("3100200", "3, 100, 200"),
@@ -277,6 +293,19 @@ def test_options_narrow_where_the_answer_may_stand_and_what_decides():
     assert score("The answer is 18.", "18", boxed_only=True) == 0
     assert score(r"<think>\boxed{18}</think>", "18", skip_thought=False) == 1
     assert score(r"\boxed{7/2 > x}", r"x < \frac{7}{2}", algebra=False) == 0
+
+
+@pytest.mark.parametrize("question", ["What is 17*23?", "$17 \\times 23 =$"])
+def test_an_unevaluated_expression_is_no_answer_to_a_question_for_its_value(question):
+    def asked(answer, gold="391", question=question, **options):
+        return math("math", rf"\boxed{{{answer}}}", gold, {"question": question}, **options)["score"]
+
+    assert asked("391") == asked("17*23 = 391") == asked("x=391.0") == 1
+    assert asked("17*23") == asked("17 \\cdot 23") == asked("(17)(23)") == asked("390+1") == 0
+    assert asked("17*23", evaluated=False) == asked("17*23", question="The 17th of 23?") == 1
+    assert asked("17*23", question="", evaluated=True) == 0
+    assert asked("\\frac{-1}{2}", "-\\frac12", "What is 1/2-1?") == asked("-0.5", "-\\frac12", "What is 1/2-1?") == 1
+    assert asked("1/2-1", "-\\frac12", "What is 1/2-1?") == 0
 
 
 def test_several_ground_truths_are_each_right_and_may_be_boxed():

@@ -119,8 +119,10 @@ def test_the_original_gsm8k_rows_earn_1():
     [
         ("<think>a</think><answer>b</answer>", 1),
         ("  <think>\na\n</think>\n\n<answer>b</answer>\n", 1),
-        ("<think></think><answer>b</answer>", 1),
+        ("<think>a</think><answer>\u2205</answer>", 1),
+        ("<think></think><answer>b</answer>", 0),
         ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think><answer>.</answer>", 0),
         ("<think>a</think>x<answer>b</answer>", 0),
         ("x<think>a</think><answer>b</answer>", 0),
         ("<think>a</think><answer>b</answer>x", 0),
