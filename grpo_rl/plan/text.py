@@ -132,7 +132,7 @@ def _length_of_run(config: Config, plan: Plan) -> str:
         steps, updates = sizes.total_steps or 0, sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
         length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
-    saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "no checkpoints"
+    saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "a checkpoint only where it is stopped"
     return f"{length}; {tests}, {saves}"
 
 

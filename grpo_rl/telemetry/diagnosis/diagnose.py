@@ -65,7 +65,9 @@ def as_text(diagnosis: Diagnosis, width: int = 100, *, brief: bool = False) -> s
 
     With `brief` only the first finding is shown in full, as it often brought about the others.
     """
-    if diagnosis.is_healthy:
+    if diagnosis.is_undecided:
+        lines = [f"{diagnosis.num_steps} training steps are too few to judge; nothing is wrong so far."]
+    elif diagnosis.is_healthy:
         lines = [f"Nothing is wrong with this run, as far as {len(RULES)} rules see in {diagnosis.num_steps} steps."]
     else:
         grave = sum(one.weight is Weight.ILL for one in diagnosis.findings)

@@ -48,6 +48,10 @@ class Finding:
 Rule = Callable[[RunRecord], Finding | None]
 
 
+FEWEST_STEPS = 5
+"""The training steps below which finding nothing says nothing: most rules need as many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """All findings about a run, the most important first."""
@@ -64,3 +68,8 @@ class Diagnosis:
     def is_healthy(self) -> bool:
         """True where nothing but notes was found."""
         return self.first is None
+
+    @property
+    def is_undecided(self) -> bool:
+        """True where nothing was found, in too few steps to find much."""
+        return self.is_healthy and self.num_steps < FEWEST_STEPS

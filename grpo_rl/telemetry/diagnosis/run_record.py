@@ -39,10 +39,12 @@ class RunRecord:
 
     @classmethod
     def of_folder(cls, folder: Path) -> RunRecord:
-        """Return the record of the run in `folder`. Raises DataError where there is no run, or one without any step."""
+        """Return the record of the run in `folder`, which may have failed before its first step. Raises DataError for another folder."""
         records = read_metrics(folder / "metrics.jsonl")
-        if not records:
-            raise DataError(f"{folder}: there is no metrics.jsonl with a step in it; give the folder of a run")
+        if not records and not (folder / "status.json").is_file():
+            raise DataError(
+                f"{folder}: there is no metrics.jsonl with a step in it, and no status.json; give the folder of a run"
+            )
         config: Any = {}
         with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
             config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

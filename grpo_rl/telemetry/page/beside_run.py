@@ -54,7 +54,7 @@ class PageBeside:
 
     def last(self, state: str | None = None, *, outlives: bool = False) -> None:
         """Begin the last page. It shows this state of the run, or that of status.json; with `outlives` it may outlive the run."""
-        if self.run is None or not _has_steps(self.run):
+        if self.run is None:
             return
         if self._is_writing() and self._process is not None:
             self._process.kill()  # it has the priority of idle time; its file is replaced as a whole or not at all
@@ -115,12 +115,6 @@ class PageBeside:
         if not self._has_failed:
             self._warn(f"the page could not be written: {why}; training goes on, and `python -m grpo_rl page` writes it later")
         self._has_failed = True
-
-
-def _has_steps(run: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return (run / "metrics.jsonl").stat().st_size > 0
-    return False
 
 
 def main(arguments: Sequence[str]) -> int:

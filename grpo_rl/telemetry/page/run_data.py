@@ -21,7 +21,7 @@ from grpo_rl.telemetry.page.configuration import configuration
 from grpo_rl.telemetry.page.metric_columns import Series, alarms, bands, change, columns, timeline, validations
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, rounded
 from grpo_rl.telemetry.page.token_pieces import pieces_of
-from grpo_rl.telemetry.report import LOSSES, PACE_STEPS
+from grpo_rl.telemetry.report import LOSSES
 from grpo_rl.telemetry.status import read_status
 
 ENDED = ("done", "failed", "preempted", "killed")
@@ -42,7 +42,7 @@ def run_data(
 ) -> RunData:
     """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`.
 
-    Raises DataError where there is no run, or one without a step.
+    Raises DataError where there is no run.
     """
     run = run.resolve()
     record = RunRecord.of_folder(run)
@@ -55,10 +55,10 @@ def run_data(
         "name": run.name,
         "folder": str(run),
         "status": status,
-        "pace_s": _pace(record),
         "plan": plan_sections(run),
         "findings": [one.as_json() for one in diagnosis.findings],
         "num_rules": len(RULES),
+        "undecided": diagnosis.is_undecided,
         "num_steps": diagnosis.num_steps,
         "metrics": columns(record.records),
         "alarms": alarms(record.records),
@@ -68,7 +68,7 @@ def run_data(
         "timeline": timeline(run / "timeline.jsonl"),
         "configuration": configuration(run, record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
-        "written": _written(run, ends=state == "done"),
+        "written": _written(run, diagnosis.num_steps if state == "done" else None),
     }
     return RunData(jsonable(data), chunks)
 
@@ -132,14 +132,9 @@ def _point(point: tuple[int, float]) -> dict[str, Any]:
     return {"step": point[0], "value": rounded(point[1])}
 
 
-def _pace(record: RunRecord) -> float | None:
-    """Return the median seconds of a step, of the last ones; the first one warms up."""
-    seconds = record.values("timing_s/step")
-    return statistics.median((seconds[1:] or seconds)[-PACE_STEPS:]) if seconds else None
-
-
-def _written(run: Path, *, ends: bool) -> list[list[Any]]:
-    """Return name and path of what lies in the run's folder for people. A run that ends writes some of it just now."""
+def _written(run: Path, ends_after: int | None) -> list[list[Any]]:
+    """Return name and path of what lies in the run's folder for people. A run that ends, after so many steps, writes some of it now."""
+    soon = {"report": ends_after is not None, "curves": bool(ends_after)}
     places: Sequence[tuple[str, str]] = (
         ("model", "model"),
         ("reward model", "reward_model"),
@@ -155,6 +150,6 @@ def _written(run: Path, *, ends: bool) -> list[list[Any]]:
     for name, place in places:
         path = run / place
         with suppress(OSError):
-            if (ends and name in ("report", "curves")) or (any(path.iterdir()) if path.is_dir() else path.exists()):
+            if soon.get(name) or (any(path.iterdir()) if path.is_dir() else path.exists()):
                 found.append([name, place])
     return found

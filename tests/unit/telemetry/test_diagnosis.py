@@ -173,7 +173,17 @@ def test_a_healthy_run_gets_no_finding() -> None:
     for healthy in (run(), run(steps=1), run(steps=3), run(arithmetic=[0.2, 0.5, 0.8])):
         found = diagnose(healthy)
         assert found.is_healthy, as_text(found)
-        assert "Nothing is wrong" in as_text(found)
+        assert "othing is wrong" in as_text(found)
+
+
+def test_a_few_steps_are_too_few_to_be_called_healthy() -> None:
+    short = [{"step": step, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0} for step in range(5)]
+    for records in ([], short[:1], short[:3]):
+        found = diagnose(RunRecord({}, records))
+        assert found.is_undecided and as_text(found).startswith(f"{found.num_steps} training steps are too few to judge")
+    assert not diagnose(RunRecord({}, short)).is_undecided, "no response was ever rewarded"
+    healthy = diagnose(run({}))
+    assert healthy.is_healthy and not healthy.is_undecided
 
 
 def test_a_run_that_has_solved_its_task_is_healthy() -> None:

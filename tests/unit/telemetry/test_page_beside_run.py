@@ -1,7 +1,9 @@
 """The process that writes the page beside a run: when it begins, what it may cost, how it ends."""
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,14 +122,19 @@ def test_no_page_is_written_where_none_is_wanted(tmp_path: Path, every: int) -> 
     assert not (run / "page.html").exists()
 
 
-def test_a_run_without_a_step_gets_no_page(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_has_a_page_with_the_error(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (run / "metrics.jsonl").write_text("")
+    for path in (run / "metrics.jsonl", run / "timeline.jsonl"):
+        path.unlink()
+    shutil.rmtree(run / "rollouts")
+    shutil.rmtree(run / "val")
+    status = {"state": "failed", "step": 0, "total": 8, "error": {"message": "the rows ran out", "exit_code": 3}}
+    (run / "status.json").write_text(json.dumps(status))
     beside = PageBeside(run, 1)
     beside.last("failed", outlives=True)
-    with contextlib.suppress(FileNotFoundError):
-        (run / "logs/page.log").unlink()
-    assert beside._process is None
+    beside.wait(60.0)
+    text = (run / "page.html").read_text()
+    assert '"state":"failed"' in text and "the rows ran out" in text and '"num_steps":0,' in text
 
 
 def test_the_last_page_may_outlive_a_run_that_failed(tmp_path: Path) -> None:

@@ -438,3 +438,10 @@ def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path)
     mean = found["validation mean of 2 sources, mean@1"]["after"]
     assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(one.text for one in step_line.line(9, 9, values[9]))
     assert mean["value"] == validation_score(values[9]) and shown["after"]["low"] < mean["low"] < mean["value"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_the_page_of_a_run_that_ends_lists_the_curves_that_will_be_drawn(tmp_path: Path, num_steps: int) -> None:
+    run = make_run(tmp_path, num_steps=num_steps)
+    files = dict(run_data.run_data(run, tmp_path / "files", "done").data["written"])
+    assert ("curves" in files, files["report"]) == (num_steps > 0, "report.txt")

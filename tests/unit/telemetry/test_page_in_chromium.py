@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import answer, episode, make_run
+from run_folders import answer, episode, group, make_run
 
 pytest.importorskip("websockets", reason="websockets is not installed, which talks to the browser")
 from chromium import Tab, browser_path, chromium
@@ -94,6 +94,48 @@ def test_the_overview_says_what_was_trained_and_whether_it_worked(tab: Tab, page
     tab.wait("document.querySelectorAll('canvas').length > 0")
 
 
+def test_the_seconds_of_a_step_are_one_number_whose_shares_are_all_of_it(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="time"))
+    shares = tab.evaluate("[...document.querySelectorAll('.phase small')].map((one) => parseInt(one.textContent))")
+    assert sum(shares) == 100 and "other" in text(tab, ".phases"), shares
+    # There is a validation before the first of the twelve steps, and the first one warms up.
+    assert "the mean of the last 11 steps without the first; a step takes 2.0 s" in text(tab)
+    assert "a step takes\n2.0 s" in text(tab, ".top")
+
+
+def test_what_is_the_same_is_shown_once(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=6)
+    # One reward is logged under four names, and on every card under five.
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    twins = ("reward/auto", "reward/acc", "reward/auto/acc")
+    for one in records:
+        one |= {name: one["reward/mean"] for name in twins if "reward/mean" in one}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rollouts = group(6, 0, 2)
+    for one in rollouts:
+        assert one.reward is not None
+        one.reward_parts = {"auto": one.reward, "auto/acc": one.reward, "acc": one.reward, "auto/answer": 7.0, "answer": 7.0}
+    write_rollouts(run / "rollouts/step_6.jsonl", rollouts)
+    page = write_page([run])
+    tab.open(address(page, tab="curves"))
+    drawn = tab.evaluate("[...document.querySelectorAll('.card.small h3')].map((one) => one.textContent)")
+    assert "reward/mean" in drawn and not set(twins) & set(drawn)
+    assert "reward/auto = reward/mean" in text(tab)
+    tab.open(address(page, tab="rollouts"), wait_for="document.querySelector('.parts')")
+    assert text(tab, ".parts") == "auto/answer 7"
+
+
+def test_an_episode_is_shown_to_its_end_or_says_how_much_is_left(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1)
+    said = [f"word {turn}" for turn in range(30)]
+    write_rollouts(run / "rollouts/step_1.jsonl", [episode(1, 0, said[:8], said[:7]), episode(1, 1, said, said[:29])])
+    tab.open(address(write_page([run]), tab="rollouts"), wait_for="document.querySelectorAll('.conversation').length === 2")
+    inside = "[...document.querySelectorAll('.conversation')].map((one) => one.scrollHeight - one.clientHeight)"
+    assert tab.evaluate(inside) == [0, 0], "nothing is below an edge"
+    tab.click("… 19 more messages")
+    assert "turn 30" in text(tab)
+
+
 def test_nothing_on_a_phone_is_wider_than_the_phone(tab: Tab, page: Path) -> None:
     tab.size(360, 740)
     for name in ("overview", "curves", "rollouts", "time", "configuration"):
@@ -158,7 +200,7 @@ def test_a_whole_group_is_shown_side_by_side_with_the_history_of_its_prompt(tab:
     assert tab.evaluate("document.querySelectorAll('.row').length") == 6
     responses = tab.evaluate("[...document.querySelectorAll('.rollout > pre')].map((one) => one.textContent)")
     assert responses == [answer(3, 0, sample) for sample in range(4)]
-    assert "+0.5" in text(tab, ".rollout") and "acc" in text(tab, ".rollout")
+    assert "+0.5" in text(tab, ".rollout")
     assert "This prompt at 12 steps" in text(tab, ".history")
     tab.click("7", ".steps button")
     tab.wait("document.querySelector('.detail b').textContent.includes('step 7')")

@@ -43,7 +43,7 @@ function chart(host, settings) {
     width: Math.max(80, host.clientWidth),
     height,
     scales: { x: { time: false }, y: settings.range ? { range: settings.range, dir: -1 } : { range: padded } },
-    axes: [{ ...axis, size: 28, incrs: xLabel === 'step' ? WHOLE : undefined, values: (_, splits) => splits.map((value) => number(value)) }, { ...axis, size: settings.yAxis || 52, ...(settings.ySplits ? { splits: () => settings.ySplits } : {}), values: settings.yValues || ((_, splits) => splits.map((value) => number(value, 3))) }],
+    axes: [{ ...axis, size: 28, incrs: xLabel === 'step' ? WHOLE : undefined, values: (_, splits) => splits.map((value) => number(value)) }, { ...axis, size: settings.yAxis || 52, ...(settings.ySplits ? { splits: () => settings.ySplits } : {}), values: settings.yValues || ((_, splits) => ticks(splits)) }],
     series: lines,
     bands,
     legend: { show: false },
@@ -66,6 +66,15 @@ function chart(host, settings) {
   };
   charts.add(plot);
   return plot;
+}
+
+// The numbers of an axis, with as many digits as tell them apart.
+function ticks(splits) {
+  for (let digits = 3; digits < 9; digits += 1) {
+    const texts = splits.map((value) => number(value, digits));
+    if (new Set(texts).size === texts.length) return texts;
+  }
+  return splits.map((value) => number(value, 9));
 }
 
 function padded(plot, low, high) {

@@ -41,23 +41,39 @@ const FIRST = ['reward', 'val', 'train', 'actor', 'critic', 'advantage', 'rollou
 function metricNames() {
   const names = [...new Set(RUNS.flatMap((one) => Object.keys(one.metrics.columns)))];
   const rank = (name) => (FIRST.includes(groupOf(name)) ? FIRST.indexOf(groupOf(name)) : FIRST.length);
+  const depth = (name) => name.split('/').length;
   const isMain = (name) => /^reward\/mean$|^val\/[^/]+\/(reward|mean@\d+)$|^(train|val|actor)\/loss$/.test(name);
-  return names.sort((a, b) => rank(a) - rank(b) || isMain(b) - isMain(a) || a.localeCompare(b, 'en'));
+  return names.sort((a, b) => rank(a) - rank(b) || isMain(b) - isMain(a) || depth(a) - depth(b) || a.localeCompare(b, 'en'));
 }
 
 function curveGroup(group, names, isSearched) {
   const box = el('details', { className: 'group', open: true }, el('summary', {}, group, el('small', {}, ` ${names.length}`)));
   const grid = el('div', { className: 'grid' });
   const still = isSearched ? [] : names.filter(isStill);
-  for (const name of names.filter((one) => !still.includes(one))) {
+  const moving = names.filter((one) => !still.includes(one));
+  const twins = isSearched ? new Map() : twinsOf(moving);
+  for (const name of moving.filter((one) => !twins.has(one))) {
     const place = el('section', { className: 'card small' });
     grid.append(place);
     whenShown(place, () => curveCard(place, name));
   }
   if (group !== 'other' && !isSearched && names.length > 40) box.open = false;
   box.append(grid);
+  if (twins.size) box.append(el('p', { className: 'still' }, el('small', {}, 'the same curve: '), [...twins].map(([name, first]) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${first}`))));
   if (still.length) box.append(el('p', { className: 'still' }, el('small', {}, 'without a change: '), still.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${number(valueOf(name))}`))));
   return box;
+}
+
+// The metrics whose values are those of one before them, at every step of every run, with its name.
+function twinsOf(names) {
+  const seen = new Map();
+  const found = new Map();
+  for (const name of names) {
+    const values = JSON.stringify(RUNS.map((one) => one.metrics.columns[name] || null));
+    if (seen.has(values)) found.set(name, seen.get(values));
+    else seen.set(values, name);
+  }
+  return found;
 }
 
 function valueOf(name) {

@@ -17,7 +17,7 @@ function health(one) {
   const watched = one.findings.filter((finding) => finding.weight === 'watch').length;
   if (grave) return ['red', `${grave} illness${grave > 1 ? 'es' : ''}`];
   if (watched) return ['amber', `${watched} to watch`];
-  return ['green', 'healthy'];
+  return one.undecided ? ['grey', 'too few steps to judge'] : ['green', 'healthy'];
 }
 
 function head(one) {
@@ -25,12 +25,13 @@ function head(one) {
   const [state, hue] = stateOf(one);
   const total = status.total;
   const step = status.step || one.num_steps;
-  const left = status.state === 'running' && total && one.pace_s ? (total - step) * one.pace_s : null;
+  const { pace } = paceOf(one);
+  const left = status.state === 'running' && total && pace ? (total - step) * pace : null;
   const facts = [
     ['step', total ? `${number(step)} of ${number(total)}` : number(step)],
     status.state === 'running' ? ['phase', status.phase] : null,
     left !== null ? ['time left', duration(left)] : null,
-    one.pace_s ? ['a step takes', duration(one.pace_s)] : null,
+    pace ? ['a step takes', duration(pace)] : null,
     ['last commit', status.last_commit ? `step ${status.last_commit}` : 'none'],
     Object.keys(status.restarts || {}).length ? ['restarts', number(Object.values(status.restarts).reduce((a, b) => a + b, 0))] : null,
   ].filter(Boolean);
@@ -43,7 +44,7 @@ function head(one) {
     el('dl', { className: 'facts' }, facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value)))),
     status.error ? el('p', { className: 'error' }, status.error.message) : null,
     status.state !== 'done' ? el('details', { className: 'resume', open: status.state !== 'running' }, el('summary', {}, status.last_commit ? `the command that goes on from step ${status.last_commit}` : 'the command that starts it again (no step is saved)'), code(one.configuration.resume)) : null,
-    status.state === 'running' && Date.now() / 1000 - DATA.written > 20 * (one.pace_s || 60) + 60
+    status.state === 'running' && Date.now() / 1000 - DATA.written > 20 * (pace || 60) + 60
       ? el('p', { className: 'muted' }, `This page was written ${duration(Date.now() / 1000 - DATA.written)} ago; the run may be further on, or gone.`)
       : null,
   );
@@ -153,7 +154,9 @@ function compareCard() {
 function healthCard(one) {
   const box = card('Health');
   box.id = 'health';
-  if (health(one)[0] === 'green') {
+  if (one.undecided) {
+    box.append(el('p', { className: 'light' }, el('i', { className: 'lamp grey' }), el('span', {}, `${number(one.num_steps)} training steps are too few to judge; nothing is wrong so far.`)));
+  } else if (health(one)[0] === 'green') {
     box.append(el('p', { className: 'light' }, el('i', { className: 'lamp green' }), el('span', {}, `Nothing is wrong with this run, as far as ${one.num_rules} rules see in ${number(one.num_steps)} steps.`)));
   }
   const lamps = { ill: 'red', watch: 'amber', note: 'grey' };

@@ -74,7 +74,7 @@ function learnt(all, history) {
 
 function rolloutCard(all, texts, place, scale) {
   const rollout = texts.rollouts[place];
-  const parts = Object.entries(rollout.reward_parts || {});
+  const parts = shownParts(rollout);
   const isCut = rollout.finish_reason === 'length';
   const said = (one) => JSON.stringify(one.episode?.messages);
   const twin = texts.rollouts.findIndex((other) => other.response === rollout.response && said(other) === said(rollout));
@@ -98,6 +98,17 @@ function rolloutCard(all, texts, place, scale) {
     rollout.failure_cause ? el('p', { className: 'error' }, rollout.failure_cause) : null,
     small.length ? el('p', { className: 'muted small' }, small.join(' · ')) : null,
   );
+}
+
+// The parts of a reward, without what says the same again: the second name of a component's own key, a component that is the
+// whole reward, and its accuracy where that is its score.
+function shownParts(rollout) {
+  const parts = Object.entries(rollout.reward_parts || {});
+  const own = parts.filter(([name]) => !parts.some(([other]) => other.endsWith(`/${name}`)));
+  const components = own.filter(([name]) => !name.includes('/'));
+  const isWhole = ([name, value]) => components.length === 1 && name === components[0][0] && value === rollout.reward;
+  const isScore = ([name, value]) => name.includes('/') && value === (rollout.reward_parts[name.split('/')[0]] ?? null) && name.endsWith('/acc');
+  return own.filter((part) => !isWhole(part) && !isScore(part));
 }
 
 function response(rollout, scale) {
@@ -149,6 +160,8 @@ const LIMITS = { turns: 'out of turns', tokens: 'out of tokens', time: 'out of t
 // What the formats of tool calls put around a call.
 const CALLS = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][\s\S]*|<\|python_tag\|>[\s\S]*)/;
 
+const MOST_TURNS = 40;
+
 // Turn by turn. Those of the policy have a bar at their side: their tokens were sampled and are trained, all others are context.
 function conversation(episode, sampled) {
   let at = 0;
@@ -161,7 +174,10 @@ function conversation(episode, sampled) {
     const box = sampled(message.content ?? '', start, start + length);
     return turn('trained', facts, box.className === 'tokens' ? box : marked(box));
   });
-  return el('div', { className: 'conversation' }, turns);
+  const box = el('div', { className: 'conversation' }, turns.slice(0, MOST_TURNS));
+  const rest = turns.slice(MOST_TURNS);
+  if (rest.length) box.append(el('button', { type: 'button', onclick: (event) => event.target.replaceWith(...rest) }, `… ${number(rest.length)} more messages, to the end of the episode`));
+  return box;
 }
 
 function turn(kind, facts, box) {

@@ -20,21 +20,30 @@ function phasesOf(one) {
   return Object.keys(columns).filter((name) => name.startsWith('timing_s/') && !['timing_s/step', 'timing_s/rollout_waits_for_trainer'].includes(name));
 }
 
+// The last steps that were measured, without the first one of the run, which warms up, and the mean seconds of one.
+function paceOf(one) {
+  const seconds = one.metrics.columns['timing_s/step'] || [];
+  const measured = seconds.map((value, at) => (value === null ? -1 : at)).filter((at) => at >= 0);
+  const recent = (measured.length > 1 ? measured.slice(1) : measured).slice(-20);
+  return { recent, pace: mean(recent.map((at) => seconds[at])) };
+}
+
 function phaseCard(one) {
   const { columns, steps } = one.metrics;
   const names = phasesOf(one);
   if (!columns['timing_s/step'] || !names.length) return null;
-  const recent = columns['timing_s/step'].map((_, at) => at).slice(-20);
+  const { recent, pace: whole } = paceOf(one);
   const average = (name) => recent.reduce((sum, at) => sum + (columns[name][at] || 0), 0) / recent.length;
   const rows = names.map((name) => [name.slice(9), average(name)]).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
-  const whole = average('timing_s/step');
-  const hueOf = new Map(rows.map(([name], place) => [name, HUES[place % HUES.length]]));
+  const rest = whole - rows.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (rest > 0) rows.push(['other', rest]);
+  const hueOf = new Map(rows.map(([name], place) => [name, name === 'other' ? '#94a3b8' : HUES[place % HUES.length]]));
   const box = card('Phases of a step');
   box.append(
-    el('div', { className: 'phases' }, rows.slice(0, 12).map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), phaseName(name)), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
-    el('p', { className: 'muted' }, `Seconds per step, the mean of the last ${recent.length} steps; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
+    el('div', { className: 'phases' }, rows.map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), phaseName(name)), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
+    el('p', { className: 'muted' }, `Seconds per step, the mean of ${recent.length === 1 ? 'one step' : `the last ${recent.length} steps`} without the first; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
   );
-  const shown = rows.slice(0, 8).map(([name]) => name);
+  const shown = rows.map(([name]) => name).filter((name) => columns[`timing_s/${name}`]).slice(0, 8);
   const kept = steps.map((_, at) => at).filter((at) => columns['timing_s/step'][at] !== null);
   const below = new Array(kept.length).fill(0);
   const stacked = shown.map((name) => {
