@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from grpo_rl.checkpoint.tensors import Part, in_order
+
+SLAB, ALIGNMENT = 256 << 20, 512
+"""Bytes of a block that many kept tensors share, and the multiple at which each of them begins."""
 
 
 class HostMemory:
@@ -19,6 +23,9 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._blocks: dict[object, Tensor] = {}
+        self._kept: dict[object, Tensor] = {}
+        self._left = torch.empty(0, dtype=torch.uint8)
+        """The part of the newest slab that no kept tensor has."""
 
     def copy(self, kind: str, parts: Mapping[str, Part]) -> dict[str, Part]:
         """Copies of the parts, in one block, as a file has them. The last copy of this kind is gone with that."""
@@ -45,8 +52,17 @@ class HostMemory:
         if not tensor.numel():  # a rank that has no rows of it
             return torch.empty_like(tensor, device="cpu")
         size = tensor.numel() * tensor.element_size()
-        copy = self._block(key, size, locked=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor, non_blocking=True)
+        place = self._kept.get(key)
+        if place is None or len(place) != size:
+            # Page-locking takes a call of the driver, so many tensors share one block.
+            begin = -(-size // ALIGNMENT) * ALIGNMENT
+            if len(self._left) < begin:
+                self._left = torch.empty(max(begin, SLAB), dtype=torch.uint8)
+                if tensor.is_cuda:
+                    _lock(self._left)
+            place = self._kept[key] = self._left[:size]
+            self._left = self._left[begin:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def _block(self, key: object, size: int, *, locked: bool) -> Tensor:
         block = self._blocks.get(key)
@@ -61,8 +77,10 @@ class HostMemory:
 
 def _lock(block: Tensor) -> None:
     """Page-lock memory, where the system allows it. Torch's own page-locked memory is rounded up to powers of two."""
-    if block.numel():
-        torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
+    if block.numel() and int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
+        # CUDA reports the failure once more to whoever starts the next kernel: here, and not in the middle of a pass.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
 
 
 def _unlock(block: Tensor) -> None:

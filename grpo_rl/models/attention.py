@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,40 @@ class PaddedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Blocks as padded rectangles, for kernels that take no variable lengths."""
+
+    groups: tuple[PaddedGroup, ...]
+    restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
+
+    @staticmethod
+    def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
+        """Return the rectangles of blocks with these lengths, laid back to back."""
+        lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
+        order = torch.argsort(lengths_N, descending=True, stable=True)
+        groups: list[PaddedGroup] = []
+        restore_S = torch.empty(sum(lengths), dtype=torch.long)
+        offset = first = 0
+        while first < len(lengths):
+            longest = lengths[order[first]]
+            last = first
+            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
+                last += 1
+            rows_B = order[first:last]
+            column_L = torch.arange(longest)
+            lengths_B = lengths_N[rows_B]
+            index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
+            real_BL = column_L[None] < lengths_B[:, None]
+            cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
+            restore_S[index_BL[real_BL]] = cell_BL[real_BL]
+            groups.append(PaddedGroup(index_BL.to(device)))
+            offset += index_BL.numel()
+            first = last
+        return Rectangles(tuple(groups), restore_S.to(device))
+
+
+@dataclass(frozen=True)
 class Packing:
     """The places where the blocks of a flat axis begin and end, and their layout for attention."""
 
@@ -54,9 +89,8 @@ class Packing:
     """int32 [num_blocks + 1], the form that variable-length kernels take."""
     max_length: int
     """The length of the longest sequence, the prompt that it continues included."""
-    groups: tuple[PaddedGroup, ...]
-    restore_S: Tensor
-    """The row of each flat position in the groups' outputs laid end to end."""
+    lengths_N: Tensor
+    """The blocks' lengths, on the CPU."""
     uniform: bool
     """True where all blocks are equally long: the rectangle is a plain view."""
     families: tuple[Family, ...] = ()
@@ -81,38 +115,23 @@ class Packing:
             prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
         families = () if continues_N is None else families_of(starts_N, lengths_N, continues_N)
         position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
-        order = torch.argsort(lengths_N, descending=True, stable=True)
-        groups: list[PaddedGroup] = []
-        restore_S = torch.empty(total, dtype=torch.long)
-        offset = first = 0
-        while first < len(lengths):
-            longest = lengths[order[first]]
-            last = first
-            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
-                last += 1
-            rows_B = order[first:last]
-            column_L = torch.arange(longest)
-            lengths_B = lengths_N[rows_B]
-            index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
-            real_BL = column_L[None] < lengths_B[:, None]
-            cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
-            restore_S[index_BL[real_BL]] = cell_BL[real_BL]
-            groups.append(PaddedGroup(index_BL.to(device)))
-            offset += index_BL.numel()
-            first = last
         cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
         return Packing(
             position_ids_S=position_ids_S.to(device),
             cumulative_lengths=cumulative.to(device),
             max_length=int((prefix_N + lengths_N).max()),
-            groups=tuple(groups),
-            restore_S=restore_S.to(device),
+            lengths_N=lengths_N,
             uniform=min(lengths) == max(lengths),
             families=families,
             keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
             if continues_N is not None and families and torch.device(device).type != "cpu"
             else None,
         )
+
+    @functools.cached_property
+    def rectangles(self) -> Rectangles:
+        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
+        return Rectangles.of(self.lengths_N, self.position_ids_S.device)
 
 
 def packed_attention(
@@ -181,7 +200,7 @@ def _padded_groups(
 ) -> Tensor:
     """Return the outputs [S, heads, head_dim] of SDPA over each padded group."""
     outputs = []
-    for group in packing.groups:
+    for group in packing.rectangles.groups:
         rows, length = group.index_BL.shape
         q, k, v = (_rectangle(x, group, packing.uniform) for x in (query, key, value))
         k, v = repeated_heads(q, k, v)
@@ -191,7 +210,7 @@ def _padded_groups(
         outputs.append(out.transpose(1, 2).reshape(rows * length, *out.shape[1::2]))
     if packing.uniform:
         return outputs[0]
-    return torch.cat(outputs).index_select(0, packing.restore_S)
+    return torch.cat(outputs).index_select(0, packing.rectangles.restore_S)
 
 
 def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
@@ -219,7 +238,9 @@ def variable_length_kernel(query: Tensor, dropout: float) -> Kernel | None:
 
 @functools.cache
 def _has_flash_attention() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    """Return whether flash-attn 2 is installed. The one of version 4 is a namespace package of that name, without this function."""
+    spec = importlib.util.find_spec("flash_attn")
+    return spec is not None and spec.origin is not None
 
 
 def _flash_attention(
@@ -249,9 +270,14 @@ def _torch_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    shares_heads = q.shape[1] != k.shape[1]
+    options: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     # No window to the right is how this function writes a causal mask; it is FlashAttention 2 inside, which aligns it so.
-    out = varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=shares_heads)
+    out = varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), **options)
     assert isinstance(out, Tensor)
     return out
 

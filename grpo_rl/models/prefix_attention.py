@@ -8,6 +8,7 @@ its prompt's keys and values, and one kernel computes all.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class _SplitAttention(torch.autograd.Function):
             out_BHLD, lse_BHL = _forward(q, k, v, 0.0, True, scale=scaling)
             outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
             lses.append(lse_BHL.transpose(1, 2).flatten(0, 1))
-        out_SHD, lse_SH = (torch.cat(parts).index_select(0, packing.restore_S) for parts in (outs, lses))
+        out_SHD, lse_SH = (torch.cat(parts).index_select(0, packing.rectangles.restore_S) for parts in (outs, lses))
         for family in packing.families:
             prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
             part_HLD, part_HL = (
@@ -94,7 +95,7 @@ class _SplitAttention(torch.autograd.Function):
         packing: Packing = ctx.packing
         num_cells = sum(index_BL.numel() for index_BL in _rows(packing))
         # A padding cell has the gradient 0, so that it adds nothing to any key.
-        cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.restore_S, grad_SHD)
+        cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.rectangles.restore_S, grad_SHD)
         out_1HSD, lse_1HS = out_SHD.transpose(0, 1)[None], lse_SH.T[None]
         grad_1HSD = grad_SHD.transpose(0, 1)[None]
         parts: list[tuple[Tensor, ...]] = []
@@ -107,7 +108,7 @@ class _SplitAttention(torch.autograd.Function):
             lse = _rectangle(lse_1HS[..., None], index_BL)[..., 0].contiguous()
             grads = _backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
             parts.append(tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads))
-        grads_SHD = [torch.cat(some).index_select(0, packing.restore_S) for some in zip(*parts, strict=True)]
+        grads_SHD = [torch.cat(some).index_select(0, packing.rectangles.restore_S) for some in zip(*parts, strict=True)]
         for family in packing.families:
             prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
             grads = _backward(
@@ -140,7 +141,7 @@ def _backward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _rows(packing: Packing) -> list[Tensor]:
-    return [group.index_BL for group in packing.groups]
+    return [group.index_BL for group in packing.rectangles.groups]
 
 
 def _rectangle(x: Tensor, index_BL: Tensor) -> Tensor:
@@ -163,6 +164,15 @@ class MaskedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedRectangles:
+    """The blocks as rectangles, for kernels that take no variable lengths."""
+
+    groups: tuple[MaskedGroup, ...]
+    restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
+
+
+@dataclass(frozen=True)
 class GatheredKeys:
     """The keys that each block attends to: those of the prompt that it continues, then its own."""
 
@@ -170,36 +180,44 @@ class GatheredKeys:
     """Flat position of each key, block after block."""
     cumulative_lengths: Tensor
     """int32 [num_blocks + 1]."""
-    groups: tuple[MaskedGroup, ...]
-    """The blocks as rectangles, for kernels that take no variable lengths."""
-    restore_S: Tensor
-    """The row of each flat position in the groups' outputs laid end to end."""
+    blocks: tuple[tuple[int, int, int], ...]
+    """Begin, length and prompt's begin of each block; -1 for one without a prompt."""
 
     @staticmethod
     def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
         """Return the keys of blocks that begin at `starts_N`; see `Packing.of`."""
-        pieces, lengths = [], []
-        alike: dict[tuple[int, int], list[int]] = {}
         rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
-        for number, (start, length, prompt) in enumerate(rows):
-            own = torch.arange(start, start + length)
-            prompt_length = 0 if prompt < 0 else rows[prompt][1]
-            pieces.append(own if prompt < 0 else torch.cat([rows[prompt][0] + torch.arange(prompt_length), own]))
-            lengths.append(len(pieces[-1]))
+        blocks = tuple((start, length, -1 if prompt < 0 else rows[prompt][0]) for start, length, prompt in rows)
+        pieces = []
+        for start, length, prompt in rows:
+            if prompt >= 0:
+                pieces.append(rows[prompt][0] + torch.arange(rows[prompt][1]))
+            pieces.append(torch.arange(start, start + length))
+        prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
+        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), (prefix_N + lengths_N).cumsum(0)]).to(torch.int32)
+        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), blocks)
+
+    @functools.cached_property
+    def rectangles(self) -> MaskedRectangles:
+        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
+        device = self.index_K.device
+        length_at = {start: length for start, length, _ in self.blocks}
+        alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for block in self.blocks:
             # Lengths within a quarter of a power of two of each other share a rectangle.
-            alike.setdefault((prompt_length, _size_class(length)), []).append(number)
-        groups, cells, offset = [], torch.empty(int(lengths_N.sum()), dtype=torch.long), 0
+            alike.setdefault((length_at.get(block[2], 0), _size_class(block[1])), []).append(block)
+        groups, offset = [], 0
+        cells = torch.empty(sum(length_at.values()), dtype=torch.long)
         for (prompt_length, _), members in alike.items():
-            own_B, longest = lengths_N[members], int(lengths_N[members].max())
-            within_BL = torch.minimum(torch.arange(longest)[None], own_B[:, None] - 1)
-            index_BL = starts_N[members][:, None] + within_BL
-            real_BL = torch.arange(longest)[None] < own_B[:, None]
+            starts_B, own_B, prompts_B = torch.tensor(members).unbind(1)
+            column_L = torch.arange(int(own_B.max()))
+            index_BL = starts_B[:, None] + torch.minimum(column_L[None], own_B[:, None] - 1)
+            real_BL = column_L[None] < own_B[:, None]
             cells[index_BL[real_BL]] = offset + torch.arange(index_BL.numel()).view_as(index_BL)[real_BL]
             offset += index_BL.numel()
-            prompts_BP = torch.stack([pieces[number][:prompt_length] for number in members])
-            groups.append(MaskedGroup(prompt_length, index_BL.to(device), torch.cat([prompts_BP, index_BL], 1).to(device)))
-        ends_N = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), tuple(groups), cells.to(device))
+            keys_BK = torch.cat([prompts_B[:, None] + torch.arange(prompt_length), index_BL], 1)
+            groups.append(MaskedGroup(prompt_length, index_BL.to(device), keys_BK.to(device)))
+        return MaskedRectangles(tuple(groups), cells.to(device))
 
     def gather(self, x_SHD: Tensor) -> Tensor:
         """Return the keys or values of all blocks, [K, heads, head_dim]."""
@@ -222,7 +240,7 @@ def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, scaling: float | None) -> Tensor:
     """Return the outputs [S, heads, head_dim] of SDPA over rectangles of blocks, with a mask where they continue a prompt."""
     outputs = []
-    for group in keys.groups:
+    for group in keys.rectangles.groups:
         q = _rectangle(query, group.index_BL)
         k, v = (_Gather.apply(x[0], group.key_index_BK.reshape(-1), 1) for x in (key, value))
         k, v = (x.unflatten(1, tuple(group.key_index_BK.shape)).transpose(0, 1) for x in (k, v))
@@ -234,7 +252,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKe
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, keys.restore_S)
+    return torch.cat(outputs).index_select(0, keys.rectangles.restore_S)
 
 
 def _size_class(length: int) -> int:

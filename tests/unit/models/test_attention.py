@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import itertools
 import math
@@ -76,17 +77,17 @@ def test_positions_start_anew_in_every_sequence(lengths_N):
 @given(lengths)
 def test_groups_hold_every_token_once_and_little_padding(lengths_N):
     packing = Packing.of(torch.tensor(lengths_N))
-    cells = torch.cat([group.index_BL.reshape(-1) for group in packing.groups])
-    assert cells[packing.restore_S].tolist() == list(range(sum(lengths_N)))
-    assert sum(len(group.index_BL) for group in packing.groups) == len(lengths_N)
+    cells = torch.cat([group.index_BL.reshape(-1) for group in packing.rectangles.groups])
+    assert cells[packing.rectangles.restore_S].tolist() == list(range(sum(lengths_N)))
+    assert sum(len(group.index_BL) for group in packing.rectangles.groups) == len(lengths_N)
     assert sum(lengths_N) >= MIN_FILL * len(cells)
 
 
 def test_a_group_takes_sequences_down_to_four_fifths_of_its_longest():
     packing = Packing.of(torch.tensor([7, 10, 8, 2]))
-    assert [group.index_BL.shape for group in packing.groups] == [(2, 10), (1, 7), (1, 2)]
+    assert [group.index_BL.shape for group in packing.rectangles.groups] == [(2, 10), (1, 7), (1, 2)]
     # The sequence of 8 lies at 17..24 on the flat axis; its two padding cells repeat its last token.
-    assert packing.groups[0].index_BL[1].tolist() == [*range(17, 25), 24, 24]
+    assert packing.rectangles.groups[0].index_BL[1].tolist() == [*range(17, 25), 24, 24]
 
 
 @pytest.mark.parametrize("lengths_N", [[], [3, 0, 2]])
@@ -159,10 +160,18 @@ def test_the_arguments_of_torchs_kernel_are_those_of_the_installed_torch() -> No
         assert (parameters[name].kind, parameters[name].default) == (parameter.kind, parameter.default), name
 
 
+def without_shared_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """What torch 2.11 has: heads that share keys are not known there."""
+    return described(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("of_torch", [described, without_shared_heads])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(monkeypatch, kv_heads, shared) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", described)
+def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
+    monkeypatch, kv_heads, shared, of_torch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch)
     torch.manual_seed(kv_heads)
     block_lengths = torch.tensor([5, 3, 2, 7, 1, 4])
     # The second and third continue the first, the last two the fourth.
@@ -176,8 +185,22 @@ def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
     keys = None if continues is None else GatheredKeys.of(starts, block_lengths, continues, "cpu")
     kernel = attention._torch_attention
     monkeypatch.setattr(attention, "variable_length_kernel", lambda query, dropout: kernel)
-    out = run(query, key, value, dataclasses.replace(packing, keys=keys), scaling=0.3)
+    packing = dataclasses.replace(packing, keys=keys)
+    out = run(query, key, value, packing, scaling=0.3)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+    assert "rectangles" not in vars(packing) | (vars(keys) if keys else {}), "this kernel reads no rectangles"
+
+
+def test_the_namespace_package_of_flash_attn_4_is_not_taken_for_version_2(tmp_path, monkeypatch) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    attention._has_flash_attention.cache_clear()
+    assert not attention._has_flash_attention()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    attention._has_flash_attention.cache_clear()
+    assert attention._has_flash_attention()
+    attention._has_flash_attention.cache_clear()
 
 
 def on_a_gpu(dtype: torch.dtype) -> Any:
