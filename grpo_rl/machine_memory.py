@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, CGROUP, OWN_GROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class MachineMemory(NamedTuple):
-    """Bytes of memory: those that can still be had, and all."""
+    """Bytes of memory: those that can still be had, and all; and whose they are."""
 
     free: float
     total: float
+    owner: str = "machine"
 
     @property
     def used_share(self) -> float:
@@ -26,18 +28,37 @@ def machine_memory() -> MachineMemory:
     for line in MEMINFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024.0
-    total, free = fields["MemTotal"], fields["MemAvailable"]
-    try:
-        limit = float((CGROUP / "memory.max").read_text())
-        used = float((CGROUP / "memory.current").read_text()) - _kept_of_files()
-    except (OSError, ValueError):
-        return MachineMemory(free, total)
-    return MachineMemory(max(0.0, min(free, limit - used)), min(total, limit))
+    found = MachineMemory(fields["MemAvailable"], fields["MemTotal"])
+    for folder, limit_file, used_file in _groups():
+        try:
+            limit = float((folder / limit_file).read_text())
+            used = float((folder / used_file).read_text()) - _kept_of_files(folder)
+        except (OSError, ValueError):  # no such group here, or one without a limit
+            continue
+        owner = "container" if limit < found.total else found.owner
+        found = MachineMemory(max(0.0, min(found.free, limit - used)), min(found.total, limit), owner)
+    return found
 
 
-def _kept_of_files() -> float:
-    """Return the bytes of files that the kernel keeps in a container's memory, and gives up when a process asks."""
-    for line in (CGROUP / "memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return float(line.split()[1])
-    return 0.0
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """Yield the folders of the control groups that this process is in, and their files of limit and use.
+
+    All above its own group count, too. A container often sees its own group as the root, and its path as the host has it.
+    """
+    for line in OWN_GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = PurePosixPath(path.lstrip("/"))
+        if not controllers:  # version 2, alone or beside version 1
+            roots, files = (CGROUP, CGROUP / "unified"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            roots, files = (CGROUP / controllers, CGROUP / "memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        yield from ((root / group, *files) for root in roots for group in (own, *own.parents))
+
+
+def _kept_of_files(group: Path) -> float:
+    """Return the bytes of files that the kernel keeps in a group's memory, and gives up when a process asks."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # Version 1 has sums over the groups below under names of their own.
+    return float(fields.get("total_inactive_file", fields.get("inactive_file", 0)))

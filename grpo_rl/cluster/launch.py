@@ -33,6 +33,7 @@ from grpo_rl.errors import (
     headline,
 )
 from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.first_look import lack_of_memory, of_memory
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.page.beside_run import FAILED_S, LAST_S, PageBeside
 from grpo_rl.telemetry.report import final_report
@@ -105,8 +106,11 @@ def run(composed: Composed, plan: Plan) -> int:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
         if changes:
             console.warn(_changed(changes))
+        for sight in of_memory(plan):
+            if sight.advice:
+                console.warn(sight.as_line())
         page = PageBeside(run_dir.path, config.trainer.page_freq, console.warn)
-        with reported(config, run_dir, stack, console, page) as (status, stop):
+        with reported(plan, run_dir, stack, console, page) as (status, stop):
             train(Launch(composed, plan, run_dir, console, checkpoint, status, stop, page), stack)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
@@ -124,7 +128,7 @@ def _connecting(launch: Launch, lost: Callable[[str], None]) -> AbstractContextM
 def train(launch: Launch, stack: ExitStack) -> None:
     """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     config, plan, run_dir, console = launch.plan.config, launch.plan, launch.run_dir, launch.console
-    lost = ends_the_run(launch.status, run_dir, console)
+    lost = ends_the_run(plan, launch.status, run_dir, console)
     connection = stack.enter_context(_connecting(launch, lost))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
@@ -313,12 +317,12 @@ def await_ray(connection: Connection, console: Console) -> None:
 
 @contextmanager
 def reported(
-    config: Config, run_dir: RunDir, stack: ExitStack, console: Console, page: PageBeside | None = None
+    plan: Plan, run_dir: RunDir, stack: ExitStack, console: Console, page: PageBeside | None = None
 ) -> Iterator[tuple[Status, Stop]]:
     """Write status.json and answer signals. At the end the status says how, and the logs have a failure's traceback."""
     status = Status(run_dir.status_file)
     over = Preempted("the grace period is over; the last commit is untouched")
-    stop = Stop(config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
+    stop = Stop(plan.config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
     stop.listen()
     stack.callback(stop.close)
     try:
@@ -331,6 +335,8 @@ def reported(
             error.where = error.where or status.where()
             if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
                 error.advice = status.going_on()
+            if isinstance(error, ClusterError):
+                error.advice = _with_memory(plan, error.advice)
         log = run_dir.logs / "error.log"
         stopped = isinstance(error, Preempted | StoppedByAlarm)
         if not stopped:
@@ -350,7 +356,7 @@ def reported(
     status.end()
 
 
-def ends_the_run(status: Status, run_dir: RunDir, console: Console) -> Callable[[str], None]:
+def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) -> Callable[[str], None]:
     """Return what to do, in another thread, when the cluster is lost: the main one may be in Ray and not come back."""
 
     def end(cause: str) -> None:
@@ -359,7 +365,7 @@ def ends_the_run(status: Status, run_dir: RunDir, console: Console) -> Callable[
             time.sleep(TAKEN_DOWN_S)
             os._exit(status.ended_with)
         error = ClusterError(cause)
-        error.where, error.advice = status.where(), status.going_on()
+        error.where, error.advice = status.where(), _with_memory(plan, status.going_on())
         log = run_dir.logs / "error.log"
         with suppress(OSError):
             log.write_text(f"{headline(error)}\nRay's own logs go with its temporary folder.\n", encoding="utf-8")
@@ -370,6 +376,11 @@ def ends_the_run(status: Status, run_dir: RunDir, console: Console) -> Callable[
         os._exit(error.exit_code)
 
     return end
+
+
+def _with_memory(plan: Plan, advice: str) -> str:
+    """Return the advice on a cluster that failed, with lack of memory as its cause where that is likely."""
+    return "; ".join(words for words in (lack_of_memory(plan), advice) if words)
 
 
 def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoint | None:

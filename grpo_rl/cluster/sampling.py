@@ -123,10 +123,10 @@ def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[
     with ExitStack() as stack:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         clean_earlier(run_dir.session_file)
-        status, stop = stack.enter_context(reported(config, run_dir, stack, console))
+        status, stop = stack.enter_context(reported(plan, run_dir, stack, console))
         # A GPU's driver does not survive a fork.
         copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
-        lost = ends_the_run(status, run_dir, console)
+        lost = ends_the_run(plan, status, run_dir, console)
         num_cpus, log = os.cpu_count() or 1, run_dir.logs / "ray.log"
         ray_init = config.ray_kwargs.ray_init
         connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))

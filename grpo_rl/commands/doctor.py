@@ -68,7 +68,7 @@ def looked_at(words: Sequence[str]) -> list[Sight]:
 
     plan = make_plan(compose(list(words)))
     from grpo_rl.cluster.inputs import read_inputs
-    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
+    from grpo_rl.plan.first_look import RewardTrial, of_memory, of_plan, of_prompts, some_prompts
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
 
@@ -80,7 +80,7 @@ def looked_at(words: Sequence[str]) -> list[Sight]:
         inputs = read_inputs(plan.collection or plan, run_dir, console, stack)
         prompts = some_prompts(inputs.train_data or inputs.val_data)
         runs = Path(plan.config.trainer.default_local_dir).expanduser().absolute()
-        sights = [*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)]
+        sights = [*of_plan(inputs.plan, runs), *of_memory(inputs.plan), *of_prompts(inputs.plan, prompts, inputs.tokenizer)]
         if inputs.rules is not None:
             sights += RewardTrial(prompts, inputs.rules, inputs.tokenizer).sights()
     return sights

@@ -6,6 +6,7 @@ no more than an empty one, prompts that are cut, answers that are longer than a 
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.memory import gib
+from grpo_rl.plan.memory import gib, host_bytes
 from grpo_rl.plan.model_folder import policy_settings, positions_of
 from grpo_rl.rewards.check import gold_response
 from grpo_rl.telemetry.terminal.text import safe_text
@@ -32,6 +33,8 @@ MANY_PASSES, FEW_ROWS = 20, 1000
 """Passes over few rows after which a policy is likely to have learnt their answers by heart."""
 TRAINED_BYTES = 12
 """Bytes of a checkpoint per parameter of a trained model: a float32 weight and AdamW's two moments."""
+FULL = 0.95
+"""The share of all memory from which on a run that fails is likely to fail of it."""
 SHOWN = 60
 
 
@@ -62,7 +65,7 @@ class Scores(Protocol):
 
 def of_plan(plan: Plan, runs: Path) -> list[Sight]:
     """Return what the plan alone shows; checkpoints will lie below the folder `runs`."""
-    return [*_model(plan), *_rows(plan), *_disk(plan, runs), *_memory(plan)]
+    return [*_model(plan), *_rows(plan), *_disk(plan, runs)]
 
 
 def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> list[Sight]:
@@ -203,30 +206,37 @@ def _disk(plan: Plan, runs: Path) -> Iterator[Sight]:
     yield Sight("disk", text, advice if needed > free else "")
 
 
-def _memory(plan: Plan) -> Iterator[Sight]:
-    """Yield the need of all processes beside what the machine has; on GPUs that of the largest role beside one device."""
+def of_memory(plan: Plan) -> list[Sight]:
+    """Return the need of all processes beside what the machine has; on GPUs that of the largest role beside one device."""
     if not plan.memory or plan.machine.cluster:
-        return
+        return []
     if plan.machine.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            return
+            return []
         free, place = float(torch.cuda.get_device_properties(0).total_memory), "one GPU"
         needed, what = max((need.num_bytes, need.role) for need in plan.memory)
         advice = "use more GPUs, or lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu; param_offload and optimizer_offload help"
     else:
-        free, place, what = machine_memory().free, "the machine", "all processes"
-        needed = sum(need.num_bytes * _processes(plan, need.role) for need in plan.memory)
-        advice = "lower actor_rollout_ref.rollout.kv_cache_gib or actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    text = f"{what}: about {gib(needed)} of {gib(int(free))} on {place}"
-    yield Sight("memory", text, advice if needed > free else "")
+        has = machine_memory()
+        own = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
+        free, place = min(has.total, has.free + own), f"the {has.owner}, which has {gib(int(has.total))}"
+        needed, what = host_bytes(plan), "all processes"
+        advice = (
+            "give it more, or lower actor_rollout_ref.rollout.kv_cache_gib or actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        )
+    text = f"{what}: about {gib(needed)} of {gib(int(free))} free on {place}"
+    return [Sight("memory", text, advice if needed > free else "")]
 
 
-def _processes(plan: Plan, name: str) -> int:
-    """Return how many processes of the role there are, by its name in the estimate of memory."""
-    found = next((role for role in plan.roles if role.name == name.replace(" ", "_")), None)
-    return found.num_workers if found is not None else 1
+def lack_of_memory(plan: Plan) -> str:
+    """Return that memory is what a run is likely to have failed of; empty where there is enough."""
+    has, needed = machine_memory(), host_bytes(plan)
+    if needed <= has.total and has.used_share < FULL:
+        return ""
+    need = f", and the run needs about {gib(needed)}" if needed else ""
+    return f"the likely cause is memory: the {has.owner} has {gib(int(has.total))}{need}"
 
 
 def _right_answer(prompt: Prompt) -> str | None:

@@ -13,6 +13,9 @@ from grpo_rl.plan.rank_memory import Load, peak, resident
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
+BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
+"""Bytes that processes of a run on a CPU have beside their tensors, by the anonymous and shared part of their PSS in a run of
+arithmetic/grpo: controller (383 MiB), Ray's own (304) and what workers are copies of (139) together; a worker; one with vLLM."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -23,6 +26,17 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def host_bytes(plan: Plan) -> int:
+    """Return what all processes of a run need together where this machine's processors compute; 0 for any other."""
+    if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
+        return 0
+    engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
+    tensors = {need.role.replace(" ", "_"): need.num_bytes for need in plan.memory}
+    return BESIDE_WORKERS + sum(
+        role.num_workers * (tensors.get(role.name, 0) + (engine if role.name == "rollout" else WORKER)) for role in plan.roles
+    )
 
 
 def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:

@@ -23,11 +23,12 @@ from grpo_rl.config.derived import (
     max_staleness,
 )
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
-from grpo_rl.plan.memory import adapter_params, gib
+from grpo_rl.plan.memory import adapter_params, gib, host_bytes
 from grpo_rl.plan.named_machine import machine_page
 from grpo_rl.plan.named_machine.fit import fit_of
 from grpo_rl.plan.paradigm import components
@@ -436,6 +437,9 @@ def _memory(plan: Plan) -> Rows:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
+    if needed := host_bytes(plan):
+        has = machine_memory()
+        yield "in all", f"{gib(needed)}, with libraries, Ray and the controller; this {has.owner} has {gib(int(has.total))}"
     if plan.model is not None and fit_of(plan, plan.model) is None:
         yield from gpu_memory.lines(plan, plan.model)
 

@@ -89,7 +89,7 @@ def process_of(training: Training, name: str) -> int:
 LOST_IN = {
     "gcs_server": ("start", 200, "its head (gcs_server)"),
     "raylet": ("update_actor", 1, "its raylet"),
-    "ray::RuntimeEnv": ("gen", 1, "its raylet"),
+    "ray::RuntimeEnv": ("update_actor", 1, "its raylet"),
     "ray::DashboardA": ("save", 1, "its raylet"),
 }
 """The process of the cluster that is killed; the phase of the run in which it is, and for how many seconds the controller is

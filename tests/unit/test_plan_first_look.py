@@ -18,7 +18,7 @@ from grpo_rl.data.dataset import load_dataset
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan import first_look
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
+from grpo_rl.plan.first_look import RewardTrial, of_memory, of_plan, of_prompts, some_prompts
 from grpo_rl.plan.make import make_plan
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
@@ -93,7 +93,8 @@ def test_prompts_that_are_cut_and_answers_that_do_not_fit_are_named_with_the_len
 
 
 def test_the_plan_shows_model_rows_disk_and_memory(tmp_path: Path) -> None:
-    sights = of_plan(plan_of("trainer.save_freq=10"), tmp_path / "not" / "there")
+    plan = plan_of("trainer.save_freq=10")
+    sights = [*of_plan(plan, tmp_path / "not" / "there"), *of_memory(plan)]
     assert troubles(sights) == []
     text = {sight.name: sight.text for sight in sights}
     assert list(text) == ["model", "rows", "disk", "memory"]
@@ -115,7 +116,7 @@ def test_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.Mo
     sights = of_plan(large, tmp_path)
     assert troubles(sights) == ["disk"] and "max_actor_ckpt_to_keep=2" in sights[2].advice
     monkeypatch.setattr(first_look, "machine_memory", lambda: machine_memory.MachineMemory(1e6, 1e9))
-    assert troubles(of_plan(plan, tmp_path)) == ["memory"]
+    assert troubles(of_memory(plan)) == ["memory"]
 
 
 def test_of_checkpoints_that_are_removed_only_those_kept_count(tmp_path: Path) -> None:
@@ -129,7 +130,9 @@ def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n")
     monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
-    assert machine_memory.machine_memory() == (600 * 1024, 1000 * 1024)
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "own")
+    assert machine_memory.machine_memory() == (600 * 1024, 1000 * 1024, "machine")
     assert machine_memory.machine_memory().used_share == pytest.approx(0.4)
     for name, text in {
         "memory.max": "409600",
@@ -137,7 +140,7 @@ def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(
         "memory.stat": "anon 1\ninactive_file 200000",
     }.items():
         (tmp_path / name).write_text(text)
-    assert machine_memory.machine_memory() == (309600, 409600)
+    assert machine_memory.machine_memory() == (309600, 409600, "container")
     (tmp_path / "memory.max").write_text("max")
     assert machine_memory.machine_memory().total == 1000 * 1024
 

@@ -117,7 +117,8 @@ def _room(error: Exception) -> tuple[str, float, float]:
     if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return "GPU's memory", free, total
-    return "machine's memory", *machine_memory()
+    has = machine_memory()
+    return f"{has.owner}'s memory", has.free, has.total
 
 
 def _gib(num_bytes: float) -> str:

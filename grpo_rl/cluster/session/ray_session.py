@@ -117,7 +117,7 @@ class Connection(threading.Thread):
             self._options |= {
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": config.object_store_memory or store_bytes(*machine_memory(), _shared_memory()),
+                "object_store_memory": config.object_store_memory or store_bytes(*machine_memory()[:2], _shared_memory()),
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }

@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl import machine_memory
 from grpo_rl.cluster import launch
 from grpo_rl.cluster.launch import reported
 from grpo_rl.config.compose import compose
-from grpo_rl.errors import Preempted
+from grpo_rl.config.derived import Machine
+from grpo_rl.errors import ClusterError, Preempted, headline
+from grpo_rl.plan.first_look import of_memory
+from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.text import describe
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.telemetry.terminal.console import Console
+
+PLAN = make_plan(compose(["recipe=arithmetic/grpo", "trainer.device=cpu"]), Machine(0, 2, "cpu"))
 
 
 def raised_in_c(cause: BaseException) -> SystemError:
@@ -29,10 +36,9 @@ def raised_in_c(cause: BaseException) -> SystemError:
 
 def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
     """Return the error that leaves a run in which this one is raised, and the state in the run's status."""
-    config = compose([f"trainer.default_local_dir={run_dir.path.parent}"]).config
     with ExitStack() as stack, pytest.raises(BaseException) as found:
         stack.callback(run_dir.release)
-        with reported(config, run_dir, stack, Console()):
+        with reported(PLAN, run_dir, stack, Console()):
             raise error
     return found.value, json.loads(run_dir.status_file.read_text())["state"]
 
@@ -62,7 +68,7 @@ def lose_the_cluster(folder: Path, when: str) -> None:
     status = Status(run_dir.status_file)
     if when == "ended":
         status.end(Preempted("by SIGTERM: step 1 of 2 is saved"))
-    launch.ends_the_run(status, run_dir, Console())("the Ray cluster is lost")
+    launch.ends_the_run(PLAN, status, run_dir, Console())("the Ray cluster is lost")
 
 
 @pytest.mark.parametrize(("when", "code", "state"), [("going on", 6, "failed"), ("ended", 75, "preempted")])
@@ -76,3 +82,30 @@ def test_a_cluster_that_is_lost_ends_a_run_and_changes_nothing_about_one_that_ha
     assert process.exitcode == code, said
     assert json.loads((tmp_path / "lost" / "status.json").read_text())["state"] == state
     assert ("the Ray cluster is lost" in said) == (code == 6)
+
+
+@pytest.mark.parametrize(("gigabytes", "is_named"), [(1.5, True), (2.5, False)])
+@pytest.mark.parametrize(
+    ("groups", "limit", "used"),
+    [
+        ("0::/\n", "memory.max", "memory.current"),
+        ("1:cpu:/\n0::/job/task\n", "job/memory.max", "job/memory.current"),
+        ("4:memory:/docker/1a2b\n0::/\n", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_a_container_that_is_too_small_is_named_before_a_start_and_as_the_cause_of_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, limit: str, used: str, gigabytes: float, is_named: bool
+) -> None:
+    meminfo, own, tree = tmp_path / "meminfo", tmp_path / "own", tmp_path / "tree"
+    meminfo.write_text("MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n")
+    own.write_text(groups)
+    for name, text in {limit: gigabytes * 1e9, used: 5e8, str(Path(used).parent / "memory.stat"): "inactive_file 200"}.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(f"{text}\n")
+    for name, path in {"MEMINFO": meminfo, "CGROUP": tree, "OWN_GROUPS": own}.items():
+        monkeypatch.setattr(machine_memory, name, path)
+    [sight] = of_memory(PLAN)
+    assert bool(sight.advice) == is_named and f"the container, which has {gigabytes / 1.073741824:.1f} GiB" in sight.text
+    assert "this container has" in describe(compose(["recipe=arithmetic/grpo"]), PLAN)
+    error, _ = end_of(RunDir.create(str(tmp_path), "short"), ClusterError("the Ray cluster is lost"))
+    assert ("the likely cause is memory: the container has 1.4 GiB, and the run needs about" in headline(error)) == is_named
