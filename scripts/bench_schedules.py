@@ -1,7 +1,7 @@
 """A benchmark of the schedules on the same separate pools: one core samples, the other one trains.
 
     python scripts/bench_schedules.py --calibrate                     # how many requests at once make sampling last as long
-    python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares, the timeline picture
+    python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares
     python scripts/bench_schedules.py --speed --model embedded        # short steps, in which what is fixed per step weighs more
     python scripts/bench_schedules.py --speed --response-tokens 64 --out runs/short   # other lengths, in a folder of their own
     python scripts/bench_schedules.py --learning --schedules sync     # accuracy on `arithmetic` over the seeds, a schedule each
@@ -34,8 +34,7 @@ sys.path.insert(0, str(ROOT))
 from bench_step import SIZES, make_data, make_model  # noqa: E402
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
-from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
-from grpo_rl.telemetry.plots.timeline_plot import draw_timelines, idle_shares  # noqa: E402
+from grpo_rl.telemetry.metrics.timeline import Interval, idle_shares, read_timeline  # noqa: E402
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ACCURACY = "val/arithmetic/mean@1"
@@ -44,7 +43,6 @@ BATCH, SAMPLES = 32, 8
 BAR_SPEED = 1.5
 WARM_UP, ENDING = 2, 2
 """Steps at both ends of a run that do not count: pipelines fill, and at last nothing more is to be sampled."""
-DRAWN_STEPS = 4
 TRIED = (256, 128, 64, 32)
 """The numbers of requests at once that the calibration tries."""
 
@@ -241,7 +239,7 @@ def finished(out: Path, part: str, schedule: str) -> dict[int, Path]:
 
 
 def speed_table(out: Path) -> bool:
-    """Print the figures of all rounds, and draw the picture; return whether the bar is met."""
+    """Print the figures of all rounds; return whether the bar is met."""
     rounds = {schedule: {n: measured(path) for n, path in finished(out, "speed", schedule).items()} for schedule in SCHEDULES}
     if not any(rounds.values()):
         return True
@@ -271,14 +269,6 @@ def speed_table(out: Path) -> bool:
         print(
             f"\nsync: sampling {one.sampling_s:.2f} s, training {one.training_s:.2f} s: {one.sampling_s / one.training_s:.2f} x"
         )
-    timelines = {}
-    for schedule in rounds:
-        for folder in list(finished(out, "speed", schedule).values())[:1]:
-            drawn = counted(folder)
-            first = sorted({one.step for one in drawn if one.role == "step"})[:DRAWN_STEPS]
-            end = max(one.end for one in drawn if one.role == "step" and one.step in first)
-            timelines[schedule] = [one._replace(end=min(one.end, end)) for one in drawn if one.start < end]
-    print(f"picture: {draw_timelines(out / 'timelines.png', timelines)}")
     if rounds["sync"] and sum(map(bool, rounds.values())) > 1:
         print(f"bar, {BAR_SPEED} x the rollouts per second of sync: {'met' if met else 'missed'}")
     return met

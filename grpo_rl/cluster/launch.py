@@ -272,11 +272,8 @@ def phase_of_stop(status: Status, stop: Stop) -> Callable[[str], None]:
 
 
 def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -> None:
-    """Export the models of a training that is done, write its page, and draw the pictures of its steps."""
+    """Export the models of a training that is done, write its page, and draw its curves."""
     from grpo_rl.telemetry.plots.curves import plot_curves
-    from grpo_rl.telemetry.plots.reward_plots import plot_rewards
-    from grpo_rl.telemetry.plots.timeline_plot import plot_timeline
-    from grpo_rl.trainer.rows.reward_training import draw_quality
 
     run_dir, console = launch.run_dir, launch.console
     exports = launch.composed.config.trainer.export_at_end and launch.plan.trains
@@ -295,14 +292,11 @@ def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -
         with console.progress("exporting the reward model"):
             roles.reward_model.export(run_dir.reward_model)
     timeline.close()
-    # In a process of its own, beside the pictures.
+    # In a process of its own, beside the picture.
     launch.page.last("done")
     if step > 0:
         with console.progress("drawing the curves"):
             plot_curves(run_dir)
-            plot_rewards(run_dir)
-            plot_timeline(run_dir)
-            draw_quality(run_dir)
     launch.page.wait(LAST_S)
 
 

@@ -1,4 +1,4 @@
-"""`grpo-rl browse RUN [--where "reward<0.5"] [--sort reward] [--html out.html]`: a run's rollouts, chosen and shown."""
+"""`grpo-rl browse RUN [--where "reward<0.5"] [--sort reward]`: a run's rollouts, chosen and shown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.errors import DataError, GrpoRlError
 from grpo_rl.telemetry.rollouts.filters import FIELDS, Condition, Record, check_names, field, parse_condition
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
-from grpo_rl.telemetry.rollouts.rollout_pages import as_html, as_text
+from grpo_rl.telemetry.rollouts.rollout_pages import as_text
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import encodable
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def browse(arguments: argparse.Namespace) -> str:
-    """Return what is shown: the rollouts, or where the page with them was written."""
+    """Return the rollouts that are shown."""
     conditions = [parse_condition(text) for text in arguments.where]
     step, path = choose_file(find_run(arguments.run), "val" if arguments.val else "rollouts", arguments.step)
     records = _read(path)
@@ -48,14 +48,7 @@ def browse(arguments: argparse.Namespace) -> str:
         title += " with " + " and ".join(arguments.where)
     if len(shown) < len(chosen):
         title += f", the first {len(shown)} shown"
-    if arguments.html is None:
-        return as_text(title, shown, full=arguments.full)
-    target = Path(arguments.html).expanduser()
-    try:
-        target.write_text(as_html(title, shown), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"--html {target}: {error.strerror or error}") from error
-    return f"{len(shown)} rollouts of step {step} written to {target}"
+    return as_text(title, shown, full=arguments.full)
 
 
 def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
@@ -120,7 +113,6 @@ def _parser() -> Arguments:
     parser.add_argument("--sort", metavar="NAME", help="from small to large; --sort=-NAME from large to small")
     parser.add_argument("--limit", type=int, default=10, help="rollouts at most (10)")
     parser.add_argument("--full", action="store_true", help="long prompts and responses whole")
-    parser.add_argument("--html", metavar="FILE", help="write a page instead of showing them here")
     return parser
 
 

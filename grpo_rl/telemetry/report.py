@@ -185,7 +185,6 @@ def _written(run_dir: RunDir) -> str:
     places = {
         "page": run_dir.page_file,
         "curves": run_dir.plots / "curves.png",
-        "rewards": run_dir.plots / "rewards.png",
         "metrics": run_dir.metrics_file,
         "TensorBoard": run_dir.tensorboard,
         "rollouts": run_dir.rollouts,

@@ -78,7 +78,6 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path, kind):
     ]
     assert len(losses) == 5 and losses == again
     assert {"val/loss", "val/accuracy", "val/auc", "val/calibration_error", "val/brier"} <= {key for row in rows for key in row}
-    assert (tmp_path / "whole" / "plots" / "reward_model.png").stat().st_size > 10_000
     assert_scores_alike(tmp_path / "whole", kind)
 
 

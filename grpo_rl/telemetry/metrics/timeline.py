@@ -170,6 +170,17 @@ def busy_seconds(intervals: Sequence[Interval], start: float, end: float) -> flo
     return total
 
 
+def idle_shares(intervals: Sequence[Interval]) -> dict[str, float]:
+    """Return for each role the share of the time from the first step's begin to the last one's end in which it did nothing."""
+    steps = [one for one in intervals if one.role == "step"] or list(intervals)
+    start, end = min(one.start for one in steps), max(one.end for one in steps)
+    return {
+        role: 1.0 - busy_seconds([one for one in intervals if one.role == role], start, end) / (end - start)
+        for role in dict.fromkeys(one.role for one in intervals if one.role not in ("step", "wait"))
+        if end > start
+    }
+
+
 def _line(interval: Interval) -> str:
     rounded = {"start": round(interval.start, 6), "end": round(interval.end, 6)}
     return dump_line(interval._asdict() | rounded)

@@ -1,8 +1,7 @@
-"""Rollouts as text for a terminal and as a page of HTML. A model's text is shown, never obeyed."""
+"""Rollouts as text for a terminal. A model's text is shown, never obeyed."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +12,6 @@ from grpo_rl.telemetry.terminal.text import safe_text
 WIDTH = 110
 SHORTENED = 1200
 """Characters of a prompt or response that are shown unless the whole is asked for."""
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-h1 { font-size: 1.05rem; overflow-wrap: anywhere; }
-article { border: 1px solid #e4e7eb; border-radius: 8px; margin: 1rem 0; padding: .8rem 1rem; }
-pre { background: #f8fafc; border-radius: 6px; margin: .3rem 0; padding: .5rem .7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-.label { color: #7b8794; font-size: .8rem; margin-top: .6rem; }
-.facts { display: flex; flex-wrap: wrap; gap: .3rem .5rem; }
-.facts span { background: #eef2ff; border-radius: 4px; padding: 0 .45rem; }
-.facts .failure { background: #fee2e2; }
-"""
 
 
 def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str:
@@ -40,24 +28,6 @@ def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str
                 lines += _wrapped(label if number == 0 else "", part)
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
-
-
-def as_html(title: str, records: Sequence[Record]) -> str:
-    """Return a page of HTML without scripts, without anything from elsewhere; all text is escaped."""
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>{_escaped(title)}</title><style>{STYLE}</style></head><body><h1>{_escaped(title)}</h1>",
-    ]
-    for record in records:
-        spans = "".join(
-            f"<span{' class=failure' if name == 'failure' else ''}>{_escaped(name)} <b>{_escaped(value)}</b></span>"
-            for name, value in facts(record)
-        )
-        parts.append(f'<article><div class="facts">{spans}</div>')
-        parts += [f'<div class="label">{label}</div><pre>{_escaped(text)}</pre>' for label, text in texts(record)]
-        parts.append("</article>")
-    return "\n".join([*parts, "</body></html>\n"])
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
@@ -87,10 +57,6 @@ def _turns(episode: Record) -> list[tuple[str, str]]:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _escaped(text: str) -> str:
-    return html.escape(safe_text(text, keep_newlines=True))
 
 
 def _facts(record: Record) -> list[str]:

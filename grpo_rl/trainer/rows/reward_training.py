@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -138,32 +137,3 @@ def _lines(scored: Scored) -> Iterator[dict[str, float]]:
     elif scored.chosen_P is not None and scored.rejected_P is not None:
         for chosen, rejected in zip(scored.chosen_P.tolist(), scored.rejected_P.tolist(), strict=True):
             yield {"chosen": chosen, "rejected": rejected}
-
-
-def draw_quality(run_dir: RunDir) -> Path | None:
-    """Draw how well the scores of the last validation tell good from bad; return the picture's path, None without a validation."""
-    # Here, as what decides loads no more than it needs: the plan looks up the schedule.
-    from grpo_rl.telemetry.plots.scoring_plots import Scoring, plot_scoring
-
-    files = {int(path.stem.rpartition("_")[2]): path for path in run_dir.val.glob("scores_step_*.jsonl")}
-    if not files:
-        return None
-    step = max(files)
-    lines = [json.loads(line) for line in files[step].read_text(encoding="utf-8").splitlines()]
-    if "chosen" in lines[0]:
-        good, bad = (torch.tensor([line[side] for line in lines], dtype=torch.float64) for side in ("chosen", "rejected"))
-        reliability = pair_calibration(good, bad)
-        kind, accuracy = "responses", pair_accuracy(good, bad)
-    else:
-        labels_K = torch.tensor([line["label"] for line in lines])
-        scores_K = torch.tensor([line["score"] for line in lines], dtype=torch.float64)[labels_K != 0.5]
-        good_K = labels_K[labels_K != 0.5] > 0.5
-        good, bad = scores_K[good_K], scores_K[~good_K]
-        reliability = calibration(scores_K.sigmoid(), good_K)
-        kind, accuracy = "steps", float(((scores_K > 0) == good_K).double().mean())
-    ranking = auc(torch.cat([good, bad]), torch.arange(len(good) + len(bad)) < len(good))
-    figures = (
-        f"accuracy {accuracy:.3f}, AUC {ranking:.3f}, calibration error {reliability.error:.3f}, Brier {reliability.brier:.3f}"
-    )
-    bins = (reliability.probability_B.numpy(), reliability.frequency_B.numpy(), reliability.counts_B.numpy())
-    return plot_scoring(run_dir, Scoring(step, kind, good.numpy(), bad.numpy(), *bins, figures))

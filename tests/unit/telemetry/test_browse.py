@@ -1,6 +1,4 @@
 import json
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pyarrow
 import pytest
@@ -110,29 +108,6 @@ def test_lines_of_a_response_stay_lines_and_long_ones_are_cut(run, capsys):
     assert "..." in short and short.count("ß") < 1200 and capsys.readouterr().out.count("ß") == 5000
 
 
-class Tags(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.names, self.text = [], ""
-
-    def handle_starttag(self, tag, attrs):
-        self.names.append(tag)
-        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def test_the_page_shows_hostile_text_and_holds_no_script(run, capsys, tmp_path):
-    page = tmp_path / "out.html"
-    assert main([str(run), "--html", str(page), "--where", "response~script"]) == 0
-    assert "1 rollouts of step 2 written to" in capsys.readouterr().out
-    tags = Tags()
-    tags.feed(page.read_text())
-    assert "<script>alert(1)</script>" in tags.text and "reward_timeout" in tags.text
-    assert set(tags.names) <= {"html", "head", "meta", "title", "style", "body", "h1", "article", "div", "span", "b", "pre"}
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -155,11 +130,6 @@ def test_a_broken_file_is_told(run, capsys):
     (run / "rollouts" / "step_9.jsonl").write_text('{"reward": \n')
     assert main([str(run)]) == 3
     assert "step_9.jsonl: cannot be read" in capsys.readouterr().err
-
-
-def test_the_page_cannot_be_written_to_a_folder_that_is_missing(run, capsys):
-    assert main([str(run), "--html", str(Path("/nowhere/at/all.html"))]) == 2
-    assert "/nowhere/at/all.html" in capsys.readouterr().err
 
 
 def test_a_condition_has_a_name_a_comparison_and_a_value():

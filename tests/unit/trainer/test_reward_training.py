@@ -11,9 +11,8 @@ import torch
 
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.telemetry.plots.scoring_plots import roc
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.rows.reward_training import Scored, draw_quality, quality, scored_rows, write_scores
+from grpo_rl.trainer.rows.reward_training import Scored, quality, scored_rows, write_scores
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)
@@ -67,11 +66,6 @@ def test_all_rows_are_scored_in_their_order_whatever_the_batch():
         assert scored.chosen_P.tolist() == [1, 2, 3] and scored.rejected_P.tolist() == [2, 3, 4] and not scored.margin_P.any()
 
 
-def test_the_roc_curve_by_hand():
-    bad, good = roc(column(3.0, 1.0).numpy(), column(1.0, 0.0).numpy())
-    assert bad.tolist() == [0.0, 0.0, 0.5, 1.0] and good.tolist() == [0.0, 0.5, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("scored", "line"),
     [
@@ -79,10 +73,8 @@ def test_the_roc_curve_by_hand():
         (Scored(scores_K=column(2.0, -1.0), labels_K=column(1.0, 0.0)), {"score": 2.0, "label": 1.0}),
     ],
 )
-def test_the_scores_of_the_last_validation_are_drawn(tmp_path, scored, line):
+def test_the_scores_of_a_validation_are_kept(tmp_path, scored, line):
     run_dir = RunDir(tmp_path)
-    assert draw_quality(run_dir) is None
     for step in (2, 10):
         write_scores(run_dir, step, scored)
     assert json.loads((run_dir.val / "scores_step_10.jsonl").read_text().splitlines()[0]) == line
-    assert draw_quality(run_dir).read_bytes().startswith(b"\x89PNG")
