@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from grpo_rl.errors import ConfigError
 from grpo_rl.models.prefix_attention import (
     Family,
     GatheredKeys,
@@ -230,10 +232,29 @@ def variable_length_kernel(query: Tensor, dropout: float) -> Kernel | None:
     """Return the kernel that takes blocks as they lie, None where there is none for this device and type."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if _has_flash_attention():
+    if not _takes_torchs and _has_flash_attention():
         return _flash_attention
     # Torch's own has no dropout.
     return None if dropout else _torch_attention
+
+
+_takes_torchs = False
+"""True once `choose_kernel` has named another kernel than that of an installed flash-attn 2."""
+
+
+def choose_kernel(name: str) -> None:
+    """Take the kernel that model.flash_attention names, in this process. Raises ConfigError for one that is not installed."""
+    global _takes_torchs
+    _takes_torchs = name != "auto"
+    if name in ("FA3", "FA4"):
+        try:
+            torch.nn.attention.activate_flash_attention_impl(name)
+        except Exception as error:
+            known = ", ".join(torch.nn.attention.list_flash_attention_impls())
+            raise ConfigError(
+                f"actor_rollout_ref.model.flash_attention={name}: torch cannot activate it ({type(error).__name__}: {error}); "
+                f"its registry has {known}; install the kernel's package, or set auto"
+            ) from error
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_rl.models import fsdp, load, lora
+from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
 from grpo_rl.models.linear import Precision
 from grpo_rl.models.sequence_parallel import SequenceGroup
@@ -100,6 +100,7 @@ def head_precision(name: str, device_type: str) -> Precision:
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
     """Return what `wrap` makes of the language model, sharded over the worker set; each rank reads its own rows."""
     model = spec.model
+    attention.choose_kernel(model.flash_attention)
     own_code, key = model.trust_remote_code, spec.path_key
     config = load.load_config(model.path, trust_remote_code=own_code, override=model.override_config, key=key)
     alone = rank.world_size == 1

@@ -208,6 +208,9 @@ def _without_gpus(config: Config) -> Iterator[str]:
         if wanted:
             what = "activations" if key.endswith("activation_offload") else "weights"
             yield f"{key}=true: moves {what} from a GPU to the host, and this run has no GPU; leave it out"
+    if parts.model.flash_attention != "auto":
+        kernel = parts.model.flash_attention
+        yield f"actor_rollout_ref.model.flash_attention={kernel}: is a kernel of GPUs, and this run has none; leave it out"
     precision = parts.model.lm_head_precision
     if precision in ("tf32", "bfloat16"):
         yield f"actor_rollout_ref.model.lm_head_precision={precision}: is faster on GPUs only, and this run has none; auto or float32"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
+from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 from grpo_rl.models.attention import MIN_FILL, Packing, packed_attention
 from grpo_rl.models.prefix_attention import GatheredKeys, repeated_heads
@@ -223,3 +224,17 @@ def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_mat
     assert repeated.shape == (1, 4, 6, 8) and torch.equal(repeated[:, 1], key[:, 0]) and torch.equal(repeated[:, 2], key[:, 1])
     for query in (on_a_gpu(torch.bfloat16), torch.zeros(1, 4, 6, 8)):
         assert repeated_heads(query, key, key)[0] is key
+
+
+def test_a_named_kernel_takes_the_place_of_flash_attn_and_one_that_is_missing_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_takes_torchs", False)
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda: True)
+    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._flash_attention
+    activated: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+        attention.choose_kernel("FA3")
+    assert activated == ["FA3"]
+    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._torch_attention
+    with pytest.raises(ConfigError, match=r"flash_attention=FA4: torch cannot activate it .* its registry has FA3, FA4"):
+        attention.choose_kernel("FA4")
