@@ -93,7 +93,7 @@ def _policy(base: str, model: Mapping[str, Any]) -> PolicyModel:
 def _write_model(policy: PolicyModel, folder: Path) -> None:
     from grpo_rl.models import fsdp, lora
 
-    policy.lm.save_pretrained(folder, state_dict=dict(fsdp.named_full_tensors(policy)))
+    fsdp.save_model(policy, folder)
     if policy.adapters is not None:
         tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
         lora.save_adapter(folder / lora.FOLDER, policy.lm, policy.adapters, tensors)

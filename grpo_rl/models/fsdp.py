@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,7 +24,11 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models import lora
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
-from grpo_rl.models.sharded_load import local_of, name_in_files
+from grpo_rl.models.moe.expert_names import stored_tensors
+from grpo_rl.models.sharded_load import is_rearranged, local_of, name_in_files
+
+SHARD_BYTES = 5 << 30
+"""The largest file of an exported model, and about the host memory that an export needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +152,9 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def named_full_tensors(
-    policy: PackedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    policy: PackedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None, aliases: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names with whole tensors, aliases (a tied LM head) included. A collective.
+    """Yield Hugging Face names with whole tensors, with `aliases` a tied LM head too. A collective.
 
     This is the sharded gather. Each rank holds a slice of every parameter; asking for one whole tensor makes all ranks
     send their slices to each other, so all of them have to ask for the same tensors in the same order, also those whose
@@ -168,7 +176,8 @@ def named_full_tensors(
             yield name_in_files(name), _whole(_merged(tensor.detach(), adapted[name], device), device, dtype)
             continue
         if tensor is embedding and tied is not None:
-            yield name, tied
+            if aliases:
+                yield name, tied
             continue
         whole = _whole(tensor.detach(), device, dtype)
         if tensor is embedding:
@@ -183,13 +192,64 @@ def whole_adapters(policy: PackedModel, device: torch.device) -> dict[str, Tenso
     return {name: _whole(tensor.detach(), device, None).to("cpu") for name, tensor in named if lora.is_adapter(name)}
 
 
-def whole_state(policy: PackedModel, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
-    """Return all whole tensors in host memory where this rank is to `keep` them, else nothing. A collective."""
-    state = {}
-    for name, tensor in named_full_tensors(policy, device=device):
-        if keep:
-            state[name] = tensor.to("cpu")
-    return state
+def save_model(
+    policy: PackedModel,
+    folder: Path,
+    device: torch.device | None = None,
+    *,
+    writes: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face folder with float32 weights, by the rank that `writes`. A collective.
+
+    Files of at most `shard_bytes`, or one tensor, are written as their tensors are gathered: no more than one file and one
+    tensor is in host memory, except where transformers rearranges the weights of a family when it reads them.
+
+    An error of the disk is raised when all tensors have been gathered.
+    """
+    lm: Any = policy.lm
+    if is_rearranged(lm):
+        state = {name: tensor.to("cpu") for name, tensor in named_full_tensors(policy, device=device) if writes}
+        if writes:
+            lm.save_pretrained(folder, state_dict=state)
+        return
+    if writes:
+        lm.save_pretrained(folder, state_dict={})  # all but the weights
+    named = stored_tensors(named_full_tensors(policy, device=device, aliases=False))
+    try:
+        if writes:
+            _write_shards(named, folder, shard_bytes)
+    finally:
+        collections.deque(named, maxlen=0)  # the others wait in every gather that this rank leaves out
+
+
+def _write_shards(named: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+    """Write consecutive tensors into safetensors files, and where there are several the index that transformers reads."""
+    files: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def write() -> None:
+        files.append(sorted(shard))
+        save_file(shard, folder / f"shard-{len(files)}", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in named:
+        if shard and size + tensor.nbytes > shard_bytes:
+            write()
+            size = 0
+        shard[name] = tensor.detach().to("cpu").contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names, start=1):
+        (folder / f"shard-{number}").rename(folder / name)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
 
 
 def _merged(weight: Any, layer: Any, device: torch.device | None) -> Any:

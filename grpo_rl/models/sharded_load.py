@@ -78,7 +78,7 @@ class WeightFiles:
         The experts of a layer may be one tensor or many (`models/moe/expert_names.py`). Otherwise transformers has to rename
         or rearrange them, which it does to whole tensors.
         """
-        if getattr(lm.config, "quantization_config", None) is not None or _is_rearranged(lm):
+        if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
         shapes = self._shapes()
         for names, parameter in _named(lm):
@@ -148,7 +148,7 @@ def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:
     return list(by_id.values())
 
 
-def _is_rearranged(lm: Any) -> bool:
+def is_rearranged(lm: Any) -> bool:
     """Return whether transformers changes names or layouts of this model's weights when it reads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -239,12 +239,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
         With adapters the model is the merged one, and the adapters are in a peft folder inside. A collective.
         """
-        state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
+        fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         adapters = fsdp.whole_adapters(self.model, self.device)
-        if self.rank.rank == 0:
-            self.model.lm.save_pretrained(folder, state_dict=state)
-            if self.model.adapters is not None:
-                lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
+        if self.rank.rank == 0 and self.model.adapters is not None:
+            lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
         self.memory.free_cache()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -118,9 +119,7 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
 
         A collective.
         """
-        state = fsdp.whole_state(self.model, self.device, keep=self.rank.rank == 0)
-        if self.rank.rank == 0:
-            self.model.lm.save_pretrained(folder, state_dict=state)
+        fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         self.memory.free_cache()
 
 

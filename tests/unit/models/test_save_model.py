@@ -1,0 +1,79 @@
+"""A model is written file by file, while its tensors are gathered."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_folder, packed_policy
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.models import fsdp
+
+SHARD = 8192
+
+
+class Gather:
+    """Stands in for the sharded gather: new tensors, and how many bytes of those before are still held at each."""
+
+    def __init__(self, policy: Any) -> None:
+        self.whole = dict(fsdp.named_full_tensors(policy, aliases=False))
+        self.most = self.count = 0
+
+    def __call__(self, policy: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        made: list[weakref.ref[Any]] = []
+        for name in self.whole:
+            gc.collect()
+            held = [storage for one in made if (storage := one()) is not None]
+            self.most = max(self.most, sum(storage.nbytes() for storage in held))
+            del held
+            self.count += 1
+            tensor = self.whole[name].detach().clone()
+            made.append(weakref.ref(tensor.untyped_storage()))
+            yield name, tensor
+            del tensor
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", False)])
+def test_the_files_are_those_of_transformers_or_small_ones_of_the_same_tensors(tmp_path: Path, family: str, tied: bool) -> None:
+    policy = packed_policy(make_folder(tmp_path / "made", family, tied))
+    policy.lm.save_pretrained(tmp_path / "by transformers")
+    fsdp.save_model(policy, tmp_path / "one")
+    fsdp.save_model(policy, tmp_path / "many", shard_bytes=SHARD)
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "by transformers" / file).read_bytes()
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2 and files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).state_dict()
+    for name, tensor in policy.lm.state_dict().items():
+        assert torch.equal(read[name], tensor), name
+
+
+def test_no_more_than_a_file_and_a_tensor_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = packed_policy(make_folder(tmp_path / "made", "qwen3", True))
+    gather = Gather(policy)
+    monkeypatch.setattr(fsdp, "named_full_tensors", gather)
+    fsdp.save_model(policy, tmp_path / "many", shard_bytes=SHARD)
+    largest = max(tensor.nbytes for tensor in gather.whole.values())
+    assert sum(tensor.nbytes for tensor in gather.whole.values()) > 3 * (SHARD + largest)
+    assert 0 < gather.most <= SHARD + largest
+
+
+def test_a_rank_that_cannot_write_goes_on_gathering_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = packed_policy(make_folder(tmp_path / "made", "qwen3", True))
+    gather = Gather(policy)
+    monkeypatch.setattr(fsdp, "named_full_tensors", gather)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(fsdp, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        fsdp.save_model(policy, tmp_path / "many", shard_bytes=SHARD)
+    assert gather.count == len(gather.whole)
