@@ -7,7 +7,7 @@ has -inf, and the others are the sampling mask. vLLM's own `return_sampling_mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from grpo_rl.types import Sampling, Support
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine import EngineCoreOutput
 
 _TIES = 32
 """Tokens beyond top_k that are requested: those as likely as the k-th are sampled too."""
@@ -29,12 +30,48 @@ def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
     return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
 
 
-def sampled_logprobs(logprobs: FlatLogprobs) -> np.ndarray:
+class Reported(NamedTuple):
+    """The entries that were reported of a response, as vLLM's `FlatLogprobs` names them."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    start_indices: np.ndarray
+    """The first entry of each place, which is the sampled token."""
+
+
+class ReportedArrays:
+    """What vLLM's workers report of one request's tokens, as the arrays that they send.
+
+    It takes the place of the `LogprobsProcessor` in vLLM's state of the request, which makes a Python number of each entry:
+    at 132 for a token that takes longer than everything else that the engine's thread does with it.
+    """
+
+    cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
+
+    def __init__(self, num_logprobs: int) -> None:
+        self._width = 1 + num_logprobs
+        self._token_ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        """Keep a copy of the request's rows: they are views of all that the step reported, for requests that may want more."""
+        if output.new_logprobs is not None:
+            self._token_ids.extend(output.new_logprobs.logprob_token_ids[:, : self._width].astype(np.int32))
+            self._logprobs.extend(output.new_logprobs.logprobs[:, : self._width].astype(np.float32))
+
+    @property
+    def logprobs(self) -> Reported:
+        """All entries; vLLM asks for them when the response has ended."""
+        token_ids, logprobs = np.asarray(self._token_ids, dtype=np.int32), np.asarray(self._logprobs, dtype=np.float32)
+        return Reported(token_ids.ravel(), logprobs.ravel(), np.arange(len(logprobs)) * self._width)
+
+
+def sampled_logprobs(logprobs: FlatLogprobs | Reported) -> np.ndarray:
     """Return the log-prob of each sampled token, float32: the first of those reported for its place."""
     return np.asarray(logprobs.logprobs, dtype=np.float32)[np.asarray(logprobs.start_indices, dtype=np.int64)]
 
 
-def support_of(logprobs: FlatLogprobs) -> Support:
+def support_of(logprobs: FlatLogprobs | Reported) -> Support:
     """Return the tokens with a probability, for each place.
 
     Raises RuntimeError where so many are as likely as the k-th that not all were reported.

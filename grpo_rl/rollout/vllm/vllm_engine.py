@@ -12,7 +12,7 @@ from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_r
 from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
 from grpo_rl.rollout.vllm.build import build_llm_engine
 from grpo_rl.rollout.vllm.counter_sampling import SEED
-from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.sampling_support import ReportedArrays, num_logprobs, sampled_logprobs, support_of
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError
 from grpo_rl.rollout.weights.update_order import WeightUpdate
 from grpo_rl.types import Completion, FinishReason, Request, Sampling
@@ -70,7 +70,12 @@ class VllmEngine:
         for request in requests:
             # Prefixes are shared under the same salt only: never across weight versions.
             prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self.weight_version))
-            self._llm.add_request(request.request_id, prompt, self._sampling_params(request.sampling))
+            params = self._sampling_params(request.sampling)
+            own_id = self._llm.add_request(request.request_id, prompt, params)
+            if request.sampling.returns_support:
+                assert params.logprobs is not None
+                state: Any = self._llm.output_processor.request_states[own_id]
+                state.logprobs_processor = ReportedArrays(params.logprobs)
             self._unfinished[request.request_id] = request.sampling
 
     def step(self) -> list[Completion]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
 from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
+from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
 from grpo_rl.types import Batch, Completion, Prompt, Request, Rollout, Sampling
 from grpo_rl.workers.sharded_policy import sequences_of
 
@@ -112,6 +114,27 @@ def test_the_support_is_exactly_what_the_settings_leave(replica: Replica, cut: s
             assert len(set(ids)) == size and set(ids) == allowed(logits[row], request.sampling)
             start += size
         assert start == len(completion.support.token_ids)
+
+
+def test_the_support_is_read_out_of_arrays_and_of_each_requests_own_columns(replica: Replica, monkeypatch) -> None:
+    """vLLM makes a Python number of each of the 132 entries that a token may have, which takes longer than its step."""
+    if isinstance(replica.engine, VllmEngine):
+
+        def one_by_one(*_: Any) -> None:
+            raise AssertionError("the entries were appended one by one")
+
+        monkeypatch.setattr("vllm.logprobs.FlatLogprobs.append_fast", one_by_one)
+    cuts = [{"top_k": 3}, {"top_k": 20, "top_p": 0.9}]
+    mixed = [
+        Request(f"mixed{i}", PROMPTS[i], Sampling(16, ignore_eos=True, seed=i, keep_support=True, **cuts[i % 2]))  # type: ignore[arg-type]
+        for i in range(4)
+    ]
+    for request, completion in run(replica.engine, mixed):
+        [(_, alone)] = run(replica.engine, [replace(request, request_id=f"alone {request.request_id}")])
+        assert alone.support is not None and completion.support is not None
+        assert alone.support.counts.tolist() == completion.support.counts.tolist()
+        assert alone.support.token_ids.tolist() == completion.support.token_ids.tolist()
+        assert alone.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("cut", CUTS)

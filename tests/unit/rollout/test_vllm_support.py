@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.sampling_support import ReportedArrays, num_logprobs, sampled_logprobs, support_of
 from grpo_rl.types import Sampling
 from tests.unit.vllm_sources import digest_of
 
@@ -33,6 +33,20 @@ def test_tokens_with_a_probability_are_the_support_and_the_sampled_one_counts_on
     assert support.counts.tolist() == [3, 1, 3]
     assert support.token_ids.tolist() == [7, 3, 9, 4, 8, 5, 6]
     assert sampled_logprobs(logprobs).tolist() == np.array([QUARTER, 0.0, QUARTER], dtype=np.float32).tolist()
+
+
+def test_arrays_are_read_as_the_numbers_are_and_wider_rows_are_cut() -> None:
+    places = [[(7, QUARTER), (3, HALF), (7, QUARTER), (1, OUT)], [(4, 0.0), (4, 0.0), (2, OUT), (3, OUT)]]
+    processor = ReportedArrays(num_logprobs=3)
+    assert len(processor.logprobs.start_indices) == 0
+    for place in places:
+        # Another request of the step asked for one entry more.
+        row = [*place, (9, HALF)]
+        ids, values = np.array([[token for token, _ in row]]), np.array([[value for _, value in row]], dtype=np.float32)
+        processor.update_from_output(SimpleNamespace(new_logprobs=SimpleNamespace(logprob_token_ids=ids, logprobs=values)))
+    kept, expected = processor.logprobs, reported(*places)
+    assert sampled_logprobs(kept).tolist() == sampled_logprobs(expected).tolist()
+    assert kept.token_ids.tolist() == expected.token_ids and kept.start_indices.tolist() == expected.start_indices
 
 
 def test_a_probability_that_was_not_reported_is_an_error_that_says_what_to_do() -> None:
