@@ -19,8 +19,6 @@ from grpo_rl.errors import CheckpointError
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 
-GIVEN_UP_S = 60.0
-"""Seconds that a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
 NICER = 4
 """The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread
 needs the interpreter's lock for moments, and a thread with less right to a busy core gives the lock back late."""
@@ -35,8 +33,10 @@ class RankFiles:
         optimizer: torch.optim.Optimizer | None,
         scheduler: torch.optim.lr_scheduler.LambdaLR | None,
         rank: int,
+        patience_s: float,
     ) -> None:
-        self.policy, self.rank = policy, rank
+        """`patience_s` is how long a new save waits for the thread of one that was given up, and an optimizer step for a copy."""
+        self.policy, self.rank, self.patience_s = policy, rank, patience_s
         self.training = None if optimizer is None or scheduler is None else (optimizer, scheduler)
         self._memory = HostMemory()
         self._copied = threading.Event()
@@ -56,7 +56,7 @@ class RankFiles:
         when an earlier save does not end.
         """
         if self._thread is not None:
-            self._thread.join(GIVEN_UP_S)
+            self._thread.join(self.patience_s)
             if self._thread.is_alive():
                 raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
         self._outcome = self._thread = None
@@ -105,8 +105,10 @@ class RankFiles:
 
     def wait_for_copy(self, *_: Any) -> None:
         """Wait for a running copy; to be called before anything changes what is being copied."""
-        if not self._copied.wait(GIVEN_UP_S):
-            raise CheckpointError(f"the state of rank {self.rank} was not copied for its checkpoint within {GIVEN_UP_S:.0f} s")
+        if not self._copied.wait(self.patience_s):
+            raise CheckpointError(
+                f"the state of rank {self.rank} was not copied for its checkpoint within {self.patience_s:.0f} s"
+            )
 
     def _copy_and_write(
         self, folder: Path, state: list[policy_state.Share], texts: Mapping[str, str], check: bool, moment: _Moment

@@ -309,7 +309,8 @@ def _make_pool(
     """Return the rollout role over its engines; None without engines. Their weights come from the actors, if any."""
     if engines is None or spec is None:
         return None
-    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size)
+    start_timeout_s = cluster.config.trainer.start_timeout_s
+    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, start_timeout_s)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))

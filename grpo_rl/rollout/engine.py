@@ -137,6 +137,8 @@ class NcclRendezvous:
     """1 + the engine processes of all replicas."""
     rank_offset: int = 1
     """Rank of the replica's first process: 1 + the processes of the replicas before it."""
+    timeout_s: float = 300.0
+    """The longest wait for the others, one of which may be in a step that compiles."""
 
 
 class RolloutEngine(Protocol):

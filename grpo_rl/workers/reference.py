@@ -28,7 +28,7 @@ class ReferenceWorker:
         self.share_prompts = spec.share_prompts
         self.policy = build_policy(spec, rank, self.device)
         self.work = ModelWork(self.policy)
-        self.files = RankFiles(self.policy, None, None, rank.rank)
+        self.files = RankFiles(self.policy, None, None, rank.rank, rank.patience_s)
         self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
         self.memory.release()
 

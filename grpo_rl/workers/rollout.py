@@ -161,10 +161,12 @@ class RolloutWorker:
     def activity(self) -> tuple[str, float, float | None] | None:
         """Return what the engine's thread is doing, for how many seconds, and the longest that ever took; None: it waits.
 
-        From the outside a step that never ends looks like this, and like nothing else.
+        From the outside a step that never ends looks like this, and like nothing else. Of an engine that compiles kernels when
+        it meets a new shape, no time says how long the next step may take: the longest is None.
         """
         at = self._at
-        return None if at is None else (at[0], time.monotonic() - at[1], self._longest.get(at[0]))
+        compiles = self.spec.device == "cuda" or not self.spec.enforce_eager
+        return None if at is None else (at[0], time.monotonic() - at[1], None if compiles else self._longest.get(at[0]))
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Stop the thread and free the engine; ClusterError when it does not stop in time. May be called twice."""

@@ -40,7 +40,7 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
     dist.init_process_group(
         ("cpu:gloo,cuda:nccl" if in_host_memory else "nccl") if device.type == "cuda" else "gloo",
         # The ranks come to it while others still start.
-        store=_store(rank, datetime.timedelta(seconds=max(rank.timeout_s, rank.start_timeout_s))),
+        store=_store(rank, datetime.timedelta(seconds=rank.patience_s)),
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timeout,
@@ -178,7 +178,7 @@ def wait_for_all(rank: Rank) -> None:
     time_through = place // rank.world_size
     if place % rank.world_size == rank.world_size - 1:
         store.set(f"all here {time_through}", "")
-    store.wait([f"all here {time_through}"], datetime.timedelta(seconds=max(rank.timeout_s, rank.start_timeout_s)))
+    store.wait([f"all here {time_through}"], datetime.timedelta(seconds=rank.patience_s))
 
 
 def _whole_lm(spec: PolicySpec) -> Any:

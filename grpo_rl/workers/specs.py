@@ -30,6 +30,11 @@ class Rank:
     deterministic: bool = False
     """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
 
+    @property
+    def patience_s(self) -> float:
+        """The longest wait for what is done once, and is slower then: models that load, host memory that is page-locked."""
+        return max(self.timeout_s, self.start_timeout_s)
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:

@@ -108,7 +108,7 @@ class Ground:
             return worker.actor.build.remote(factory, argument)
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
-        transfer = Transfer("object_store", actors, worker_set, 1)
+        transfer = Transfer("object_store", actors, worker_set, 1, START_S)
         return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, options)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class Pool:
         self.groups = [placement_group([bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)]
         what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
         self._wait(timeout_s, grow_s, what, lambda: _fits(nnodes, per_node, bundle))
-        self.gpu_ids = [self._probe_gpus(group) if use_gpu else [] for group in self.groups]
+        self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
         one_node = [[*range(per_node)]]
         self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
         """The bundles of each group, node by node."""
@@ -132,16 +132,6 @@ class Pool:
             )
         return list(nodes.values())
 
-    def _probe_gpus(self, group: PlacementGroup) -> list[str]:
-        """Return the GPU that Ray has given each bundle."""
-        refs = [
-            ray.remote(_gpu_id)
-            .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
-            .remote()
-            for b in range(len(group.bundle_specs))
-        ]
-        return ray.get(refs, timeout=120.0)
-
 
 def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
     """Return the address of the raylet of each node with a slot, by what messages call the node."""
@@ -159,6 +149,20 @@ def raylets(slots: Mapping[str, Slot]) -> dict[str, tuple[str, int]]:
             # An engine that spans nodes is on both, and a test's nodes have one address.
             found[name if name not in found else f"its node {address}:{port} ({workers})"] = address, port
     return found
+
+
+def _probe_gpus(group: PlacementGroup, timeout_s: float) -> list[str]:
+    """Return the GPU that Ray has given each bundle. Raises ClusterError where its processes do not start in time."""
+    refs = [
+        ray.remote(_gpu_id)
+        .options(num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, b))
+        .remote()
+        for b in range(len(group.bundle_specs))
+    ]
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise ClusterError(f"the processes that ask for each GPU did not start within {timeout_s:.0f} s") from error
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:

@@ -23,7 +23,7 @@ def verdict(
 ) -> str | None:
     """Return why a worker is given up, from its last sign of life and what it reported with that; None: it is well.
 
-    `first_s` is how long something may take that it has never done before.
+    `first_s` is how long something may take of which no longest time is reported: it was never done before, or can compile.
     """
     limit_s = MISSED_BEATS * heartbeat_s
     if silent_s > limit_s:

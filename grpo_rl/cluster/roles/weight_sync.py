@@ -44,9 +44,18 @@ class Transfer:
     """
 
     def __init__(
-        self, backend: WeightBackend, actors: SupervisedSet | None, engines: WorkerSet, devices_per_engine: int
+        self,
+        backend: WeightBackend,
+        actors: SupervisedSet | None,
+        engines: WorkerSet,
+        devices_per_engine: int,
+        start_timeout_s: float,
     ) -> None:
-        """`actors` is None in a run whose engines keep the weights of the model's folder: then nothing can be transferred."""
+        """`actors` is None in a run whose engines keep the weights of the model's folder: then nothing can be transferred.
+
+        `start_timeout_s` is how long the members of a group by NCCL wait for each other.
+        """
+        self._start_timeout_s = start_timeout_s
         self.backend = backend
         self._actors = actors
         self._devices_per_engine = devices_per_engine
@@ -164,7 +173,8 @@ class Transfer:
         world_size = 1 + step * len(engines)
         workers = [self.actors.workers[0], *engines]
         offsets = [0, *(1 + step * i for i in range(len(engines)))]
-        refs = [w.call("connect", NcclRendezvous(address, port, world_size, o)) for w, o in zip(workers, offsets, strict=True)]
+        places = [NcclRendezvous(address, port, world_size, offset, self._start_timeout_s) for offset in offsets]
+        refs = [worker.call("connect", place) for worker, place in zip(workers, places, strict=True)]
         try:
             wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")
         except WorkerFailed as error:

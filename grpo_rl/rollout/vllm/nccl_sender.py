@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +18,19 @@ from grpo_rl.rollout.weights.senders import BaseSender
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+
+@contextmanager
+def store_waits(timeout_s: float) -> Iterator[None]:
+    """Make vLLM's group wait so long for its members: it has no argument for that, and gives up after 300 s."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    create = StatelessProcessGroup.create
+    StatelessProcessGroup.create = staticmethod(partial(create, store_timeout=math.ceil(timeout_s)))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StatelessProcessGroup.create = staticmethod(create)  # type: ignore[method-assign]
 
 
 class NcclSender(BaseSender):
@@ -46,13 +62,9 @@ class NcclSender(BaseSender):
         if self._communicator is not None:
             self._communicator.destroy()
             self._communicator = None
-        self._communicator = trainer_init(
-            {
-                "master_address": rendezvous.master_address,
-                "master_port": rendezvous.master_port,
-                "world_size": rendezvous.world_size,
-            }
-        )
+        place = {"master_address": rendezvous.master_address, "master_port": rendezvous.master_port}
+        with store_waits(rendezvous.timeout_s):
+            self._communicator = trainer_init(place | {"world_size": rendezvous.world_size})
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
         for group in self.groups(named_full_tensors):

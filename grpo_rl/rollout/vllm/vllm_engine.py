@@ -97,6 +97,7 @@ class VllmEngine:
                 "master_port": rendezvous.master_port,
                 "rank_offset": rendezvous.rank_offset,
                 "world_size": rendezvous.world_size,
+                "timeout_s": rendezvous.timeout_s,
                 "packed": True,
                 "packed_buffer_size_bytes": self._spec.bucket_bytes,
             },

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from grpo_rl.rollout.vllm.counter_sampling import CounterSampler
+from grpo_rl.rollout.vllm.nccl_sender import store_waits
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
@@ -150,13 +151,23 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+@dataclass(kw_only=True)
+class NcclInitInfo(NCCLWeightTransferInitInfo):
+    """The meeting point of a group, and how long a member waits there for the others."""
+
+    timeout_s: float
+
+
 class NcclEngine(NCCLWeightTransferEngine):
     """vLLM's own, which may be connected anew at any time: members of its group can be lost after an update has begun."""
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+    init_info_cls = NcclInitInfo  # type: ignore[assignment]
+
+    def init_transfer_engine(self, init_info: NcclInitInfo) -> None:  # type: ignore[override]
         # vLLM's own call to leave the group before, `shutdown_weight_transfer_engine`, is refused during an update.
         self.shutdown()
-        super().init_transfer_engine(init_info)
+        with store_waits(init_info.timeout_s):
+            super().init_transfer_engine(init_info)
 
 
 class VerifiedObjectStoreEngine(_Verified, ObjectStoreEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, VOCAB, response_logits
+from torch.distributed import DistNetworkError
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from grpo_rl.config.schema.tree import ModelConfig
@@ -454,20 +456,25 @@ def test_a_group_is_made_anew_after_an_update_has_begun(tiny_qwen3: Callable[[bo
     from vllm.distributed.weight_transfer import packed_tensor
 
     groups: list[Group] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    folder = str(tiny_qwen3(True))
+    spec = EngineSpec(folder, max_model_len=320, max_num_seqs=8, weight_backend="nccl", verify_checksum=True)
+    engine = ENGINES.get("vllm")(spec)
 
     def join(*_: Any) -> Group:
         groups.append(Group())
         return groups[-1]
 
     stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [stream] * count)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    folder = str(tiny_qwen3(True))
-    spec = EngineSpec(folder, max_model_len=320, max_num_seqs=8, weight_backend="nccl", verify_checksum=True)
-    engine = ENGINES.get("vllm")(spec)
     try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        # vLLM's own group waits for the sender as long as it is told to, and not the 300 s of its store.
+        with pytest.raises(DistNetworkError, match="1000ms"):
+            engine.connect(NcclRendezvous("127.0.0.1", port, world_size=2, timeout_s=1.0))
+        monkeypatch.setattr(nccl_engine, "worker_init_process_group", join)
         replica = Replica(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), spec)
         replica.change_model()
         engine.connect(NcclRendezvous("127.0.0.1", 1, world_size=3))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from grpo_rl.checkpoint import host_memory, policy_state, rank_files, tensors
+from grpo_rl.checkpoint import host_memory, policy_state, tensors
 from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.rank_files import RankFiles
@@ -97,7 +97,7 @@ class Rank:
         self.model: Any = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
-        self.files = RankFiles(self.model, self.optimizer, scheduler, 0)
+        self.files = RankFiles(self.model, self.optimizer, scheduler, 0, WAIT_S)
 
     def train(self) -> None:
         """One optimizer step."""
@@ -156,7 +156,7 @@ def test_a_copy_that_fails_is_told_and_lets_the_training_go_on(rank, tmp_path, m
 def test_a_copy_that_never_ends_is_an_error_and_not_a_wait_for_ever(rank, tmp_path, monkeypatch):
     end = threading.Event()
     monkeypatch.setattr(policy_state, "copied", lambda *_: end.wait(WAIT_S))
-    monkeypatch.setattr(rank_files, "GIVEN_UP_S", 0.01)
+    rank.files.patience_s = 0.01
     rank.files.save(tmp_path, background=True)
     with pytest.raises(CheckpointError, match="rank 0 was not copied for its checkpoint within 0 s"):
         rank.train()

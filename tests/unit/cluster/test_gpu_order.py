@@ -23,6 +23,7 @@ from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
+from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -232,6 +233,22 @@ def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monk
     assert [rank.master_address for rank in ranks] == [meets_at] * 2
 
 
+def test_the_processes_that_ask_for_gpus_have_the_time_of_a_start(monkeypatch) -> None:
+    waits: list[float] = []
+
+    def get(refs: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        raise placement.ray.exceptions.GetTimeoutError("not yet")
+
+    asked = SimpleNamespace(remote=lambda: None)
+    remote = lambda function: SimpleNamespace(options=lambda **_: asked)  # noqa: E731
+    fake_ray = SimpleNamespace(get=get, remote=remote, exceptions=placement.ray.exceptions)
+    monkeypatch.setattr(placement, "ray", fake_ray)
+    with pytest.raises(ClusterError, match="did not start within 600 s"):
+        placement._probe_gpus(SimpleNamespace(bundle_specs=[{}]), 600.0)  # type: ignore[arg-type]
+    assert waits == [600.0]
+
+
 # ---- a step ---------------------------------------------------------------------------------------------
 
 
@@ -283,7 +300,7 @@ class Shared:
             supervisor_of(self.log),
             self.vacated if shares else None,
         )
-        transfer = Transfer(backend, self.ranks, self.engines, 1)  # type: ignore[arg-type]
+        transfer = Transfer(backend, self.ranks, self.engines, 1, 1.0)  # type: ignore[arg-type]
         options = PoolOptions(4, sleeps=sleeps, verify_checksum=False, step_timeout_s=1.0, starts_asleep=sleeps)
         self.pool = ReplicaPool(self.replicas, transfer, options)
 

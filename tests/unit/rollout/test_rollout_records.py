@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_rl.cluster.recovery.health import verdict
 from grpo_rl.cluster.roles.rollout_pool import check_versions
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.models import builtin
@@ -117,6 +119,19 @@ def test_responses_come_with_their_text_without_special_tokens(folder: Path) -> 
     assert texts == [tokenizer.decode(one.response_ids.tolist(), skip_special_tokens=True) for one in found]
     assert len(set(texts)) > 10
     assert texts != [tokenizer.decode(one.response_ids.tolist()) for one in found], "some have special tokens"
+
+
+@pytest.mark.parametrize(
+    ("more", "longest_s"), [({}, 0.5), ({"enforce_eager": False}, None), ({"device": "cuda"}, None)], ids=str
+)
+def test_no_time_is_the_longest_of_an_engine_that_may_compile_in_its_next_step(more: dict[str, Any], longest_s) -> None:
+    worker = object.__new__(RolloutWorker)  # without an engine: there is no GPU here
+    worker.spec = EngineSpec("nowhere", 64, **more)
+    worker._at, worker._longest = ("an engine step", time.monotonic()), {"an engine step": 0.5}
+    activity = worker.activity()
+    assert activity is not None and activity[2] == longest_s
+    hangs = verdict(0.0, ("an engine step", 100.0, activity[2]), heartbeat_s=5.0, first_s=600.0)
+    assert (hangs is None) == (longest_s is None)
 
 
 def test_a_worker_samples_nothing_between_the_start_and_the_end_of_an_update_and_then_goes_on(folder: Path) -> None:
