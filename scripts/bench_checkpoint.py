@@ -86,6 +86,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
         run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),
         console=SimpleNamespace(warn=print),
         sinks=metrics,
+        rollouts=SimpleNamespace(flush=lambda: None),
         status=SimpleNamespace(update=lambda **_: None),
         stop=SimpleNamespace(finishing=lambda: None),
     )
@@ -151,7 +152,7 @@ class Blocks:
         for number in range(1, self.length + 1):
             self.worker.update(*self.step)
             looks += sum(timed(self.saving.poll) for _ in range(LOOKS))
-            if number < ended and not self.saving.goes_on:
+            if number < ended and self.number in self.saving.store.steps():
                 ended = number
         self.costs.append(wait + time.perf_counter() - began - sum(without))
         self.saving.finish()
@@ -172,13 +173,13 @@ class Blocks:
         return timed(whole)
 
 
-def bench(folder: Path, repeats: int, responses: int, length: int) -> None:
+def bench(folder: Path, model: str, repeats: int, responses: int, length: int) -> None:
     """Print medians."""
     from bench_step import make_model
 
     from grpo_rl.checkpoint.files import show_bytes
 
-    worker, step = make_worker(make_model(folder / "model", "10m")), make_step(responses)
+    worker, step = make_worker(make_model(folder / "model", model)), make_step(responses)
     saving = make_saving(worker, folder)
     blocks = Blocks(worker, saving, step, length)
     blocks.pair()  # a first optimizer step makes the moments, a first save the memory it copies into
@@ -201,6 +202,7 @@ def bench(folder: Path, repeats: int, responses: int, length: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["10m", "1m"], default="10m", help="as in bench_step.py")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--responses", type=int, default=8, help="per step: how long a step takes")
     parser.add_argument("--length", type=int, default=6, help="steps per block")
@@ -209,7 +211,7 @@ def main() -> None:
     rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.rivals)]
     try:
         with tempfile.TemporaryDirectory() as folder:
-            bench(Path(folder), arguments.repeats, arguments.responses, arguments.length)
+            bench(Path(folder), arguments.model, arguments.repeats, arguments.responses, arguments.length)
     finally:
         for rival in rivals:
             rival.kill()

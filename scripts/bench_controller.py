@@ -65,7 +65,7 @@ class Replica:
             made.append(Completion(request.request_id, ids, logprobs, "stop", ((0, num),), text=text))
         return made
 
-    def report(self, timeout_s: float) -> Any:
+    def report(self, timeout_s: float, longest_batch_s: float, enough: int) -> Any:
         from grpo_rl.rollout.reports import pack
 
         return pack(self.poll(timeout_s))
@@ -262,7 +262,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     if options.reference:
         reference = ReferenceRole(ranks, rule=rule, want_hidden=False, leaves_logprobs=not options.read_logprobs)
     settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
-    pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1), settings)
+    pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1, START_S), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
     log = None
     if options.log != "none":

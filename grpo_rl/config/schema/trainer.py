@@ -134,7 +134,8 @@ class TrainerConfig:
     machine_host_gib: Gib | None = None
     """Host memory of each such machine; null: what is usual beside these GPUs."""
     start_timeout_s: Seconds = 600.0
-    """Longest time for workers to start (loading the model and the engine)."""
+    """Longest time for workers to start (loading the model and the engine), and for what is slow once: a step of an engine that
+    compiles kernels, the first copy into page-locked memory."""
     step_timeout_s: Seconds = 3600.0
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
     recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
