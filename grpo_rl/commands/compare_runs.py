@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ _SHORT = 44
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the comparison, and write it with a picture. Returns 0. Raises ConfigError and DataError for what is no run."""
+    """Print the comparison, and write it as JSON. Returns 0. Raises ConfigError and DataError for what is no run."""
     options = _parser().read(argv)
     folders = list(dict.fromkeys(find_run(text).resolve() for text in options.runs))
     if len(folders) < 2:
@@ -104,12 +105,8 @@ def _honest(groups: Sequence[RunGroup], found: Sequence[tuple[str, Comparison]])
 
 
 def _write(groups: Sequence[RunGroup], found: Sequence[tuple[str, Comparison]], folder: Path, console: Console) -> None:
-    from grpo_rl.evaluation.comparison_picture import draw
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with console.progress("drawing the curves"):
-            picture = draw(groups, folder / "comparison.png")
         content = {
             "groups": {_letter(number): [str(run.folder) for run in group.runs] for number, group in enumerate(groups)},
             "configuration": dict(config_differences(groups)),
@@ -118,8 +115,10 @@ def _write(groups: Sequence[RunGroup], found: Sequence[tuple[str, Comparison]], 
         write_whole(folder / "comparison.json", json.dumps(jsonable(content), indent=1))
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
+    runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group.runs)
     console.info("")
-    console.info(f"written: {picture}, {folder / 'comparison.json'}")
+    console.info(f"written: {folder / 'comparison.json'}")
+    console.info(f"their curves over each other: grpo-rl page {runs}")
 
 
 def _place(one: Comparison) -> str:
@@ -150,11 +149,11 @@ def _value(value: object) -> str:
 def _parser() -> Arguments:
     parser = Arguments(
         "compare",
-        "Compare runs: the keys in which they differ, their curves, and tests at equal steps, tokens and seconds. Runs that\n"
-        "differ only in seeds count as one method and are drawn as a band.",
+        "Compare runs: the keys in which they differ, and tests at equal steps, tokens and seconds. Runs that\n"
+        "differ only in seeds count as one method.",
         "grpo-rl compare runs/grpo_rl/grpo runs/grpo_rl/dapo\n"
         "  grpo-rl compare grpo_seed0 grpo_seed1 grpo_seed2 dapo_seed0 dapo_seed1 dapo_seed2 --output grpo_dapo",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders or names of runs")
-    parser.add_argument("--output", metavar="FOLDER", default="comparison", help="for comparison.png and .json (comparison)")
+    parser.add_argument("--output", metavar="FOLDER", default="comparison", help="for comparison.json (comparison)")
     return parser

@@ -159,23 +159,6 @@ def compare(first: RunGroup, second: RunGroup, metric: str, axis: Axis) -> Compa
     return Comparison(metric, axis, at, fmean(ours), fmean(theirs), difference, over)
 
 
-def band(group: RunGroup, metric: str, axis: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return places, and the mean, lowest and highest value of the group's runs there; up to where the shortest run ends.
-
-    Of one run the three are the same. Along tokens and seconds, where runs were measured at different places, values between
-    are interpolated.
-    """
-    curves = [curve for curve in (run.curve(metric, axis) for run in group.runs) if len(curve[0])]
-    if not curves:
-        nothing = np.array([])
-        return nothing, nothing, nothing, nothing
-    begin, end = max(float(places[0]) for places, _ in curves), min(float(places[-1]) for places, _ in curves)
-    grid = np.unique(np.concatenate([places for places, _ in curves]))
-    grid = grid[(grid >= begin) & (grid <= end)]
-    values = np.array([np.interp(grid, places, numbers) for places, numbers in curves])
-    return grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0)
-
-
 def _value_at(run: ComparedRun, metric: str, axis: Axis, at: float) -> float | None:
     """Return the mean reward of the steps up to a place, or the validation that is nearest to it."""
     if metric == REWARD:

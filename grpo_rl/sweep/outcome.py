@@ -1,4 +1,4 @@
-"""The result of a sweep: a table with mean and spread per setting, a CSV file, and a picture.
+"""The result of a sweep: a table with mean and spread per setting, and a CSV file.
 
 `python -m grpo_rl.sweep.outcome FOLDER` makes them from the folder of a sweep, also of one whose runs were submitted to a
 cluster one by one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ from grpo_rl.errors import DataError
 from grpo_rl.sweep.points import Point, name_of, read_points
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
-from grpo_rl.telemetry.plots.sweep_plot import Curve, plot_sweep
 from grpo_rl.telemetry.status import read_status
 from grpo_rl.telemetry.terminal.text import encodable, number
 
@@ -38,33 +38,27 @@ class Result:
     """The number of training steps that were logged."""
     values: Mapping[str, float]
     """The measures at the end, by the names of the table's columns."""
-    curve: Curve
-    """The steps and values of the first of these, over the run."""
 
 
 def summarize(folder: Path, points: Sequence[Point]) -> str:
-    """Write sweep.csv and sweep.png, and return the table, which is written to sweep.txt too; one row per setting."""
+    """Write sweep.csv, and return the table, which is written to sweep.txt too; one row per setting."""
     results = [_result(folder / point.name, point) for point in points]
     columns = list(dict.fromkeys(name for result in results for name in result.values))
     _write_csv(folder / "sweep.csv", results, columns)
     text = _table(results, columns)
     made = [folder / "sweep.txt", folder / "sweep.csv"]
-    curves: dict[str, list[Curve]] = {}
-    for result in results:
-        if result.curve.steps:
-            curves.setdefault(_label(result.point), []).append(result.curve)
-    if curves:
-        made.append(plot_sweep(folder / "sweep.png", folder.name, curves))
-    text += "\n\nWritten: " + ", ".join(str(path) for path in made) + "\n"
+    text += "\n\nWritten: " + ", ".join(str(path) for path in made)
+    begun = [shlex.quote(str(folder / one.point.name)) for one in results if one.values]
+    text += f"\nTheir curves over each other: grpo-rl page {' '.join(begun)}\n" if begun else "\n"
     made[0].write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of the sweep in a folder, and write it there with its picture."""
+    """Print the table of the sweep in a folder, and write it there."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_rl.sweep.outcome",
-        description="Make the table and the picture of a sweep from the folder in which its runs lie.",
+        description="Make the table of a sweep from the folder in which its runs lie.",
         epilog="example: python -m grpo_rl.sweep.outcome runs/grpo_rl/my_sweep",
     )
     parser.add_argument("folder", type=Path, help="the folder in which the folders of the runs lie")
@@ -82,26 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _result(folder: Path, point: Point) -> Result:
     records = read_metrics(folder / "metrics.jsonl")
-    series: dict[str, Curve] = {}
-    scores = [(int(record["step"]), score) for record in records if (score := validation_score(record)) is not None]
-    rewards = [(int(record["step"]), record["reward/mean"]) for record in records if "reward/mean" in record]
+    values: dict[str, float] = {}
+    scores = [score for record in records if (score := validation_score(record)) is not None]
     if scores:
-        series["validation"] = Curve.of("validation", scores)
-    if rewards:
-        series["reward"] = Curve.of("training reward", rewards, LAST_STEPS)
-    for name, key in LOSSES.items():
-        points = [(int(record["step"]), record[key]) for record in records if key in record]
+        values["validation"] = scores[-1]
+    for name, key in ({"reward": "reward/mean"} | LOSSES).items():
+        points = [record[key] for record in records if key in record]
         if points:
-            series[name] = Curve.of(name, points, 1 if key == "val/loss" else LAST_STEPS)
-    values = {name: curve.end for name, curve in series.items()}
+            values[name] = points[-1] if key == "val/loss" else statistics.fmean(points[-LAST_STEPS:])
     seconds = [record["timing_s/step"] for record in records if "timing_s/step" in record]
     if seconds:
         values["s/step"] = statistics.median(seconds)
-    # A validation before and at the end makes no curve; the reward of every step does.
-    long = [curve for curve in series.values() if len(curve.steps) > 2]
-    curve = (long or list(series.values()) or [Curve("", (), (), 0.0)])[0]
     state = str(read_status(folder).get("state", "not started"))
-    return Result(point, state, sum(record["step"] > 0 for record in records), values, curve)
+    return Result(point, state, sum(record["step"] > 0 for record in records), values)
 
 
 def _table(results: Sequence[Result], columns: Sequence[str]) -> str:

@@ -161,7 +161,6 @@ def test_runs_go_one_after_the_other_and_end_with_a_table_a_csv_file_and_a_pictu
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == [point.name for point in read_points(tmp_path / "s")]
     assert {row["state"] for row in rows} == {"done"} and float(rows[3]["reward"]) == pytest.approx(0.38)
-    assert (tmp_path / "s/sweep.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "s/sweep.txt").read_text().splitlines()[0].split() == ["setting", "done", "reward", "s/step"]
 
 
@@ -226,24 +225,6 @@ def test_the_table_of_runs_that_were_submitted_one_by_one_goes_by_their_folders(
         ended(run_dir)
     assert outcome.main([str(tmp_path / "s")]) == 0
     out = capsys.readouterr().out
-    assert "all runs" in out and "0.300 ± 0.141" in out and (tmp_path / "s/sweep.png").exists()
+    assert "all runs" in out and "0.300 ± 0.141" in out and f"grpo-rl page {tmp_path}/s/seed=1 {tmp_path}/s/seed=2\n" in out
     assert outcome.main([str(tmp_path / "s/seed=1")]) == 3
     assert read_points(tmp_path / "s") == [Point({"seed": "1"}, "seed=1"), Point({"seed": "2"}, "seed=2")]
-
-
-def test_the_picture_draws_validations_as_they_are_and_ends_as_the_table(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    from grpo_rl.telemetry.plots.sweep_plot import Curve, _draw_bands, _draw_ends
-
-    figure = Figure()
-    noisy = Curve.of("training reward", [(1, 0.0), (2, 1.0), (3, 0.0), (4, 1.0)], last=2)
-    groups = {"a": [Curve.of("validation", [(0, 0.2), (5, 0.9)]), Curve.of("validation", [(0, 0.4), (5, 0.5)])]}
-    bands, ends, smoothed = figure.subplots(1, 3)
-    _draw_bands(bands, groups)
-    assert list(bands.lines[0].get_ydata()) == pytest.approx([0.3, 0.7])
-    _draw_ends(ends, groups)
-    assert sorted(ends.collections[0].get_offsets()[:, 0].tolist()) == [0.5, 0.9]
-    assert list(ends.lines[0].get_xdata()) == pytest.approx([0.7, 0.7])
-    _draw_bands(smoothed, {"b": [noisy]})
-    assert noisy.end == 0.5 and 0.1 < smoothed.lines[0].get_ydata()[0] < 0.9
