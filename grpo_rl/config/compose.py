@@ -7,8 +7,9 @@ the command line.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from grpo_rl.config.checks import all_rules, security_rules
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.schema.fields import free_mapping, leaves
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
@@ -65,6 +67,11 @@ def compose(argv: Sequence[str]) -> Composed:
     composed = layers.compose(recipe, line.overrides, problems)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
+    given = line.keys | layers.given(recipe)
+    for tree in (raw, safe) if raw else ():
+        notes += _implied(tree, given)
+    if verl_answers.looks_like_verls(given) and all(layer.option == recipes.OWN_FILE for layer in recipe):
+        notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     config, value_problems = convert_or_explain(raw)
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)
@@ -81,6 +88,27 @@ def compose(argv: Sequence[str]) -> Composed:
         overrides=tuple(_hide_secret(word) for word in argv),
         notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
+
+
+def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
+    """Set what follows from other keys where nobody has `given` it, and yield a line for each: the KL's place, an adapter's shape."""
+    verl_answers.in_lists(tree["algorithm"]["rollout_correction"])
+    parts, actor = tree["actor_rollout_ref"], "actor_rollout_ref.actor.use_kl_loss"
+    if tree["algorithm"]["use_kl_in_reward"] and actor not in given:
+        parts["actor"]["use_kl_loss"] = False
+        yield f"{actor}=false: the KL is in the reward (algorithm.use_kl_in_reward=true)"
+    folder, prefix = parts["model"]["lora_adapter_path"], "actor_rollout_ref.model."
+    if not folder or f"{prefix}lora_rank" in given:
+        return
+    try:
+        adapter = json.loads((Path(str(folder)).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+        found = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"], "target_modules": adapter["target_modules"]}
+    except (OSError, ValueError, TypeError, LookupError):
+        return  # what lacks is said by the checks
+    for name, value in found.items():
+        if f"{prefix}{name}" not in given:
+            parts["model"][name] = [value] if isinstance(value, str) else value
+            yield f"{prefix}{name}={show(value)}: is the adapter's in {prefix}lora_adapter_path"
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:

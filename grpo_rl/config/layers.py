@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.config import overrides, recipes, relative_paths
-from grpo_rl.config.convert import unknown_key
+from grpo_rl.config.convert import show, unknown_key
 from grpo_rl.config.schema.fields import leaves, sections
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
@@ -47,10 +47,24 @@ def of_recipe(name: str, problems: list[str], notes: list[str]) -> tuple[Layer, 
         return ()
     layers = []
     for recipe in family:
-        known = _known_keys(recipe.content, f" (in recipe {recipe.name})", problems, notes)
+        where = f" (in recipe {recipe.name})"
+        known = _known_keys(_in_place(recipe.content, where, notes), where, problems, notes)
         node = recipe.node(known if recipe.folder is None else relative_paths.from_folder(known, recipe.folder))
         layers.append(Layer(recipe.option, repr(node), node))
     return tuple(layers)
+
+
+def given(layers: Sequence[Layer]) -> set[str]:
+    """Return the keys that the layers set."""
+
+    def keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in tree.items():
+            if f"{prefix}{name}" in sections() and isinstance(value, Mapping):
+                yield from keys(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    return {key for layer in layers for key in keys(layer.node)}
 
 
 def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str]) -> DictConfig:
@@ -100,6 +114,25 @@ def _apply(word: Override, composed: DictConfig) -> None:
         OmegaConf.update(composed, key, word.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigCompositionException(f"Error merging override {word.input_line}") from error
+
+
+def _in_place(tree: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
+    """Return `tree` with the values of verl's keys that have another place here in that place."""
+    moved = OmegaConf.create(dict(tree))
+    for key, answer in verl_answers.ANSWERS.items():
+        value = OmegaConf.select(moved, key) if answer.target else None
+        if value is None or answer.target is None:
+            continue
+        notes.append(f"{key}={show(value)}: is {answer.target} here{where}")
+        OmegaConf.update(moved, answer.target, value, force_add=True)
+        above, _, name = key.rpartition(".")
+        del OmegaConf.select(moved, above)[name]
+        while above and not OmegaConf.select(moved, above):
+            above, _, name = above.rpartition(".")
+            del (OmegaConf.select(moved, above) if above else moved)[name]
+    content = OmegaConf.to_container(moved)
+    assert isinstance(content, dict)
+    return {str(name): value for name, value in content.items()}
 
 
 def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], notes: list[str], prefix: str = "") -> dict[str, Any]:

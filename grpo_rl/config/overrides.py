@@ -36,6 +36,8 @@ SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 MACHINE = "trainer.machine"
 """The key that `machine=NAME` sets."""
 _MACHINE = re.compile(r"(?:(\d+)x)?(\d+)x[A-Za-z].*")
+_VERLS_TEXT = ("algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold")
+"""Lists that verl writes as text, which become lists when all words are together."""
 MOST_RUNS = 1000
 """The most runs of one sweep: more are a slip, such as a range with too many zeros."""
 
@@ -90,7 +92,10 @@ def read(words: list[str]) -> CommandLine:
             assert value is not None
             if key == MACHINE:
                 machine = value
-            _assign(line, key, value)
+            here = verl_answers.place_of(key)
+            if here != key:
+                line.notes.append(f"{key}={show(value)}: is {here} here")
+            _assign(line, here, value)
     _take_machine(line, machine)
     return line
 
@@ -261,7 +266,7 @@ def _refused_value(key: str, value: str, content: Any, leaf: Leaf | None) -> lis
         return [f"{key}={show(value)}: {unknown}"]
     if hidden := list(security_rules.targets({key.rpartition(".")[2]: content}, f"{key.rpartition('.')[0]}.".lstrip("."))):
         return hidden
-    if leaf is None or "${" in value:
+    if leaf is None or "${" in value or leaf.key in _VERLS_TEXT:
         return []
     if leaf.kind.base in (int, float) and leaf.kind.item is None and _AMBIGUOUS.fullmatch(value.strip()):
         digits = value.strip().replace("_", "")

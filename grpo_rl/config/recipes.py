@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl
 from grpo_rl.config.schema.fields import leaves, sections
-from grpo_rl.config.verl.keys import ANSWERS
+from grpo_rl.config.verl.verl_answers import ANSWERS
 from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.errors import RewardError
 from grpo_rl.tokens import Array, Held, Stretch
 from grpo_rl.types import Batch, Rollout, segment_index
 
@@ -50,9 +51,7 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
         masked_N=torch.tensor([rollout.masked for rollout in rollouts])
         if any(rollout.masked for rollout in rollouts)
         else None,
-        reward_parts_NP=torch.tensor([[rollout.reward_parts[part] for part in parts] for rollout in rollouts])
-        if parts
-        else None,
+        reward_parts_NP=torch.tensor([[_part(rollout, part) for part in parts] for rollout in rollouts]) if parts else None,
         baselines_N=_column((rollout.baseline for rollout in rollouts), np.float32)
         if _all_have("baseline", rollouts)
         else None,
@@ -61,6 +60,17 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     )
     lies_elsewhere = any(isinstance(rollout.response_ids, Stretch) for rollout in rollouts)
     return batch if lies_elsewhere else with_tokens(batch)
+
+
+def _part(rollout: Rollout, name: str) -> float:
+    """Return the part of the reward with this name: a function's score, or a number that one gave beside it by this key."""
+    found = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
+    if len(found) != 1 and name not in found:
+        raise RewardError(
+            f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has {len(found)} parts called {name!r}, and the "
+            f"advantage estimator reads one; it has {', '.join(sorted(rollout.reward_parts))}"
+        )
+    return rollout.reward_parts[name if name in found else found[0]]
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
 def _run_estimator(config: Config) -> Callable[[Any, trial.Options], trial.Outcome]:
     """Return the trial of an estimator with as many parts of the reward as the run has."""
     try:
-        num_parts = max(1, len(factors_of(config)))
+        num_parts = max(1, len(config.algorithm.reward_parts or factors_of(config)))
     except ConfigError:
         num_parts = 1
     return lambda function, options: trial.run_estimator(function, options, num_parts)
@@ -223,7 +223,7 @@ def _check_estimator(config: Config) -> None:
             f"{algorithm.adv_estimator} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
             "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
         )
-    if config.reward.overlong_buffer.len is not None and not reads_token_rewards(wanted):
+    if config.reward.overlong_buffer.tokens is not None and not reads_token_rewards(wanted):
         problems.append(f"{algorithm.adv_estimator} reads {read} of the reward, so reward.overlong_buffer would have no effect")
     if config.reward.on_failure == "value" and not reads_token_rewards(wanted):
         problems.append(

@@ -325,11 +325,11 @@ def _reference(config: Config, objective: Objective) -> str | None:
     }
     purpose = next((reader for reader, reads in readers.items() if reads), None)
     model = config.actor_rollout_ref.model
-    if purpose is not None and model.lora_rank and model.lora_adapter_path is not None:
+    if objective.needs_ref and not derived.has_kl_in_loss(config) and model.lora_rank and model.lora_adapter_path is not None:
         raise ConfigError(
-            f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: {purpose} compares with a reference, which under "
+            f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: the loss compares with a reference, which under "
             "adapters is the base model and not the policy that this run would begin with; merge the adapter into a model and begin "
-            "with that, or train without a KL term (actor_rollout_ref.actor.use_kl_loss=false)"
+            "with that"
         )
     return purpose
 

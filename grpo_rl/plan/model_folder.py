@@ -372,7 +372,19 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     return None if num_params is None else replace(size, num_params=num_params)
 
 
-_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "olmoe")
+_LLAMA_LIKE = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "seed_oss",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "olmoe",
+)
 """Families whose parameters are counted: attention of queries, keys, values and output, a gated MLP or experts of such."""
 
 
@@ -382,7 +394,7 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
-    if config.get("attention_bias", size.architecture == "qwen2"):
+    if config.get("attention_bias", size.architecture in ("qwen2", "seed_oss")):
         attention += queries + 2 * keys
     if size.architecture in ("qwen3", "qwen3_moe", "gemma3_text"):
         attention += 2 * size.head_dim

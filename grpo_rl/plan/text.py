@@ -198,6 +198,8 @@ def _adapters(config: Config, plan: Plan) -> str:
     number = "" if plan.model is None else f" ({_params(adapter_params(model, plan.model))} parameters)"
     layers = ", ".join(model.target_modules) + (f" without {', '.join(model.exclude_modules)}" * bool(model.exclude_modules))
     start = f", from {model.lora_adapter_path}" if model.lora_adapter_path else ""
+    if start and plan.base_reference is not None:
+        start += " (the KL is to the base model without them)"
     return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the merged weights"
 
 
@@ -391,7 +393,7 @@ def _objective(config: Config, plan: Plan) -> Rows:
             "R =",
             f"reward - {control.kl_coef:g} Σ_tokens KL{target};  KL = {shown(estimator, algorithm.kl_penalty_options)}  [{algorithm.kl_penalty}]",
         )
-    if config.reward.overlong_buffer.len is not None:
+    if config.reward.overlong_buffer.tokens is not None:
         buffer = config.reward.overlong_buffer
         yield (
             "overlong",

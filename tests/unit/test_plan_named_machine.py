@@ -35,6 +35,7 @@ PUBLISHED = {
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "google/gemma-3-1b-it": 999_885_952,
     "microsoft/phi-4": 14_659_507_200,
+    "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "allenai/OLMo-2-0425-1B": 1_484_916_736,
     "allenai/OLMo-2-0325-32B": 32_234_279_936,

@@ -104,6 +104,8 @@ def _options(config: Config, choice: function_options.Choice, function: Function
     for key, fixed in choice.fixed.items():
         value = value_of(section, key)
         missing = [option for option in fixed.options if option not in function.options]
+        if key == "clip_ratio_c" and without_dual_clip(function.name):
+            continue
         if value is not None and value != fixed.verl_default and len(missing) == len(fixed.options):
             yield (
                 f"{choice.section}.{key}={_short(value)}: has no effect with {chosen}, which has no option "
@@ -113,7 +115,10 @@ def _options(config: Config, choice: function_options.Choice, function: Function
             # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
             if option in fixed.options and key != "clip_ratio" and value is not True:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
-    if "weights" in own and "parts" in function.needs:
+    parts = config.algorithm.reward_parts
+    if choice is function_options.ESTIMATOR and parts and "parts" not in function.needs:
+        yield f"algorithm.reward_parts={show(parts)}: algorithm.adv_estimator={function.name} reads no parts of the reward; gdpo does"
+    if "weights" in own and "parts" in function.needs and not parts:
         yield f"{choice.section}.{choice.options_key}: weights are the factors in reward.functions, such as 0.2*format"
     keyed = {option for key, fixed in choice.fixed.items() if fixed.verl_default is not True for option in fixed.options}
     for option in own:
@@ -124,6 +129,11 @@ def _options(config: Config, choice: function_options.Choice, function: Function
                 f"{choice.section}.{choice.options_key}: {choice.kind} {function.name!r} has no option {show(option)}.{hint} "
                 f"It takes {', '.join(function.options) or 'none'}"
             )
+
+
+def without_dual_clip(loss: str) -> bool:
+    """Return whether this is a loss that verl's commands give clip_ratio_c to, and that does not read it there either."""
+    return loss in ("gspo", "gspo_token")
 
 
 def _short(value: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_rl.config.checks.algorithm_rules import without_dual_clip
 from grpo_rl.config.checks.switch_rules import value_of
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, has_kl_in_loss, is_colocated
@@ -52,7 +53,47 @@ def notes(
     if config.ray_kwargs.ray_init.address is not None:
         idle["ray_kwargs.ray_init.num_cpus"] = "it is for a local cluster"
         idle["ray_kwargs.ray_init.object_store_memory"] = "it is for a local cluster"
+    idle |= _by_tokens(config) | _greedy(config)
+    if without_dual_clip(config.actor_rollout_ref.actor.policy_loss.loss_mode):
+        idle[f"{_A}.clip_ratio_c"] = f"the loss {config.actor_rollout_ref.actor.policy_loss.loss_mode} clips no second time"
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
+        idle["algorithm.use_kl_in_reward"] = "algorithm.kl_ctrl.kl_coef=0, so the penalty is 0"
+    if config.global_profiler.tool == "torch" and config.global_profiler.steps is None:
+        idle["global_profiler.tool"] = "no step is named in global_profiler.steps"
+    if config.reward.overlong_buffer.len is None:
+        idle["reward.overlong_buffer.enable"] = "there is no reward.overlong_buffer.len"
+    elif not config.reward.overlong_buffer.enable:
+        idle |= {f"reward.overlong_buffer.{name}": "reward.overlong_buffer.enable=false" for name in ("len", "penalty_factor")}
+    rollout = config.actor_rollout_ref.rollout
+    if others := sorted(set(rollout.engine_kwargs) - {rollout.name}):
+        yield f"{_R}.engine_kwargs.{','.join(others)}: has no effect in this run: the engine is {rollout.name}"
     for key, why in idle.items():
         value = value_of(config, key)
         if value != leaves()[key].default:
             yield f"{key}={show(value)}: has no effect in this run: {why}"
+
+
+def _by_tokens(config: Config) -> dict[str, str]:
+    """Return the sizes in rollouts of passes that are cut by tokens."""
+    parts = config.actor_rollout_ref
+    dynamic = {
+        f"{_A}.ppo_micro_batch_size_per_gpu": parts.actor.use_dynamic_bsz,
+        f"{_R}.log_prob_micro_batch_size_per_gpu": parts.rollout.log_prob_use_dynamic_bsz,
+        f"{_REF}.log_prob_micro_batch_size_per_gpu": parts.ref.log_prob_use_dynamic_bsz,
+        "critic.ppo_micro_batch_size_per_gpu": config.critic.use_dynamic_bsz,
+    }
+    return {key: "its passes are cut by tokens (use_dynamic_bsz=true)" for key, is_dynamic in dynamic.items() if is_dynamic}
+
+
+def _greedy(config: Config) -> dict[str, str]:
+    """Return the settings of sampled validation where it is greedy."""
+    values, key = config.actor_rollout_ref.rollout.val_kwargs, f"{_R}.val_kwargs"
+    if not values.do_sample:
+        return {
+            f"{key}.{name}": f"validation is greedy without {key}.do_sample=true" for name in ("temperature", "top_p", "top_k")
+        }
+    return (
+        {}
+        if values.temperature
+        else {f"{key}.{name}": "validation is greedy at temperature 0" for name in ("do_sample", "top_p", "top_k")}
+    )

@@ -61,13 +61,8 @@ def _critic(config: Config) -> Iterator[str]:
             f"critic.ppo_mini_batch_size={mini}: must divide data.train_batch_size={batch}; "
             f"nearest: {_nearest_divisors(batch, mini)}"
         )
-    rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    tokens = critic.ppo_max_token_len_per_gpu
     rule = derived.critic_rule(config)
-    if critic.use_dynamic_bsz and rollouts is not None:
-        yield (
-            f"critic.ppo_micro_batch_size_per_gpu={rollouts}: has no effect with critic.use_dynamic_bsz=true, "
-            "which cuts by tokens; leave one of them out"
-        )
     if critic.use_dynamic_bsz is False and rule.max_rollouts is None:
         yield "critic.use_dynamic_bsz=false: needs critic.ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
     if tokens is not None and rule.max_tokens is None:
@@ -99,11 +94,6 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 def _micro_batches(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     prefix = "actor_rollout_ref.actor."
-    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
-        yield (
-            f"{prefix}ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}: has no effect with "
-            f"{prefix}use_dynamic_bsz=true, which cuts by tokens; leave one of them out"
-        )
     if actor.use_dynamic_bsz is False and actor.ppo_micro_batch_size_per_gpu is None:
         yield f"{prefix}use_dynamic_bsz=false: needs {prefix}ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
     for role in ("ref", "rollout"):
@@ -111,14 +101,9 @@ def _micro_batches(config: Config) -> Iterator[str]:
         prefix = f"actor_rollout_ref.{role}."
         rollouts, tokens = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         dynamic = settings.log_prob_use_dynamic_bsz
-        if dynamic and rollouts is not None:
-            yield (
-                f"{prefix}log_prob_micro_batch_size_per_gpu={rollouts}: has no effect with "
-                f"{prefix}log_prob_use_dynamic_bsz=true, which cuts by tokens; leave one of them out"
-            )
         if dynamic is False and rollouts is None and actor.ppo_micro_batch_size_per_gpu is None:
             yield f"{prefix}log_prob_use_dynamic_bsz=false: needs {prefix}log_prob_micro_batch_size_per_gpu"
-        if tokens is not None and (dynamic is False or rollouts is not None):
+        if tokens is not None and not dynamic and (dynamic is False or rollouts is not None):
             yield f"{prefix}log_prob_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
 
 
@@ -146,7 +131,7 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"actor_rollout_ref.{key}={budget}: shorter than one sequence{split}, which may have {of} = {longest} tokens; "
                 f"at least {-(-longest // ranks)}"
             )
-    buffer = config.reward.overlong_buffer.len
+    buffer = config.reward.overlong_buffer.tokens
     if buffer is not None and buffer > config.data.max_response_length:
         yield (
             f"reward.overlong_buffer.len={buffer}: longer than data.max_response_length={config.data.max_response_length}; "

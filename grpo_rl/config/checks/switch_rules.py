@@ -49,8 +49,6 @@ def _kl(config: Config) -> Iterator[str]:
             "algorithm.use_kl_in_reward=true: the KL is in the loss already (actor_rollout_ref.actor.use_kl_loss=true, "
             "the default); set actor_rollout_ref.actor.use_kl_loss=false, or algorithm.use_kl_in_reward=false"
         )
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield "algorithm.kl_ctrl.kl_coef=0: makes the penalty 0 for ever; set algorithm.use_kl_in_reward=false"
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -99,8 +97,6 @@ def _profiler(config: Config) -> Iterator[str]:
         yield (
             f"global_profiler.tool={own.tool}: profiles no role; switch one on: {', '.join(f'{key}.enable=true' for key in profilers)}"
         )
-    if own.tool == "torch" and own.steps is None:
-        yield "global_profiler.tool=torch: no step is named; set global_profiler.steps, e.g. [2,3]"
     if own.tool is None:
         yield from (f"{key}.enable=true: needs global_profiler.tool: torch or torch_memory" for key in enabled)
     for key, profiler in profilers.items():
@@ -158,15 +154,8 @@ def _validation(config: Config) -> Iterator[str]:
     values, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
     if values.top_k == 0:
         yield f"{key}.top_k=0: would leave no token; -1 takes all"
-    if values.do_sample:
-        if values.temperature == 0:
-            yield f"{key}.do_sample=true: needs a temperature above 0; set {key}.temperature, e.g. 1.0"
-        return
-    fixed = {"temperature": 0.0, "n": 1, "top_p": 1.0, "top_k": -1}
-    for name, only in fixed.items():
-        value = getattr(values, name)
-        if value != only and not (name == "top_k" and value == 0):
-            yield f"{key}.{name}={value}: needs {key}.do_sample=true; without it validation is greedy ({name}={only})"
+    if values.n > 1 and not (values.do_sample and values.temperature):
+        yield f"{key}.n={values.n}: needs {key}.do_sample=true and a temperature above 0; validation is greedy, and all would be equal"
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -261,7 +250,7 @@ def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
         "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
         f"{r}.hf.batched": (rollout.name == "hf", f"needs {r}.name=hf, and it is {rollout.name}"),
         f"{r}.engine_kwargs": (
-            set(rollout.engine_kwargs) <= {rollout.name},
+            set(rollout.engine_kwargs) <= {rollout.name} or rollout.name in rollout.engine_kwargs,
             f"names engines other than {r}.name={rollout.name}",
         ),
     }

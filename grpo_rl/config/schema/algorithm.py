@@ -73,6 +73,8 @@ class AlgorithmConfig:
     """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
     adv_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
+    reward_parts: list[str] = field(default_factory=list)
+    """Parts of the reward that adv_estimator=gdpo reads, by the keys of what a reward function returns; empty: each function's score."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
     kl_penalty: str = "kl"

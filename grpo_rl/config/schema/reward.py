@@ -37,10 +37,17 @@ class CustomRewardConfig:
 
 @dataclass(frozen=True, slots=True)
 class OverlongBufferConfig:
+    enable: bool = True
+    """false: there is no penalty, whatever `len` is."""
     len: Length | None = None
     """Soft penalty for long training responses: it grows over so many tokens before data.max_response_length (DAPO); null: none."""
     penalty_factor: Positive = 1.0
     """Penalty of a response of the full length."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Return `len`, None where there is no penalty."""
+        return self.len if self.enable else None
 
 
 @dataclass(frozen=True, slots=True)

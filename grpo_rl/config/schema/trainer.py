@@ -62,10 +62,10 @@ class TrainerConfig:
     """Name of this run; null: a new one with the date. A named run resumes where it stopped (resume_mode)."""
     default_local_dir: str = "runs/${trainer.project_name}"
     """The folder in which the run's folder is made."""
-    logger: list[Literal["console", "tensorboard", "wandb", "mlflow"]] = field(
+    logger: list[Literal["console", "file", "tensorboard", "wandb", "mlflow"]] = field(
         default_factory=lambda: ["console", "tensorboard"]
     )
-    """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written."""
+    """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written: `file` adds nothing."""
     log_val_generations: TableRows = 8
     """Responses in the tables that W&B and MLflow get at each validation: so many to validation prompts, and of the step's training."""
     schedule: str = "sync"

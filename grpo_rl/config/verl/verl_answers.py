@@ -1,18 +1,100 @@
-"""Answers for the keys of verl that are not in the schema.
+"""Answers for the keys of verl that are not in the schema: `keys.txt` says what each of them means here.
 
-A launch command written for verl (FSDP + vLLM) runs here as it is wherever its meaning exists. Some keys have
-one value that is right here: that value is accepted and nothing else. Keys that bear only on speed, memory or logs are
-accepted with a note that they have no meaning here. All others say what to use instead. `null` is accepted for each
-of them: it means "not set".
+A launch command written for verl (FSDP and vLLM) runs here as it is wherever its meaning exists. Some keys have another
+place here, some have values that are right here and no others, some bear only on speed, memory or logs and are taken with
+a note. All others are refused with what to use instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.verl.keys import ANSWERS, Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a key: the values that are right here, and the reason or replacement for all others."""
+
+    advice: str
+    accepts: tuple[str, ...] = ()
+    hint: bool = False
+    """The key bears on speed, memory, logs or processes and never on what is learned: other values are taken with a note."""
+    target: str | None = None
+    """The key that has its value here."""
+
+
+_MEANING = re.compile(
+    r"= (?P<target>\S+)|default (?P<default>\S+)|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
+)
+
+
+def _read(text: str) -> tuple[dict[str, Answer], dict[str, str]]:
+    answers: dict[str, Answer] = {}
+    defaults: dict[str, str] = {}
+    prefixes: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("["):
+            prefixes = line.strip("[]").split(", ")
+        elif line and not line.startswith("#"):
+            name, _, meaning = line.partition(" | ")
+            found = _MEANING.fullmatch(meaning)
+            assert found is not None, line
+            if found["default"]:
+                defaults[name] = found["default"]
+                continue
+            values = tuple((found["only"] or found["right"] or "").split(", "))
+            answer = Answer(
+                found["advice"] or f"use {found['target']}",
+                values if values != ("",) else (),
+                found["hint"] is not None,
+                found["target"],
+            )
+            answers |= {prefix + name: answer for prefix in prefixes}
+    return answers, defaults
+
+
+ANSWERS, DEFAULTS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
+"""The answers, and verl's defaults of keys that have another one here which changes what is learned."""
+
+
+def looks_like_verls(given: Collection[str]) -> bool:
+    """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's.
+
+    verl has no recipes: its commands name model and data themselves, and rely on verl's defaults for what they leave out.
+    """
+    return {"actor_rollout_ref.model.path", "data.train_files"} <= set(given) and "data.responses" not in given
+
+
+def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:
+    """Return the line that names the defaults which are not verl's, of the keys that nobody `given`; None for none."""
+    named = [f"{key}={show(defaults[key])} (verl's: {verls})" for key, verls in DEFAULTS.items() if key not in given]
+    return f"defaults that are not verl's, should this command be one of verl's: {', '.join(named)}" if named else None
+
+
+def in_lists(correction: MutableMapping[str, Any]) -> None:
+    """Bring `algorithm.rollout_correction` as verl writes it into lists: names with commas between them, bounds as `lower_upper`."""
+    modes, bounds = correction.get("rollout_rs"), correction.get("rollout_rs_threshold")
+    if modes is None or isinstance(modes, str):
+        correction["rollout_rs"] = modes = [mode.strip() for mode in (modes or "").split(",") if mode.strip()]
+    if isinstance(bounds, list):
+        return
+    pairs = [str(bound).rpartition("_") for bound in ("" if bounds is None else str(bounds)).split(",") if bound.strip()]
+    correction["rollout_rs_threshold"] = [upper for _, _, upper in pairs]
+    if any(lower for lower, _, _ in pairs):
+        correction["rollout_rs_threshold_lower"] = [
+            lower or 1 / float(upper) for mode, (lower, _, upper) in zip(modes, pairs, strict=False) if mode.endswith("k1")
+        ]
+
+
+def place_of(key: str) -> str:
+    """Return the key that has the value of `key` here: `key` itself, unless verl's has another place."""
+    answer = ANSWERS.get(key)
+    return key if answer is None or answer.target is None else answer.target
 
 
 def answer_for(key: str) -> Answer | None:
@@ -68,13 +150,11 @@ def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _same(value: Any, right: Any) -> bool:
-    """Return whether two values are equal in any spelling: True and "true", 1 and 1.0 and "1"; but True is not 1."""
-    if isinstance(right, bool) or isinstance(value, bool):
-        return str(value).lower() == str(right).lower()
-    if isinstance(right, int | float):
-        try:
-            return float(value) == right
-        except (TypeError, ValueError):
-            return False
-    return bool(str(value) == right)
+def _same(value: Any, right: str) -> bool:
+    """Return whether a value is the one that is written so: True and "true", 1 and 1.0 and "1"; but True is not 1."""
+    if str(value).lower() == right.lower():
+        return True
+    try:
+        return not isinstance(value, bool) and float(value) == float(right)
+    except (TypeError, ValueError):
+        return False

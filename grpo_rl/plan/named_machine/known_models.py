@@ -37,6 +37,7 @@ _FAMILY = {
     "mixtral": "MixtralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
@@ -95,6 +96,7 @@ allenai/OLMo-2-1124-7B*                                olmo2 4096 32 11008 32 32
 allenai/OLMo-2-1124-13B*                               olmo2 5120 40 13824 40 40 128 100352 0   4096
 allenai/OLMo-2-0325-32B*                               olmo2 5120 64 27648 40  8 128 100352 0   4096
 allenai/OLMoE-1B-7B-*                                  olmoe 2048 16  1024 16 16 128  50304 0   4096 64 8 1024
+ByteDance-Seed/Seed-OSS-36B-*                       seed_oss 5120 64 27648 80  8 128 155136 0 524288
 HuggingFaceTB/SmolLM2-135M*                            llama  576 30  1536  9  3  64  49152 1   8192
 HuggingFaceTB/SmolLM2-360M*                            llama  960 32  2560 15  5  64  49152 1   8192
 HuggingFaceTB/SmolLM2-1.7B*                            llama 2048 24  8192 32 32  64  49152 1   8192

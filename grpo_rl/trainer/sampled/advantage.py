@@ -31,7 +31,7 @@ def estimator_options(config: AlgorithmConfig, factors: Mapping[str, float] = _N
     """
     estimate = ADVANTAGES.get(config.adv_estimator)
     options = chosen_options(ESTIMATOR, config, options_of(estimate))
-    if "parts" in needs_of(estimate) and "weights" in options_of(estimate):
+    if "parts" in needs_of(estimate) and "weights" in options_of(estimate) and not config.reward_parts:
         options["weights"] = list(factors.values())
     return options
 
@@ -45,7 +45,7 @@ class Advantage:
         self.estimate = ADVANTAGES.get(config.adv_estimator)
         self.options = estimator_options(config, factors)
         self.needs = needs_of(self.estimate)
-        self.parts = tuple(factors) if "parts" in self.needs else ()
+        self.parts = tuple(config.reward_parts or factors) if "parts" in self.needs else ()
         """Parts of the reward that the estimator reads."""
         self.places_turns = of_turns and "steps" not in self.needs and bool({"gamma", "lam"} & self.options.keys())
         """True where an estimator that follows the rewards from token to token gets those of turns at the ends of the turns."""

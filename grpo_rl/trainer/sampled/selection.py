@@ -248,7 +248,7 @@ def check_metric(name: str, config: Config) -> None:
         names = list(factors_of(config))
     except ConfigError:
         return  # reported by itself
-    overlong = ["overlong"] if config.reward.overlong_buffer.len is not None else []
+    overlong = ["overlong"] if config.reward.overlong_buffer.tokens is not None else []
     possible = ["score", "seq_reward", *names, *overlong, *LIFTED]
     if name not in possible and name.partition("/")[0] not in names:
         raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")

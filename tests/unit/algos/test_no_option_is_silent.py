@@ -277,7 +277,7 @@ def silent_changes(estimator: str, loss: str, average: str) -> list[tuple[str, A
         changed = with_value(config, key, value)
         if (key in owner and refused_alone(*owner[key], change)) or refused_together(estimator, loss, change):
             continue
-        if refused(changed, key):
+        if refused(changed, key) or (key.endswith("clip_ratio_c") and loss.startswith("gspo")):  # the plan has a note
             continue
         if result(changed) == result(config):
             silent.append((key, value))

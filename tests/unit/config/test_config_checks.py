@@ -65,19 +65,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{A}.ppo_mini_batch_size=2",
         "at least 3",
     ),
-    (
-        {f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": 4},
-        CPU,
-        f"{A}.ppo_micro_batch_size_per_gpu=4",
-        "no effect",
-    ),
     ({f"{A}.use_dynamic_bsz": False}, CPU, f"{A}.use_dynamic_bsz=false", "ppo_micro_batch_size_per_gpu"),
-    (
-        {f"{R}.log_prob_use_dynamic_bsz": True, f"{R}.log_prob_micro_batch_size_per_gpu": 4},
-        CPU,
-        f"{R}.log_prob_micro_batch_size_per_gpu=4",
-        "no effect",
-    ),
     (
         {"actor_rollout_ref.ref.log_prob_use_dynamic_bsz": False},
         CPU,
@@ -109,12 +97,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({f"{R}.max_num_batched_tokens": 100, f"{R}.max_num_seqs": 256}, CPU, f"{R}.max_num_batched_tokens=100", "at least 256"),
     # algorithm
     ({"algorithm.use_kl_in_reward": True}, CPU, "algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false"),
-    (
-        {"algorithm.use_kl_in_reward": True, f"{A}.use_kl_loss": False, "algorithm.kl_ctrl.kl_coef": 0},
-        CPU,
-        "algorithm.kl_ctrl.kl_coef=0",
-        "use_kl_in_reward=false",
-    ),
     ({"algorithm.kl_penalty": "k3"}, CPU, "algorithm.kl_penalty=k3", "algorithm.use_kl_in_reward=true"),
     ({"algorithm.kl_ctrl.kl_coef": 0.5}, CPU, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.use_kl_in_reward=true"),
     ({"algorithm.kl_ctrl.type": "adaptive"}, CPU, "algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
@@ -139,10 +121,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "no effect",
     ),
     # validation
-    ({**VAL, f"{V}.temperature": 0.6}, CPU, f"{V}.temperature=0.6", "do_sample=true"),
     ({**VAL, f"{V}.n": 4}, CPU, f"{V}.n=4", "do_sample=true"),
-    ({**VAL, f"{V}.top_p": 0.7}, CPU, f"{V}.top_p=0.7", "do_sample=true"),
-    ({**VAL, f"{V}.top_k": 20}, CPU, f"{V}.top_k=20", "do_sample=true"),
     ({**VAL, f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
     ({f"{R}.top_k": 0}, CPU, f"{R}.top_k=0", "-1"),
     ({f"{R}.top_p": 0.8}, CPU, f"{R}.top_p=0.8", "top_k"),
@@ -155,7 +134,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{R}.fp32_lm_head=true",
         "rollout.name=vllm",
     ),
-    ({**VAL, f"{V}.do_sample": True}, CPU, f"{V}.do_sample=true", "temperature above 0"),
     ({"trainer.test_freq": 5}, CPU, "trainer.test_freq=5", "data.val_files"),
     ({"trainer.test_freq": 0}, CPU, "trainer.test_freq=0", "-1"),
     ({"trainer.val_only": True}, CPU, "trainer.val_only=true", "data.val_files"),

@@ -83,12 +83,12 @@ def test_a_bad_word_is_refused_with_one_line_that_names_it(word: str, named: str
 
 
 def test_bad_words_of_all_kinds_are_refused_together() -> None:
-    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "reward_model.model.path=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
+    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "reward_model.max_length=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
     problems = problems_of(*words, "data.seed=${data.sed}")
     starts = [
         "trainer.save_frq",
         "trainer.save_freq=1.5",
-        "reward_model.model.path",
+        "reward_model.max_length",
         "foo",
         f"{R}.n=1,2",
         "recipe=nonsense",
@@ -227,7 +227,7 @@ def test_a_learning_rate_in_a_recipe_is_a_number_however_it_is_written(tmp_path:
         ("trainer: {save_frq: 1}", "trainer.save_freq"),
         ("trainer.save_freq: 1", "dots do not nest"),
         ("hydra: {run: {dir: x}}", "hydra.run.dir"),
-        ("reward_model: {model: {path: 1}}", "reward_model.model.path"),
+        ("reward_model: {max_length: 1}", "reward_model.max_length"),
         ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
         ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
         ("trainer: {save_freq: 1.5}", "write 1 or 2"),

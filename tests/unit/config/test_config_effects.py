@@ -15,6 +15,7 @@ from grpo_rl.config.schema.fields import leaves, sections
 from grpo_rl.plan.make import make_plan
 
 EVERY = 7
+VALIDATED = {"data.val_files": "task:arithmetic?split=val"}
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -69,6 +70,25 @@ def page(words: list[str], machine: Machine) -> str:
         ({}, EIGHT_GPUS, f"{R}.kv_cache_gib=2.0", "is for CPUs"),
         ({}, EIGHT_GPUS, f"{R}.cpu_threads=3", "is for CPUs"),
         ({}, CPU, "trainer.val_before_train=false", "nothing to validate on"),
+        ({f"{A}.use_dynamic_bsz": "true"}, CPU, f"{A}.ppo_micro_batch_size_per_gpu=4", "cut by tokens"),
+        (
+            {f"{R}.log_prob_use_dynamic_bsz": "true", f"{A}.ppo_mini_batch_size": "16"},
+            CPU,
+            f"{R}.log_prob_micro_batch_size_per_gpu=4",
+            "cut by tokens",
+        ),
+        (VALIDATED, CPU, f"{R}.val_kwargs.temperature=0.6", "greedy without"),
+        (VALIDATED, CPU, f"{R}.val_kwargs.top_p=0.7", "greedy without"),
+        (VALIDATED, CPU, f"{R}.val_kwargs.do_sample=true", "greedy at temperature 0"),
+        ({f"{A}.policy_loss.loss_mode": "gspo"}, CPU, f"{A}.clip_ratio_c=10.0", "clips no second time"),
+        (
+            {f"{A}.use_kl_loss": "false", "algorithm.kl_ctrl.kl_coef": "0"},
+            CPU,
+            "algorithm.use_kl_in_reward=true",
+            "the penalty is 0",
+        ),
+        ({"reward.overlong_buffer.enable": "false"}, CPU, "reward.overlong_buffer.len=64", "enable=false"),
+        ({}, CPU, "reward.overlong_buffer.enable=false", "there is no reward.overlong_buffer.len"),
     ],
 )
 def test_a_habit_without_an_effect_is_noted_in_the_plan(given: dict[str, Any], machine: Machine, key: str, why: str) -> None:

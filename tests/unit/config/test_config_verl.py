@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 from config_tools import CPU, A, R
+from verl_commands import COMMANDS
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections
 from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, notes, refusals
+from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
 GRPO_COMMAND = """
@@ -172,8 +176,8 @@ def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key
 
 
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
-    problems = refusals("reward_model", {"enable": False, "model": {"path": "x"}, "micro_batch_size": None})
-    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["reward_model.model.path"]
+    problems = refusals("reward_model", {"strategy": "fsdp", "model": {"fsdp_config": 1}, "micro_batch_size": None})
+    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
 
 
 DAPO_COMMAND = """
@@ -280,7 +284,6 @@ def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (f"{A}.fsdp_config.model_dtype", "bf16"),
         (f"{R}.logprobs_mode", "raw_logprobs"),
         (f"{R}.over_sample_rate", 0.1),
         ("critic.model.lora_rank", 32),
@@ -292,3 +295,89 @@ def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> No
 )
 def test_what_changes_the_mathematics_is_still_refused(key: str, value: object) -> None:
     assert refusals(key, value) and not notes(key, value)
+
+
+@pytest.fixture(scope="module")
+def away(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what verl's examples expect to be there: a reward of its own and an adapter."""
+    folder = tmp_path_factory.mktemp("verl")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1.0, 'accuracy_reward': 1.0, 'format_reward': 0.0}\n"
+    )
+    (folder / "adapter_model.safetensors").touch()
+    settings = {"peft_type": "LORA", "r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def planned(name: str, away: Path, *more: str) -> str:
+    """Return the plan of one of verl's commands on eight H100, in one line."""
+    places = {"REWARD_FILE": f"{away}/reward.py", "ADAPTER": str(away)}
+    words = [f"{key}={places.get(value, value)}" for key, value in COMMANDS[name].items()]
+    return " ".join(make_plan(compose([*words, *more, "machine=8xH100-80GB", "trainer.dry_run=true"])).render().split())
+
+
+NOT_HERE = {
+    "codapo_trainer/run_qwen2_5_math_1_5b": "unknown advantage estimator 'codapo'",
+    "otb_trainer/run_qwen3_8b": "unknown advantage estimator 'optimal_token_baseline'",
+    "topr_trainer/run_qwen3_8b": "unknown policy loss 'topr'",
+    "rollout_correction/run_qwen2_5_7b": "rollout_correction",
+    "rollout_correction/run_qwen2_5_7b multi_rs": "rollout_correction",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_verls_own_commands_are_planned_as_they_are(name: str, away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object() if name == "wandb" else find_spec(name, *more))
+    if reason := NOT_HERE.get(name):
+        with pytest.raises(ConfigError, match=reason):
+            planned(name, away)
+    else:
+        assert "fit on 8xH100-80GB" in planned(name, away)
+
+
+PPO = "data.train_files=task:arithmetic actor_rollout_ref.model.path=builtin:arithmetic critic.optim.lr=1e-5 algorithm.adv_estimator=gae"
+
+
+def test_a_command_like_verls_is_told_which_defaults_are_not_verls() -> None:
+    (note,) = [note for note in compose(PPO.split()).notes if "defaults that are not verl's" in note]
+    assert f"{A}.use_kl_loss=true (verl's: false), {R}.n=8 (verl's: 1)" in note and "adv_estimator" not in note
+    for other in (["recipe=arithmetic/grpo"], [*PPO.split(), "data.responses=rows"], [*PPO.split(), "recipe=arithmetic/grpo"]):
+        assert not [note for note in compose(other).notes if "verl's" in note]
+
+
+def test_the_kl_in_the_reward_alone_takes_it_out_of_the_loss() -> None:
+    composed = compose([*PPO.split(), "algorithm.use_kl_in_reward=True"])
+    assert composed.config.actor_rollout_ref.actor.use_kl_loss is False
+    assert any(note.startswith(f"{A}.use_kl_loss=false: the KL is in the reward") for note in composed.notes)
+    given = compose([*PPO.split(), "algorithm.use_kl_in_reward=True", f"{A}.use_kl_loss=True"])
+    assert given.config.actor_rollout_ref.actor.use_kl_loss is True
+
+
+OLDER = {
+    "custom_reward_function": {"path": "mine.py"},
+    "reward_model": {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 64}},
+}
+"""Rewards as verl's files named them until 0.8."""
+
+
+def test_verls_older_places_of_rewards_are_taken_from_words_and_from_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(json.dumps({"defaults": ["ppo_trainer", "_self_"], **OLDER}))
+    words = ["custom_reward_function.path=mine.py", "reward_model.reward_manager=dapo"]
+    words += ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=64"]
+    for given in ([f"recipe={tmp_path}/mine.yaml"], words):
+        composed = compose(given)
+        reward = composed.config.reward
+        assert Path(reward.custom_reward_function.path or "").name == "mine.py" and reward.overlong_buffer.tokens == 64
+        assert any(
+            note.startswith("reward_model.overlong_buffer.len=64: is reward.overlong_buffer.len here")
+            for note in composed.notes
+        )
+    assert compose([*words, "reward_model.overlong_buffer.enable=False"]).config.reward.overlong_buffer.tokens is None
+
+
+def test_a_profiler_without_steps_is_noted(away: Path) -> None:
+    text = planned("profile/run_qwen2_5_7b_torch_profile", away, "global_profiler.steps=null", "trainer.logger=[console,file]")
+    assert "global_profiler.tool=torch: has no effect in this run: no step is named" in text

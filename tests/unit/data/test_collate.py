@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from grpo_rl.data.collate import collate
+from grpo_rl.errors import RewardError
 from grpo_rl.types import Prompt, Rollout, Support
 
 
@@ -89,6 +90,11 @@ def test_parts_of_the_reward_become_columns_where_they_are_asked_for():
     assert batch.reward_parts_NP.tolist() == [[0.5, 1.0], [0.5, 0.0]]
     assert batch.select([1]).reward_parts_NP.tolist() == [[0.5, 0.0]]
     assert collate(rollouts).reward_parts_NP is None
+    for item, right in zip(rollouts, (1.0, 0.0), strict=True):
+        item.reward_parts = {"compute_score": 0.5, "compute_score/right": right}
+    assert collate(rollouts, parts=("right", "compute_score")).reward_parts_NP.tolist() == [[1.0, 0.5], [0.0, 0.5]]
+    with pytest.raises(RewardError, match="0 parts called 'wrong'"):
+        collate(rollouts, parts=("wrong",))
 
 
 def test_baselines_and_steps_become_columns_where_the_rollouts_have_them():

@@ -174,6 +174,8 @@ def test_parts_of_the_reward_are_weighed_by_their_factors():
     # Each part by itself is ± sqrt(1/2) whatever its size: 3/4 of it remains, and is brought to unit spread.
     assert out.token_advantages().tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
     assert Advantage(AlgorithmConfig(), {"answer": 1.0}).parts == ()
+    named = Advantage(AlgorithmConfig(adv_estimator="gdpo", reward_parts=["acc", "format"]), {"compute_score": 1.0})
+    assert named.parts == ("acc", "format") and "weights" not in named.options
 
 
 TURNS = {

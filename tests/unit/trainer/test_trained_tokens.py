@@ -40,7 +40,9 @@ def trained(batch: Batch, mask_truncated: bool = False, **correction: object) ->
 
 
 def test_the_penalty_is_in_the_reward_and_a_part_of_its_own() -> None:
-    out = penalize_overlong([rollout(6, 1.0), rollout(8, 1.0), rollout(10, 0.0)], OverlongBufferConfig(4, 0.5), max_length=10)
+    out = penalize_overlong(
+        [rollout(6, 1.0), rollout(8, 1.0), rollout(10, 0.0)], OverlongBufferConfig(len=4, penalty_factor=0.5), max_length=10
+    )
     assert [each.reward for each in out] == [1.0, 0.75, -0.5]
     assert [each.reward_parts for each in out] == [
         {"mine": 1.0, "overlong": 0.0},
