@@ -35,7 +35,7 @@ SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 """The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
 MACHINE = "trainer.machine"
 """The key that `machine=NAME` sets."""
-_MACHINE = re.compile(r"(?:(\d+)x)?(\d+)x[A-Za-z].*")
+_MACHINE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?[A-Za-z].*")
 _VERLS_TEXT = ("algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold")
 """Lists that verl writes as text, which become lists when all words are together."""
 MOST_RUNS = 1000
@@ -127,10 +127,10 @@ def _with_verls_file(line: CommandLine, words: list[str]) -> list[str]:
 
 
 def _take_machine(line: CommandLine, name: str) -> None:
-    """Set the number of GPUs, and of several machines their number, as a machine's name says, unless the words set them."""
+    """Set the number of GPUs (one, where it says none) and of machines as a machine's name says, unless the words set them."""
     match = _MACHINE.fullmatch(name)
     nodes, gpus = match.groups() if match else (None, None)
-    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus)):
+    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus or ("1" if match else None))):
         if value is not None and key not in line.keys:
             _assign(line, key, value)
 

@@ -129,6 +129,10 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     )
 
 
+_FUSED = ("phi3",)
+"""Families with one projection for queries, keys and values, and one for both inner halves of the MLP."""
+
+
 def adapter_params(model: ModelConfig, size: ModelSize) -> int:
     """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters.
 
@@ -140,6 +144,10 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
         "o_proj": (heads, size.hidden), "gate_proj": (size.hidden, size.intermediate),
         "up_proj": (size.hidden, size.intermediate), "down_proj": (size.intermediate, size.hidden),
     }  # fmt: skip
+    if size.architecture in _FUSED:
+        fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        for name, parts in fused.items():
+            shapes[name] = (size.hidden, sum(shapes.pop(part)[1] for part in parts))
     wanted = {name.rpartition(".")[2] for name in model.target_modules}
     left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
     chosen = [shape for name, shape in shapes.items() if ("all-linear" in wanted or name in wanted) and name not in left_out]

@@ -37,7 +37,7 @@ class IterateConfig:
     replay_share: MinorShare = 0.1
     """The share of the pairs in the reward model's batches that comes from earlier iterations."""
     replay_pairs: Pairs = 4096
-    """The most pairs that are kept to replay; the oldest go first."""
+    """The most pairs that are kept to replay: of more, an even sample of all iterations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ def known_settings(name: str) -> dict[str, Any] | None:
     family, *numbers = max(fitting)[1]
     sizes = [int(number) for number in numbers]
     settings: dict[str, Any] = {"model_type": family, "architectures": [_FAMILY[family]]}
+    if family != "olmo2":  # whose files are float32
+        settings["dtype"] = "bfloat16"
     settings |= dict(zip(_COLUMNS, sizes, strict=False))
     settings |= {"vocab_size": sizes[6], "tie_word_embeddings": bool(sizes[7]), "max_position_embeddings": sizes[8]}
     if len(sizes) > 9:

@@ -19,10 +19,10 @@ def penalize_overlong(rollouts: Sequence[Rollout], config: OverlongBufferConfig,
 
     One whose reward failed keeps what it has: none, or a fixed value.
     """
-    if config.tokens is None:
+    if config.len is None or not config.enable:
         return list(rollouts)
     lengths_N = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
-    penalties = overlong_penalty(lengths_N, max_length, config.tokens, config.penalty_factor).tolist()
+    penalties = overlong_penalty(lengths_N, max_length, config.len, config.penalty_factor).tolist()
     for rollout, penalty in zip(rollouts, penalties, strict=True):
         if rollout.failure is not None:
             continue
