@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from typing import NoReturn
@@ -67,9 +68,17 @@ def counted(text: str) -> int:
     return value
 
 
+def finite(text: str) -> float:
+    """Return a finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no finite number")
+    return value
+
+
 def not_negative(text: str) -> float:
     """Return a finite number of at least 0."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
+    value = finite(text)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -81,7 +82,13 @@ def exit_code_after(
     `refusal` stands before the list of what is wrong with the words. `on_error` gets the exception too.
     """
     try:
-        return work()
+        try:
+            return work()
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            # No name of ours is that long: it was given.
+            raise ConfigError(f"{str(error.filename)[:60]}...: {error.strerror}") from error
     except (GrpoRlError, Preempted) as error:
         _explain(error, refusal)
         on_error(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.arguments import Arguments
+from grpo_rl.arguments import Arguments, finite
 from grpo_rl.commands import verl_words
 from grpo_rl.commands.response_files import is_response_file
 from grpo_rl.commands.sampling_plan import (
@@ -19,6 +19,7 @@ from grpo_rl.commands.sampling_plan import (
     add_sampling_options,
     data_of_run,
     option_keys,
+    output_folder,
     sampling_plan,
     settings_of_run,
     source_run,
@@ -77,8 +78,7 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
         raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
     keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
     folder = Path(options.output) if options.output else FOLDER / _name(targets[0], data, keys, words)
-    run_dir = RunDir(folder)
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    run_dir = output_folder(folder)
     stack.callback(RunLock.take(folder).release)
     console.log_to(run_dir.logs / "console.log")
     console.info(f"evaluation folder: {folder}")
@@ -104,8 +104,7 @@ def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: 
     if len(set(options.targets)) < len(options.targets):
         raise ConfigError("the same file is named twice")
     folder = Path(options.output) if options.output else FOLDER / _digested("files", [options.targets, list(words)])
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    console.log_to(folder / "logs" / "console.log")
+    console.log_to(output_folder(folder).logs / "console.log")
     config = compose(words).config
     paths = [Path(text).expanduser() for text in options.targets]
     groups, left_out = side_by_side([read_groups(path, config, folder / "logs", console) for path in paths])
@@ -289,6 +288,6 @@ def _parser() -> Arguments:
         "--data", action="append", metavar="FILE", help="data in verl's row format, as data.val_files takes them"
     )
     parser.add_argument("--output", metavar="FOLDER", help="where responses and tables go (evaluations/NAME)")
-    parser.add_argument("--pass-at", type=float, default=1.0, help="a response passes with a value of at least this (1)")
+    parser.add_argument("--pass-at", type=finite, default=1.0, help="a response passes with a value of at least this (1)")
     add_sampling_options(parser, n=16, temperature=1.0)
     return parser

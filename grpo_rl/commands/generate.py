@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_rl.arguments import Arguments, counted
+from grpo_rl.arguments import Arguments, counted, finite
 from grpo_rl.commands import verl_words
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,
     add_sampling_options,
     data_of_run,
     option_keys,
+    output_folder,
     sampling_plan,
     settings_of_run,
     source_run,
@@ -70,9 +71,8 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
         raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
     keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
     work = output.with_name(f"{output.name}.work")
-    (work / "logs").mkdir(parents=True, exist_ok=True)
+    run_dir = output_folder(work)
     stack.callback(RunLock.take(work).release)
-    run_dir = RunDir(work)
     model = model_folder(target, console, trusted=options.trust_run)
     recipe = work / "logs" / "settings.yaml"
     planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
@@ -304,7 +304,7 @@ def _parser() -> Arguments:
     parser.add_argument("--output", metavar="FILE", default="responses.jsonl", help=".jsonl or .parquet (responses.jsonl)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there")
     parser.add_argument("--keep", choices=("all", "good", "pairs"), default="all", help="which responses become rows (all)")
-    parser.add_argument("--min-reward", type=float, default=1.0, help="--keep good: the least reward of a good one (1)")
+    parser.add_argument("--min-reward", type=finite, default=1.0, help="--keep good: the least reward of a good one (1)")
     parser.add_argument("--max-per-prompt", type=counted, help="--keep good: at most so many for one prompt")
     parser.add_argument("--scores", choices=("auto", "yes", "no"), default="auto", help="score the responses (auto)")
     add_sampling_options(parser, n=1, temperature=1.0)

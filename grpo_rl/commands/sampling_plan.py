@@ -21,6 +21,7 @@ from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
@@ -81,6 +82,16 @@ def add_sampling_options(parser: Arguments, *, n: int, temperature: float) -> No
     )
     parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
     add_trust_option(parser)
+
+
+def output_folder(folder: Path) -> RunDir:
+    """Make a folder for responses and logs. Raises ConfigError where it cannot be made."""
+    run_dir = RunDir(folder)
+    try:
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
+    return run_dir
 
 
 def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_sampled_tokens_alone_have_log_probs_and_all_of_them_the_weights_of_thei
 def test_an_evaluation_of_the_run_plays_its_episodes(run: Run, tmp_path: Path) -> None:
     """With the other engine, which takes nothing of the run's own but its game."""
     output, data = tmp_path / "out", "task:arithmetic?split=val&num_rows=2"
-    command(run, "eval", str(run.path), "--engine", "hf", "--data", data, "-n", "2", "--output", str(output))
+    command(run, "eval", str(run.path), "--trust-run", "--engine", "hf", "--data", data, "-n", "2", "--output", str(output))
     [file] = output.glob("models/*/responses.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     played = [line for line in lines if "episode" in line]

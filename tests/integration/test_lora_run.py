@@ -80,7 +80,7 @@ def test_eval_and_chat_answer_with_the_adapters_merged(runs: tuple[Run, Run], tm
     """Of a checkpoint, which has adapters alone: other log-probs than the base model's, and the merged model's own answer."""
     whole, _ = runs
     targets, data = [f"{whole.path}@start", f"{whole.path}@3"], "task:arithmetic?split=val&num_rows=4"
-    command(whole, "eval", *targets, "--data", data, "-n", "2", "--output", str(tmp_path / "out"))
+    command(whole, "eval", *targets, "--trust-run", "--data", data, "-n", "2", "--output", str(tmp_path / "out"))
     logprobs = []
     for ending in ("start", "3"):
         [file] = (tmp_path / "out" / "models").glob(f"*{ending}/responses.jsonl")

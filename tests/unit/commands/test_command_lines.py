@@ -16,6 +16,7 @@ from grpo_rl.commands.verl_words import of_evaluation, of_generation
 from grpo_rl.errors import ConfigError
 
 OWN = [name for name in COMMANDS if name != "train"]
+LONG = "x" * 5000
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -131,6 +132,13 @@ def test_verls_words_of_evaluation_are_ours_or_answered() -> None:
         (["watch", "one"], 2, "is no run"),
         (["export", "builtin:arithmetic"], 2, "belongs to no run"),
         (["chat", "builtin:arithmetic", "--max-tokens", "4000"], 2, "leaves no room"),
+        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--pass-at", "nan"], 2, "nan is no finite number"),
+        (["generate", "builtin:arithmetic", "--data", "task:arithmetic", "--min-reward", "inf"], 2, "inf is no finite number"),
+        (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--output", "/proc/x"], 2, "--output /proc/x: cannot"),
+        (["generate", "builtin:arithmetic", "--data", "task:arithmetic", "--output", "/proc/x.jsonl"], 2, "cannot be written"),
+        *((words, 2, "File name too long") for words in (["export", LONG], ["eval", "builtin:arithmetic", "--data", LONG])),
+        (["train", f"data.train_files=[{LONG}.jsonl]"], 2, "File name too long"),
+        (["plan", f"reward.functions=[{LONG}.py:f]"], 2, "File name too long"),
     ],
 )
 def test_mistakes_end_with_their_exit_code_before_anything_starts(
