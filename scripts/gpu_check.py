@@ -35,12 +35,13 @@ DEADLINE_S = 300.0
 
 def rows_of(name: str, device: str) -> list[Row]:
     """Return the rows of one check, made in this process. An error becomes a row."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         try:
+            # Inside: where it is broken, each check says so in its row.
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
             for row in CHECKS[name](device, Sizes() if device == "cuda" else TINY, Path(folder)):
                 rows.append(row)
         except Exception as error:

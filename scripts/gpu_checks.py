@@ -47,6 +47,12 @@ class Sizes:
 
 
 TINY = Sizes(48, 64, 2, 4, 2, 12, 256, 256, 1024)
+WIDE = Sizes(3584, 18_944, 2, 28, 4, 128, 152_064, 16_384, tied=False)
+"""The widths of a model with 7 billion parameters, in two layers."""
+
+
+ALL = (0, 1, 2, 3)
+"""The rollouts of `batch_of`, as one micro-batch."""
 
 
 def passed(name: str, good: bool, figure: str, bound: str) -> Row:
@@ -81,25 +87,37 @@ def model_folder(sizes: Sizes, folder: Path) -> Path:
 
 
 def batch_of(sizes: Sizes, seed: int = 1) -> Any:
-    """Return random rollouts of one micro-batch: responses of a quarter of the tokens each, with advantages."""
+    """Return random rollouts of one micro-batch: two responses to each of two prompts, a quarter of the tokens each, with advantages."""
     from grpo_rl.types import Batch
 
     generator = torch.Generator().manual_seed(seed)
     prompts_N, responses_N = torch.full((4,), sizes.tokens // 16), torch.full((4,), sizes.tokens // 4 - sizes.tokens // 16)
     num_tokens, num_trained = int((prompts_N + responses_N).sum()), int(responses_N.sum())
+    token_ids_S = torch.randint(2, sizes.vocab, (num_tokens,), generator=generator)
+    rows_NL = token_ids_S.view(4, -1)
+    # A group has one prompt, which a pass computes once: random ones would never agree.
+    rows_NL[1::2, : sizes.tokens // 16] = rows_NL[::2, : sizes.tokens // 16]
     return Batch(
         prompt_lengths_N=prompts_N,
         response_lengths_N=responses_N,
         group_N=torch.arange(4) // 2,
-        token_ids_S=torch.randint(2, sizes.vocab, (num_tokens,), generator=generator),
+        token_ids_S=token_ids_S,
         rewards_N=torch.zeros(4),
         rollout_logprobs_T=torch.full((num_trained,), -3.0),
         advantages_T=torch.tensor([1.0, -1.0, 0.5, -0.5]).repeat_interleave(responses_N),
     )
 
 
-def actor_of(folder: Path, device: str, *, deterministic: bool = False, **options: Any) -> Any:
-    """Return the only rank of an actor of this model."""
+def actor_of(
+    folder: Path,
+    device: str,
+    *,
+    deterministic: bool = False,
+    model: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return the only rank of an actor of this model; `model` and `policy` are fields of its specs."""
     import torch.distributed as dist
 
     from grpo_rl.algos.objective import Objective
@@ -111,8 +129,8 @@ def actor_of(folder: Path, device: str, *, deterministic: bool = False, **option
         dist.destroy_process_group()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    policy = PolicySpec(ModelConfig(path=str(folder)), temperature=1.0, dtype="auto", train=True)
-    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-3), 100, seed=1, **options)
+    settings = PolicySpec(ModelConfig(path=str(folder), **(model or {})), temperature=1.0, dtype="auto", train=True)
+    spec = ActorSpec(replace(settings, **(policy or {})), Objective(), OptimConfig(lr=1e-3), 100, seed=1, **options)
     return ActorWorker(spec, Rank(0, 1, "127.0.0.1", port, device, 600.0, deterministic=deterministic))
 
 
@@ -169,21 +187,157 @@ def check_policy(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     small = replace(TINY, vocab=4096 if device == "cuda" else TINY.vocab)
     path, batch = str(model_folder(small, folder)), batch_of(small)
 
-    def found(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def found(where: str) -> tuple[Tensor, Tensor]:
         model = PolicyModel(load_lm(path, load_config(path))).to(where)
-        with torch.autocast(where, dtype=dtype, enabled=dtype != torch.float32):
-            logprobs_T = model(sequences_of(batch, torch.device(where), share_prompts=True)).logprobs_T
+        logprobs_T = model(sequences_of(batch, torch.device(where), share_prompts=True)).logprobs_T
         logprobs_T.sum().backward()
         gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
         return logprobs_T.detach().float().cpu(), torch.cat(gradients).float().cpu()
 
-    logprobs_T, gradient = found("cpu", torch.float32)
-    own_T, own = found(device, torch.float32)
+    logprobs_T, gradient = found("cpu")
+    own_T, own = found(device)
     error, relative = float((own_T - logprobs_T).abs().max()), float((own - gradient).norm() / gradient.norm())
     yield passed("policy: log-probs in float32 against the CPU's", error < 2e-4, f"{error:.1e}", "2e-4")
     yield passed("policy: gradient in float32, relative", relative < 1e-3, f"{relative:.1e}", "1e-3")
-    rough = float((found(device, torch.bfloat16)[0] - logprobs_T).abs().mean())
-    yield passed("policy: log-probs with bfloat16 layers, mean", 0 < rough < 0.05, f"{rough:.1e}", "above 0, below 0.05")
+    actor = actor_of(Path(path), device, policy={"dtype": "bfloat16"})
+    rough = float((actor.logprobs(batch, [ALL]).float() - logprobs_T).abs().mean())
+    yield passed("policy: log-probs of FSDP's bfloat16 layers, mean", 0 < rough < 0.05, f"{rough:.1e}", "above 0, below 0.05")
+
+
+def check_shared(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Compare prompts that are computed once for their responses with prompts that each response computes, by FSDP's policy."""
+    path, batch = model_folder(sizes, folder), batch_of(sizes)
+    found = {}
+    for share in (False, True):
+        actor = actor_of(path, device, policy={"share_prompts": share})
+        logprobs_T = actor.logprobs(batch, [ALL]).float()
+        (stats,) = actor.update(batch, update_of(batch))
+        seconds = seconds_of(lambda actor=actor: actor.update(batch, update_of(batch)), device)
+        found[share] = logprobs_T, stats["same/grad_norm"], seconds
+        del actor
+    bound = 0.02 if device == "cuda" else 1e-5
+    error = float((found[True][0] - found[False][0]).abs().mean())
+    yield passed("shared prompts: log-probs against unshared, mean", error < bound, f"{error:.1e}", f"{bound:g}")
+    apart = abs(found[True][1] / found[False][1] - 1)
+    yield passed("shared prompts: norm of the gradient, relative", apart < bound, f"{apart:.1e}", f"{bound:g}")
+    yield Row("shared prompts: seconds of an update", "measured", f"{found[True][2]:.3f}, unshared {found[False][2]:.3f}")
+
+
+def check_learns(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Take twelve updates: responses with positive advantages get likelier than those with negative ones."""
+    small = replace(sizes, layers=2)
+    actor, batch = actor_of(model_folder(small, folder), device), batch_of(small)
+    signs_T = batch.advantages_T.sign()
+
+    def margin() -> float:
+        return float((actor.logprobs(batch, [ALL]).float() * signs_T).mean())
+
+    before = margin()
+    for _ in range(12):
+        actor.update(batch, update_of(batch))
+    gained = margin() - before
+    yield passed("twelve updates: log-prob of rewarded against other tokens", gained > 0.01, f"{gained:+.3f}", "above +0.01")
+
+
+def check_variants(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Make two updates with adapters, experts, host memory and, on GPUs, compiled layers."""
+    dense = model_folder(sizes, folder / "dense")
+    variants: dict[str, tuple[Path, dict[str, Any]]] = {
+        "LoRA": (dense, {"model": {"lora_rank": 16}}),
+        "experts": (experts_folder(sizes, folder / "experts"), {}),
+        "optimizer in host memory": (dense, {"policy": {"in_host_memory": True}}),
+        "compiled layers": (dense, {"policy": {"compiled": True}}),
+    }
+    batch = batch_of(sizes)
+    for name, (path, options) in variants.items():
+        if name in ("optimizer in host memory", "compiled layers") and device != "cuda":
+            yield Row(f"variant: {name}", "not possible", "is for GPUs")
+            continue
+        actor = actor_of(path, device, **options)
+        actor.update(batch, update_of(batch))
+        (stats,) = actor.update(batch, update_of(batch))
+        good = not stats["same/nonfinite"] and stats["same/grad_norm"] > 0
+        seconds = seconds_of(lambda actor=actor: actor.update(batch, update_of(batch)), device, times=1)
+        yield passed(f"variant: {name}", good, f"gradient {stats['same/grad_norm']:.2g}, {seconds:.3f} s", "finite, above 0")
+        del actor
+
+
+def experts_folder(sizes: Sizes, folder: Path) -> Path:
+    """Write a random Qwen3-MoE of two layers with eight experts, and return its folder."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        moe_intermediate_size=sizes.intermediate // 8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def check_wide(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Measure an update at the widths of 7B, and one over lengths from some hundred tokens to the longest context."""
+    from grpo_rl.types import Batch
+
+    wide = WIDE if device == "cuda" else sizes
+    path = model_folder(wide, folder)
+    actor, batch = actor_of(path, device), batch_of(wide)
+    seconds = seconds_of(lambda: actor.update(batch, update_of(batch)), device)
+    yield Row("7B widths, two layers: an update", "measured", f"{len(batch.token_ids_S) / seconds:,.0f} tokens/s")
+    longest = sizes.context if device == "cuda" else 128
+    lengths_N = torch.tensor([longest - 64, longest // 4, longest // 16, 50])
+    prompts_N = torch.full((4,), 64)
+    mixed = Batch(
+        prompt_lengths_N=prompts_N,
+        response_lengths_N=lengths_N,
+        group_N=torch.arange(4),
+        token_ids_S=torch.randint(2, wide.vocab, (int((lengths_N + prompts_N).sum()),)),
+        rewards_N=torch.zeros(4),
+        rollout_logprobs_T=torch.full((int(lengths_N.sum()),), -3.0),
+        advantages_T=torch.tensor([1.0, -1.0, 0.5, -0.5]).repeat_interleave(lengths_N),
+    )
+    (stats,) = actor.update(mixed, update_of(mixed))
+    good = not stats["same/nonfinite"]
+    yield passed(
+        f"7B widths: lengths from 114 to {longest:,} in one pass", good, f"gradient {stats['same/grad_norm']:.2g}", "finite"
+    )
+
+
+def check_plain(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Measure transformers' own forward and backward pass with SDPA beside the actor's update, on the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    path, batch = model_folder(sizes, folder), batch_of(sizes)
+    actor = actor_of(path, device, policy={"share_prompts": False})
+    ours = seconds_of(lambda: actor.update(batch, update_of(batch)), device)
+    actor = None
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    ids_NL = batch.token_ids_S.view(4, -1).to(device)
+
+    def plain() -> None:
+        for row in ids_NL.split(1):
+            with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+                model(input_ids=row, labels=row).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    theirs = seconds_of(plain, device)
+    yield Row("an update beside transformers with SDPA", "measured", f"{ours:.3f} s, transformers {theirs:.3f} s")
 
 
 def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
@@ -296,8 +450,14 @@ def check_actor(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     if device != "cuda":
         yield Row("actor: memory against the plan", "not possible", "needs a GPU, whose allocator counts")
         return
-    planned, own = planned_update(path, sizes), torch.cuda.max_memory_reserved()
-    figure = f"allocated {torch.cuda.max_memory_allocated() / GIB:.1f}, reserved {own / GIB:.1f} GiB"
+    if peak:
+        from grpo_rl.plan.named_machine.step_time import TRAINING
+
+        planned_s = flops / (TRAINING * peak * 1e12)
+        yield Row("actor: seconds of an update against the plan", "measured", f"{seconds:.2f} s, planned {planned_s:.2f} s")
+    # What the allocator keeps and nothing uses is given out before anything runs out.
+    planned, own = planned_update(path, sizes), torch.cuda.max_memory_allocated()
+    figure = f"allocated {own / GIB:.1f}, reserved {torch.cuda.max_memory_reserved() / GIB:.1f} GiB"
     yield passed("actor: memory against the plan", own < planned, figure, f"at most the plan's {planned / GIB:.1f} GiB")
 
 
@@ -505,6 +665,11 @@ def check_same_twice(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 Check = Callable[[str, Sizes, Path], Iterable[Row]]
 CHECKS: dict[str, Check] = {
     "policy": check_policy,
+    "shared": check_shared,
+    "learns": check_learns,
+    "variants": check_variants,
+    "wide": check_wide,
+    "plain": check_plain,
     "head": check_head,
     "attention": check_attention,
     "actor": check_actor,

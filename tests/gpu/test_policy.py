@@ -55,7 +55,10 @@ def lengths() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(1, 60, (24,), generator=generator), torch.randint(1, 200, (24,), generator=generator)
 
 
-def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = False) -> torch.Tensor:
+def logprobs(
+    folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = False, share_prompts: bool = True
+) -> torch.Tensor:
+    """Return the log-probs of 24 responses, two to each prompt, which a pass with `share_prompts` computes once."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from grpo_rl.models import fsdp, load
@@ -64,14 +67,18 @@ def logprobs(folder: Path, device: str, dtype: torch.dtype, *, sharded: bool = F
     from grpo_rl.workers.sharded_policy import sequences_of
 
     prompts_N, responses_N = lengths()
+    prompts_N[1::2] = prompts_N[::2]
     ids_S = torch.randint(0, VOCABULARY, (int((prompts_N + responses_N).sum()),), generator=torch.Generator().manual_seed(2))
+    starts = ((prompts_N + responses_N).cumsum(0) - prompts_N - responses_N).tolist()
+    for first, second, length in zip(starts[::2], starts[1::2], prompts_N[::2].tolist(), strict=True):
+        ids_S[second : second + length] = ids_S[first : first + length]
     policy = PolicyModel(load.load_lm(str(folder), load.load_config(str(folder)))).to(device)
     if sharded:
         fsdp.shard(policy, init_device_mesh("cuda", (1,)), fsdp.Sharding(dtype))
     with torch.no_grad():
-        rows = torch.arange(len(prompts_N))
+        rows = torch.arange(len(prompts_N)) // 2
         batch = Batch(prompts_N, responses_N, rows, ids_S, torch.zeros(len(rows)), torch.zeros(int(responses_N.sum())))
-        return policy(sequences_of(batch, torch.device(device), share_prompts=True)).logprobs_T.float().cpu()
+        return policy(sequences_of(batch, torch.device(device), share_prompts=share_prompts)).logprobs_T.float().cpu()
 
 
 def test_float32_logprobs_on_the_gpu_are_those_of_the_cpu(model_folder: Path) -> None:
@@ -84,6 +91,13 @@ def test_bf16_layers_under_fsdp2_stay_near_float32_and_the_head_stays_float32(mo
     difference = logprobs(model_folder, "cuda", torch.bfloat16, sharded=True) - logprobs(model_folder, "cpu", torch.float32)
     assert 0 < difference.abs().max() < 0.2  # above 0: the layers did compute in bf16
     assert difference.abs().mean() < 0.02
+
+
+def test_shared_prompts_have_the_logprobs_of_unshared_ones_in_bf16(model_folder: Path, process_group: None) -> None:
+    shared, alone = (
+        logprobs(model_folder, "cuda", torch.bfloat16, sharded=True, share_prompts=share) for share in (True, False)
+    )
+    assert (shared - alone).abs().mean() < 0.02
 
 
 def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,25 @@ def gpu_check() -> Any:
         torch.distributed.destroy_process_group()
 
 
-NEEDS_A_GPU = {"attention": 1, "actor": 1, "offload": 1, "ipc": 1}
+NEEDS_A_GPU = {"attention": 1, "actor": 1, "offload": 1, "ipc": 1, "variants": 2}
+NAMES = [
+    "policy",
+    "shared",
+    "learns",
+    "variants",
+    "wide",
+    "plain",
+    "head",
+    "attention",
+    "actor",
+    "offload",
+    "ipc",
+    "checkpoint",
+]
+NAMES += ["memory", "twice"]
 
 
-@pytest.mark.parametrize("name", ["policy", "head", "attention", "actor", "offload", "ipc", "checkpoint", "memory", "twice"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_check_runs_on_a_cpu(gpu_check: Any, name: str) -> None:
     rows = gpu_check.rows_of(name, "cpu")
     assert rows and not [row for row in rows if row.state == "failed"]
@@ -33,7 +49,21 @@ def test_a_check_runs_on_a_cpu(gpu_check: Any, name: str) -> None:
 
 
 def test_every_check_is_tried_here(gpu_check: Any) -> None:
-    assert set(gpu_check.CHECKS) == {"policy", "head", "attention", "actor", "offload", "ipc", "checkpoint", "memory", "twice"}
+    assert set(gpu_check.CHECKS) == set(NAMES)
+
+
+def test_shared_prompts_are_shared_and_without_transformers_a_check_says_so(
+    gpu_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_rl.workers.sharded_policy import sequences_of
+
+    checks = importlib.import_module("gpu_checks")
+    batch = checks.batch_of(checks.TINY)
+    computed = [len(sequences_of(batch, torch.device("cpu"), share_prompts=share).token_ids_S) for share in (False, True)]
+    assert computed[0] - computed[1] > checks.TINY.tokens // 16, "two prompts are computed once for two responses each"
+    monkeypatch.setitem(sys.modules, "transformers.utils.logging", None)
+    [row] = gpu_check.rows_of("head", "cpu")
+    assert row.state == "failed" and "transformers" in row.figure
 
 
 def test_an_error_in_a_check_is_a_row_that_failed(gpu_check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
