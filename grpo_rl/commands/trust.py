@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import links_out
 
@@ -59,6 +60,8 @@ def _refuse(found: Sequence[str], why: str) -> None:
 
 
 def _is_harmless(key: str, value: Any) -> bool:
+    if key not in leaves():  # `tools.mcp.command` in place of `tools`: a part of a key's value
+        return False
     if isinstance(value, Mapping):
         return _is_plain(value)
     if isinstance(value, list):

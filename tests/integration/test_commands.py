@@ -41,13 +41,13 @@ def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tm
 
 def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: Run, tmp_path: Path) -> None:
     output = ["--output", str(tmp_path / "out"), "--data", DATA, "-n", "4"]
-    command(run, "eval", f"{run.path}@start", *output)
+    command(run, "eval", "--trust-run", f"{run.path}@start", *output)
     [responses] = (tmp_path / "out" / "models").glob("*start/responses.jsonl")
     whole = responses.read_text().splitlines(keepends=True)
     assert len(whole) == 24
     responses.write_text("".join(whole[:18])[:-30])  # four prompts, and a line of the fifth that was cut
 
-    screen, _ = command(run, "eval", f"{run.path}@start", str(run.path), *output)
+    screen, _ = command(run, "eval", "--trust-run", f"{run.path}@start", str(run.path), *output)
     assert "goes on, 4 of 6 prompts are answered already" in screen
     again = [json.loads(line) for line in responses.read_text().splitlines() if line.endswith("}")]
     kept = {(line["row"], line["sample"]): line["response"] for line in again}
@@ -67,7 +67,9 @@ def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: R
 
 def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "good.parquet"
-    screen, _ = command(run, "generate", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output))
+    screen, _ = command(
+        run, "generate", "--trust-run", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output)
+    )
     assert f"written: {output}" in screen and not output.with_name("good.parquet.work").exists()
     rows = load_demonstrations(
         [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model")), max_samples=-1
