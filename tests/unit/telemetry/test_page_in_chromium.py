@@ -136,6 +136,21 @@ def test_an_episode_is_shown_to_its_end_or_says_how_much_is_left(tab: Tab, tmp_p
     assert "turn 30" in text(tab)
 
 
+def test_a_run_that_was_stopped_before_its_first_step_says_so_in_every_tab(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=0, state="preempted")
+    (run / "metrics.jsonl").unlink()
+    (run / "val/step_0.jsonl").unlink()
+    (run / "status.json").write_text(json.dumps({"state": "preempted", "error": {"message": "by SIGINT"}}))
+    page = write_page([run])
+    for name in ("overview", "curves", "rollouts", "time", "configuration"):
+        tab.open(address(page, tab=name))
+        assert text(tab).strip()
+        if name == "overview":
+            assert "Nothing was measured" in text(tab)
+    assert "stopped, nothing saved" in text(tab, ".top") and "too few steps to judge" in text(tab, ".top")
+    assert tab.problems == []
+
+
 def test_nothing_on_a_phone_is_wider_than_the_phone(tab: Tab, page: Path) -> None:
     tab.size(360, 740)
     for name in ("overview", "curves", "rollouts", "time", "configuration"):
@@ -439,7 +454,7 @@ def test_a_hundred_thousand_rollouts_stay_quick(tab: Tab, tmp_path: Path) -> Non
     written = {path.name: path.stat().st_mtime_ns for path in chunks.iterdir()}
     (run / "rollouts/step_100.jsonl").write_text(content)
     began = time.perf_counter()
-    write_page([run])
+    write_page([run], keep=True)
     again = time.perf_counter() - began
     new = [path.name for path in chunks.iterdir() if written.get(path.name) != path.stat().st_mtime_ns]
     assert len(written) > 100 and 0 < len(new) <= 3, f"only the new step is packed, and the index: {new}"

@@ -9,6 +9,7 @@ const STATES = {
 };
 
 function stateOf(one) {
+  if (one.status.state === 'preempted' && !one.status.last_commit) return ['stopped, nothing saved', 'amber'];
   return STATES[one.status.state] || [one.status.state || 'unknown', 'grey'];
 }
 
@@ -53,6 +54,7 @@ function head(one) {
 function overview(host) {
   const one = run();
   const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), lossCard(one), compareCard());
+  if (!left.children.length) left.append(card('Before and after', el('p', { className: 'muted' }, 'Nothing was measured: the run ended before its first validation and its first step, or has not come so far.')));
   const right = el('div', { className: 'column' }, healthCard(one), trainedCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
