@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.plots.curves import _model_phases, plot_curves, smooth
+from grpo_rl.telemetry.plots.curves import curves_figure, plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -72,10 +72,16 @@ def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, re
     assert image_size(path) == (1560, 988)
 
 
-def test_the_phases_of_the_reward_model_are_joined_where_no_step_of_the_policy_lies_between() -> None:
-    records = [iterated_record(step) | {"step": float(step)} for step in range(1, 15)]
-    assert _model_phases(records) == [(1.0, 2.0), (6.0, 8.0), (12.0, 14.0)]
-    assert _model_phases([full_record(1) | {"step": 1.0}]) == []
+def test_the_main_panel_and_what_was_measured_are_drawn() -> None:
+    def titles(records: list[dict[str, float]]) -> list[str]:
+        return [axes.get_title(loc="left") for axes in curves_figure("r", records).axes]
+
+    sampled = [full_record(step) | {"step": float(step)} for step in range(3)]
+    lower = ["KL to the reference", "Clip fraction", "Response length (tokens)", "Seconds per step"]
+    assert titles(sampled) == ["Reward and validation", *lower]
+    pairs = [pair_record(step) | {"step": float(step), "val/sums/mean@1": 0.5} for step in range(3)]
+    lower = ["Answers to validation prompts", "Pairs in the right order", "Norm of the gradient", "Seconds per step"]
+    assert titles(pairs) == ["Loss", *lower]
 
 
 def test_smoothing_keeps_a_constant_and_the_inside_of_a_straight_line() -> None:
